@@ -1,0 +1,31 @@
+PYTHON   ?= python3
+VENV     ?= .venv
+PIP_ARGS ?=
+ARGS     ?=
+BIN      := $(VENV)/bin
+
+.PHONY: demo test lint parity clean
+
+demo: $(VENV)/.installed-parity
+	$(BIN)/penstock demo $(ARGS)
+
+parity: $(VENV)/.installed-parity
+	$(BIN)/penstock parity $(ARGS)
+
+test: $(VENV)/.installed-test
+	$(BIN)/python -m pytest -q -n 2 --dist loadgroup $(ARGS)
+
+lint: $(VENV)/.installed-lint
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/pyright
+
+clean:
+	rm -rf $(VENV)
+
+# One stamp an extra: a target installs what it needs, once, and again when the requirements change.
+$(VENV)/.installed-%: pyproject.toml constraints.txt
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install -q -c constraints.txt $(PIP_ARGS) -e '.[$*]'
+	touch $@

@@ -1,0 +1,153 @@
+"""The one table of combinations: which of them are exact, which approximate, and which are refused with what remedy.
+
+Set-up consults `verdict`, the documentation's table is generated from `table`, and a test visits every cell.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import itertools
+from collections.abc import Callable, Iterator
+
+from .errors import Refused
+
+
+class Kind(enum.Enum):
+    """How a combination relates to the plain optimizer."""
+
+    EXACT = "exact"
+    APPROXIMATE = "approximate"
+    REFUSED = "refused"
+
+
+AXES: dict[str, tuple[str, ...]] = {
+    "clipping": ("none", "global_norm", "per_tensor"),
+    "loss_scaling": ("none", "dynamic"),
+    "accumulation": ("none", "hold", "state"),
+    "communication": ("local", "process_group", "ddp", "fsdp2"),
+    "compensation": ("none", "kahan", "split"),
+    "backend": ("eager", "compiled", "triton"),
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Combination:
+    """One cell: a value of every axis of `AXES`."""
+
+    clipping: str = "none"
+    loss_scaling: str = "none"
+    accumulation: str = "none"
+    communication: str = "local"
+    compensation: str = "none"
+    backend: str = "eager"
+
+    def __post_init__(self) -> None:
+        for axis, values in AXES.items():
+            if getattr(self, axis) not in values:
+                raise ValueError(f"{axis}={getattr(self, axis)!r} is no value of this axis; it has {', '.join(values)}")
+
+
+@dataclasses.dataclass(frozen=True)
+class Verdict:
+    """What a combination is, and why; for a refused one, `why` ends with the remedy."""
+
+    kind: Kind
+    why: str
+
+
+@dataclasses.dataclass(frozen=True)
+class Clause:
+    """The combinations to which a verdict applies. The first clause that applies decides."""
+
+    applies: Callable[[Combination], bool]
+    verdict: Verdict
+
+
+def _refused(why: str, applies: Callable[[Combination], bool]) -> Clause:
+    return Clause(applies, Verdict(Kind.REFUSED, why))
+
+
+CLAUSES: tuple[Clause, ...] = (
+    _refused(
+        "accumulation='state' puts a micro-batch into the moments before the norm of the whole gradient is known; use "
+        "accumulation='hold' with max_norm, or StableAdamW, which needs no clipping.",
+        lambda c: c.accumulation == "state" and c.clipping == "global_norm",
+    ),
+    _refused(
+        "accumulation='state' puts a micro-batch into the moments before an overflow of a later one is known; use "
+        "accumulation='hold' with a scaler, or bfloat16, which needs no loss scaling.",
+        lambda c: c.accumulation == "state" and c.loss_scaling == "dynamic",
+    ),
+    _refused(
+        "loss scaling is not built into gradient release yet; use bfloat16, which needs none, or the optimizer without "
+        "release_gradients.",
+        lambda c: c.loss_scaling == "dynamic",
+    ),
+    _refused(
+        "per-tensor clipping is not built into gradient release yet; use max_norm with clipping='exact', or StableAdamW, "
+        "which clips each tensor's update by itself.",
+        lambda c: c.clipping == "per_tensor",
+    ),
+    _refused(
+        "release over several processes is not built yet; train in one process, or use the optimizer without "
+        "release_gradients.",
+        lambda c: c.communication != "local",
+    ),
+    _refused(
+        "the Triton kernels are not built yet; use backend='eager', 'compiled' or 'auto'.",
+        lambda c: c.backend == "triton",
+    ),
+    Clause(
+        lambda c: c.accumulation == "state",
+        Verdict(
+            Kind.APPROXIMATE,
+            "micro-batch gradients are squared one by one (AdamA): exact with one micro-batch, otherwise v is the mean of "
+            "squares and not the square of the mean, and StableAdamW's mean square is a bound and not the batch gradient's.",
+        ),
+    ),
+    Clause(
+        lambda c: c.clipping == "global_norm" and c.accumulation == "none",
+        Verdict(
+            Kind.EXACT,
+            "guard() runs the backward twice: the first pass measures the norm, the second updates with the clipped gradient.",
+        ),
+    ),
+    Clause(
+        lambda c: c.clipping == "global_norm",
+        Verdict(
+            Kind.EXACT, "the held gradients are clipped by their global norm in step(), and released one after another."
+        ),
+    ),
+    Clause(
+        lambda c: c.accumulation == "hold",
+        Verdict(
+            Kind.EXACT, "gradients add up as they do without release; the last micro-batch's backward releases them."
+        ),
+    ),
+    Clause(lambda c: True, Verdict(Kind.EXACT, "the same numbers as the optimizer without release, bit for bit.")),
+)
+
+
+def verdict(combination: Combination) -> Verdict:
+    """What the table says of one combination."""
+    return next(clause.verdict for clause in CLAUSES if clause.applies(combination))
+
+
+def require(combination: Combination) -> Verdict:
+    """The verdict of a combination that is exact or approximate.
+
+    Raises:
+        Refused: the combination is refused; the text says why and names the remedy.
+    """
+    found = verdict(combination)
+    if found.kind is Kind.REFUSED:
+        raise Refused(found.why)
+    return found
+
+
+def table() -> Iterator[tuple[Combination, Verdict]]:
+    """Every cell with its verdict."""
+    for values in itertools.product(*AXES.values()):
+        combination = Combination(**dict(zip(AXES, values, strict=True)))
+        yield combination, verdict(combination)

@@ -1,0 +1,90 @@
+r"""Compensation: low-precision parameters keep the bits that a single rounding would lose.
+
+A compensated parameter is a pair (p, k) that stands for one number of the compute dtype. `load` reads the number, `store`
+writes it; the update itself knows nothing of either.
+
+====== ============================= ==========================================================================
+none   p = cast(x)                   what rounds away is gone
+kahan  p = cast(x), k = cast(x - p)  k in p's dtype; p + k has about twice p's digits
+split  (p, k) = the bits of x        bfloat16 p and int16 k together are exactly the float32 number
+====== ============================= ==========================================================================
+
+`split` rounds the half-way case away from zero, so that the remainder fits 16 bits; everything else rounds to nearest.
+float32 and float64 parameters have no lost bits worth keeping and are never compensated.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from .array_ops import Array, ArrayOps
+from .dtypes import LOW_PRECISION, compute_dtype
+from .errors import InvalidArgument
+
+COMPENSATIONS = ("auto", "none", "kahan", "split")
+
+_HALF = 0x8000  # half of a bfloat16 spacing, in units of the float32 bit pattern
+_HIGH_BITS = -0x10000  # 0xFFFF0000 as an int32
+
+
+class Stored(NamedTuple):
+    """A parameter as it lies in memory, and the bits it cannot hold (None without compensation)."""
+
+    parameter: Array
+    compensation: Array | None
+
+
+def resolve(compensation: str, parameter_dtype: str) -> str:
+    """The compensation that a parameter of this dtype gets: "none", "kahan" or "split".
+
+    Raises:
+        InvalidArgument: an unknown name, or "split" for a float16 parameter.
+    """
+    if compensation not in COMPENSATIONS:
+        raise InvalidArgument(
+            f"compensation={compensation!r} is not known; it must be one of {', '.join(COMPENSATIONS)}."
+        )
+    if parameter_dtype not in LOW_PRECISION:
+        return "none"
+    if compensation == "auto":
+        return "split" if parameter_dtype == "bfloat16" else "kahan"
+    if compensation == "split" and parameter_dtype == "float16":
+        raise InvalidArgument(
+            "compensation='split' is not possible for a float16 parameter (float16 is not the upper half of float32); "
+            "use compensation='kahan' or 'auto'."
+        )
+    return compensation
+
+
+def compensation_dtype(compensation: str, parameter_dtype: str) -> str | None:
+    """The dtype of k for a resolved compensation, or None."""
+    return {"none": None, "kahan": parameter_dtype, "split": "int16"}[compensation]
+
+
+def load(ops: ArrayOps, compensation: str, stored: Stored) -> Array:
+    """The number that (p, k) stands for, in the compute dtype."""
+    parameter, kept = stored
+    wide = ops.cast(parameter, compute_dtype(ops.dtype_name(parameter)))
+    if compensation == "none":
+        return wide
+    if compensation == "kahan":
+        return wide + ops.cast(kept, "float32")
+    return ops.bitcast(ops.bitcast(wide, "int32") + ops.cast(kept, "int32"), "float32")
+
+
+def store(ops: ArrayOps, compensation: str, x: Array, parameter_dtype: str) -> Stored:
+    """(p, k) for the number x, which is in the compute dtype.
+
+    A kahan p that overflows has k = 0, so that p + k stays the infinity that p says it is; a NaN is stored as the NaN.
+    """
+    if compensation == "none":
+        return Stored(ops.cast(x, parameter_dtype), None)
+    xp = ops.xp
+    if compensation == "kahan":
+        rounded = ops.round_to(x, parameter_dtype)
+        remainder = xp.where(xp.isfinite(rounded), x - rounded, 0.0)
+        return Stored(ops.cast(rounded, parameter_dtype), ops.cast(remainder, parameter_dtype))
+    bits = ops.bitcast(xp.where(xp.isnan(x), float("nan"), x), "int32")
+    high = (bits + _HALF) & _HIGH_BITS
+    parameter = ops.cast(ops.bitcast(high, "float32"), "bfloat16")
+    return Stored(parameter, ops.cast(bits - high, "int16"))

@@ -1,0 +1,85 @@
+"""Which dtype each array has: parameters come with theirs, everything else follows from it."""
+
+from __future__ import annotations
+
+import numbers
+from typing import Any, NamedTuple
+
+from .errors import InvalidArgument, UnsupportedTensor
+
+LOW_PRECISION = ("bfloat16", "float16")
+PARAMETER_DTYPES = ("float64", "float32", *LOW_PRECISION)
+
+BFLOAT16_SECOND_MOMENT_LIMIT = 2.0**-7
+"""A bf16 second moment loses a fraction 1-beta2 a step; below one bf16 spacing the loss rounds away and it never decays."""
+
+
+class StateDtypes(NamedTuple):
+    """The dtypes of the two moments of one parameter."""
+
+    exp_avg: str
+    exp_avg_sq: str
+
+
+def compute_dtype(parameter_dtype: str) -> str:
+    """The dtype of the arithmetic: float64 for float64 parameters, float32 for all others."""
+    return "float64" if parameter_dtype == "float64" else "float32"
+
+
+def check_parameter_dtype(parameter_dtype: str, described_as: str = "parameter") -> None:
+    """Raise `UnsupportedTensor` unless a parameter of this dtype can be optimized."""
+    if parameter_dtype not in PARAMETER_DTYPES:
+        raise UnsupportedTensor(
+            f"{described_as} has dtype {parameter_dtype}; penstock optimizes {', '.join(PARAMETER_DTYPES)}. "
+            "Leave it out of the optimizer, or convert it (a complex tensor with torch.view_as_real or jnp.stack)."
+        )
+
+
+def second_moment_needs_float32(state_dtype: str, beta2: Any) -> bool:
+    """Whether exp_avg_sq in `state_dtype` would stop following the gradient.
+
+    float16 underflows (g = 1e-4 squared is below its range), and bfloat16 cannot decay once 1-beta2 < 2^-7. A beta2 that
+    is not a Python number yet (traced, on a device) is taken for one that is too high.
+    """
+    if state_dtype == "float16":
+        return True
+    known = isinstance(beta2, numbers.Real)
+    return state_dtype == "bfloat16" and not (known and 1.0 - float(beta2) >= BFLOAT16_SECOND_MOMENT_LIMIT)
+
+
+def state_dtypes(
+    parameter_dtype: str,
+    beta2: Any,
+    exp_avg: str | None = None,
+    exp_avg_sq: str | None = None,
+    *,
+    argument: str = "state_dtype",
+) -> StateDtypes:
+    """The dtypes of a parameter's moments: the parameter's own, where they can be held in it.
+
+    Args:
+        parameter_dtype: the parameter's.
+        beta2: decay of the second moment.
+        exp_avg: asked for explicitly; None takes the parameter's.
+        exp_avg_sq: asked for explicitly; None takes the parameter's, or float32 where that is too low.
+        argument: the name of the argument behind `exp_avg_sq`, for the error.
+
+    Raises:
+        InvalidArgument: the dtype asked for cannot hold the second moment, or is no floating-point dtype.
+    """
+    for asked in (exp_avg, exp_avg_sq):
+        if asked is not None and asked not in PARAMETER_DTYPES:
+            raise InvalidArgument(
+                f"{argument}={asked} is not possible; it must be one of {', '.join(PARAMETER_DTYPES)}."
+            )
+    if exp_avg_sq is not None and second_moment_needs_float32(exp_avg_sq, beta2):
+        why = (
+            "a float16 second moment underflows"
+            if exp_avg_sq == "float16"
+            else f"a bfloat16 second moment never decays with beta2={beta2} (it needs beta2 <= {1 - BFLOAT16_SECOND_MOMENT_LIMIT})"
+        )
+        raise InvalidArgument(f"{argument}={exp_avg_sq} is too low: {why}. Use {argument}=float32, or leave it out.")
+    second = exp_avg_sq
+    if second is None:
+        second = "float32" if second_moment_needs_float32(parameter_dtype, beta2) else parameter_dtype
+    return StateDtypes(exp_avg or parameter_dtype, second)

@@ -1,0 +1,27 @@
+"""What penstock raises. Every text names what was wrong and what to do instead."""
+
+from __future__ import annotations
+
+
+class PenstockError(Exception):
+    """Base of every error that penstock raises on purpose."""
+
+
+class InvalidArgument(PenstockError, ValueError):  # noqa: N818  (it reads as what it is: an invalid argument)
+    """An argument has a value outside of its range. Raised before anything is changed."""
+
+
+class UnsupportedTensor(PenstockError, TypeError):  # noqa: N818
+    """A parameter or gradient is of a kind that the optimizers cannot update (sparse, complex, integer)."""
+
+
+class Refused(PenstockError, RuntimeError):  # noqa: N818
+    """A request or an order of calls that cannot be met exactly; the text names the remedy. Nothing was changed."""
+
+
+class NonFiniteGradient(PenstockError, FloatingPointError):  # noqa: N818
+    """A gradient holds an infinity or a NaN and ``on_nonfinite="raise"`` was asked for. Nothing was changed."""
+
+
+class MissingDependency(PenstockError, ImportError):  # noqa: N818
+    """A frontend needs a package that is not installed; the text names the extra that brings it."""

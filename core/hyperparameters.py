@@ -1,0 +1,111 @@
+"""The hyperparameters of an update: one frozen, validated value, the same for every frontend and backend."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import numbers
+from collections.abc import Mapping
+from typing import Any
+
+from .errors import InvalidArgument
+
+Scalar = Any
+"""A Python number, or a 0-d array of the frontend (a learning rate on the device, a traced schedule)."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Range:
+    """The numbers an argument may take: an interval, its ends included or not; always finite."""
+
+    low: float
+    high: float = math.inf
+    low_included: bool = True
+
+    def contains(self, value: float) -> bool:
+        """Whether `value` lies in the interval. NaN and the infinities never do."""
+        above = value >= self.low if self.low_included else value > self.low
+        return above and value < self.high
+
+    def __str__(self) -> str:
+        return f"{'[' if self.low_included else '('}{self.low:g}, {self.high:g})"
+
+
+RANGES: Mapping[str, Range] = {
+    "learning_rate": Range(0.0),
+    "beta1": Range(0.0, 1.0),
+    "beta2": Range(0.0, 1.0),
+    "eps": Range(0.0, low_included=False),
+    "weight_decay": Range(0.0),
+    "max_lr": Range(0.0, low_included=False),
+}
+
+HIGH_FULLY_DECOUPLED_DECAY = 1e-3
+"""From this weight_decay on, fully decoupled decay (not multiplied by the learning rate) deserves a warning."""
+
+
+def check_number(name: str, value: Any, allowed: Range) -> None:
+    """Raise `InvalidArgument` unless `value` is a real number in `allowed`.
+
+    Args:
+        name: the argument as the user typed it.
+        value: a number. An array or a tracer is not looked into: that could wait for a device, or be impossible.
+        allowed: the interval it must lie in.
+    """
+    if isinstance(value, bool) or (not isinstance(value, numbers.Real) and not hasattr(value, "dtype")):
+        raise InvalidArgument(f"{name}={value!r} is not a number; it must be one in {allowed}.")
+    if isinstance(value, numbers.Real) and not allowed.contains(float(value)):
+        raise InvalidArgument(f"{name}={value!r} is out of range; it must be in {allowed}.")
+
+
+@dataclasses.dataclass(frozen=True)
+class Hyperparameters:
+    r"""What an update needs besides arrays.
+
+    Args:
+        learning_rate: step size, in [0, inf).
+        beta1: decay of the first moment, in [0, 1).
+        beta2: decay of the second moment, in [0, 1).
+        eps: added to the square root of the second moment, in (0, inf).
+        weight_decay: in [0, inf); what it multiplies depends on the rule.
+        decouple_lr: fully decoupled decay: scaled by learning_rate / max_lr instead of learning_rate.
+        max_lr: the highest learning rate of the schedule, in (0, inf); required with decouple_lr.
+        maximize: ascend instead of descend.
+        names: how the frontend spells the fields, for its error messages ({"learning_rate": "lr"}).
+
+    Raises:
+        InvalidArgument: a value outside of its range; the text names the argument, the value and the range.
+    """
+
+    learning_rate: Scalar
+    beta1: Scalar
+    beta2: Scalar
+    eps: Scalar
+    weight_decay: Scalar
+    decouple_lr: bool = False
+    max_lr: Scalar | None = None
+    maximize: bool = False
+    names: dataclasses.InitVar[Mapping[str, str] | None] = None
+
+    def __post_init__(self, names: Mapping[str, str] | None) -> None:
+        spelled = dict(names or {})
+        for field, allowed in RANGES.items():
+            value = getattr(self, field)
+            if value is None and field == "max_lr":
+                if self.decouple_lr:
+                    raise InvalidArgument(
+                        f"{spelled.get('max_lr', 'max_lr')}=None is not possible with decouple_lr=True; give the highest "
+                        f"learning rate of the schedule, a number in {allowed}."
+                    )
+                continue
+            check_number(spelled.get(field, field), value, allowed)
+
+    @property
+    def decay_rate(self) -> Scalar:
+        """What multiplies the parameter inside the step: weight_decay, or weight_decay / max_lr when fully decoupled."""
+        return self.weight_decay / self.max_lr if self.decouple_lr else self.weight_decay
+
+    @property
+    def fully_decoupled_decay_is_high(self) -> bool:
+        """Whether weight_decay looks like one meant to be multiplied by the learning rate, which here it is not."""
+        return self.decouple_lr and float(self.weight_decay) >= HIGH_FULLY_DECOUPLED_DECAY

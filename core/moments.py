@@ -1,0 +1,102 @@
+r"""The moments, the mean square and the direction: the elementwise arithmetic of the specification.
+
+Every array here is in the compute dtype. `exp_avg` and `exp_avg_sq` are *debiased* running means: instead of decaying by
+beta and dividing by 1-beta^t at each use, the decay itself is debiased, with the complements
+
+    c1 = (1-beta1)/(1-beta1^t)        c2 = (1-beta2)/(1-beta2^t)
+
+so that m and v are at every t what Adam's m/(1-beta1^t) and v/(1-beta2^t) are.
+"""
+
+from __future__ import annotations
+
+import math
+import numbers
+from typing import Any, NamedTuple
+
+from .array_ops import Array
+from .hyperparameters import Hyperparameters, Scalar
+
+SMALLEST_NORMAL_FLOAT32 = 2.0**-126
+"""Floor of eps^2, which would be zero in float32 for an eps below 1e-19 and make 0/0 of a zero gradient."""
+
+
+class Moments(NamedTuple):
+    """The debiased running means of a gradient and of its square."""
+
+    exp_avg: Array
+    exp_avg_sq: Array
+
+
+class Complements(NamedTuple):
+    """The complements of the debiased betas."""
+
+    first: Scalar
+    second: Scalar
+
+
+def debiased_complement(beta: Scalar, step: Scalar, xp: Any) -> Scalar:
+    r"""(1-beta)/(1-beta^t), with 1-beta^t = -expm1(t log(beta)): the naive difference loses digits in float32.
+
+    Args:
+        beta: in [0, 1); a Python number, or a 0-d array.
+        step: t, the number of this update, from 1 on; a Python integer, or a 0-d array.
+        xp: the array namespace, used where one of the two is an array.
+    """
+    if isinstance(beta, numbers.Real):
+        if beta == 0:
+            return 1.0
+        if isinstance(step, numbers.Real):
+            return (1.0 - float(beta)) / -math.expm1(float(step) * math.log(beta))
+        return (1.0 - float(beta)) / -xp.expm1(step * math.log(beta))
+    return (1.0 - beta) / -xp.expm1(step * xp.log(beta))
+
+
+def debiased_complements(hyperparameters: Hyperparameters, step: Scalar, xp: Any) -> Complements:
+    """c1 and c2 of update number `step`."""
+    return Complements(
+        debiased_complement(hyperparameters.beta1, step, xp), debiased_complement(hyperparameters.beta2, step, xp)
+    )
+
+
+def first_moments(moments: Moments, gradient: Array, complements: Complements) -> Moments:
+    """The first, or only, micro-batch of an update: m += c1*(g-m), v += c2*(g*g-v)."""
+    exp_avg, exp_avg_sq = moments
+    return Moments(
+        exp_avg + complements.first * (gradient - exp_avg),
+        exp_avg_sq + complements.second * (gradient * gradient - exp_avg_sq),
+    )
+
+
+def later_moments(moments: Moments, gradient: Array, complements: Complements) -> Moments:
+    """Each later micro-batch of the same update: m += c1*g, v += c2*g*g (AdamA, https://arxiv.org/abs/2305.19982)."""
+    exp_avg, exp_avg_sq = moments
+    return Moments(
+        exp_avg + complements.first * gradient,
+        exp_avg_sq + complements.second * (gradient * gradient),
+    )
+
+
+def mean_square(gradient: Array, exp_avg_sq: Array, eps: Scalar, xp: Any) -> Array:
+    """mean(g*g / max(v, eps^2)), a 0-d array: about 1 as long as the gradient is what the second moment expects."""
+    if math.prod(gradient.shape) == 0:
+        return xp.zeros_like(xp.sum(gradient))
+    square = eps * eps
+    floor = max(square, SMALLEST_NORMAL_FLOAT32) if isinstance(square, numbers.Real) else square
+    return xp.mean(gradient * gradient / xp.clip(exp_avg_sq, floor, None))
+
+
+def clipped_learning_rate(learning_rate: Scalar, mean_square: Array, xp: Any) -> Array:
+    """eta = lr / max(1, sqrt(mean_square))."""
+    return learning_rate / xp.clip(xp.sqrt(mean_square), 1.0, None)
+
+
+def direction(moments: Moments, parameter: Array, eps: Scalar, decay_rate: Scalar, xp: Any) -> Array:
+    """m/(sqrt(v)+eps) + decay_rate*p: what the step is proportional to.
+
+    The decay is folded into the step: p*(1 - eta*decay) would round eta*decay away.
+    """
+    step = moments.exp_avg / (xp.sqrt(moments.exp_avg_sq) + eps)
+    if isinstance(decay_rate, numbers.Real) and decay_rate == 0:
+        return step
+    return step + decay_rate * parameter

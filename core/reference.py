@@ -1,0 +1,155 @@
+r"""The reference: recorded events, run in float64, written a second time and plainly.
+
+It shares no formula with the rest of core, so that a wrong formula there cannot prove itself. It keeps the raw moments
+of the papers and debiases them where they are used:
+
+    m = beta1*m + (1-beta1)*g          v = beta2*v + (1-beta2)*g^2
+    m_hat = m/(1-beta1^t)              v_hat = v/(1-beta2^t)
+
+Adam: Kingma and Ba, 2015. AdamW: Loshchilov and Hutter, 2019. StableAdamW: Wortsman et al., 2023, algorithm 2.
+In-state accumulation: Zhang et al., 2023 (AdamA): of K micro-batches only the first decays the moments.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import math
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import numpy as np
+
+
+@dataclasses.dataclass
+class Settings:
+    """The hyperparameters of a reference run; `lr` and the others may be changed by a `Change` event."""
+
+    rule: str
+    lr: float
+    betas: tuple[float, float]
+    eps: float
+    weight_decay: float
+    decouple_lr: bool = False
+    max_lr: float | None = None
+    maximize: bool = False
+    accumulation: str | None = None  # None (release), "hold" or "state"
+
+
+@dataclasses.dataclass(frozen=True)
+class Gradient:
+    """The gradient of one tensor. `last`: it closes the tensor's micro-batches, the update happens at once."""
+
+    tensor: str
+    value: Any
+    last: bool = True
+
+
+@dataclasses.dataclass(frozen=True)
+class EndOfStep:
+    """step(): what is pending is applied."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Change:
+    """New values of some settings, as a scheduler makes them."""
+
+    values: Mapping[str, Any]
+
+
+Recorded = Gradient | EndOfStep | Change
+
+
+@dataclasses.dataclass
+class ReferenceTensor:
+    """One parameter with its raw moments, all float64 arrays of its shape."""
+
+    parameter: np.ndarray
+    m: np.ndarray
+    v: np.ndarray
+    t: int = 0
+    held: np.ndarray | None = None
+    micro_batches: int = 0
+    ratio: float = 0.0  # sum over the micro-batches of mean(g^2 / max(v_hat, eps^2))
+
+    def snapshot(self) -> ReferenceTensor:
+        """A copy that later events do not touch."""
+        return copy.deepcopy(self)
+
+
+class Reference:
+    """Runs events one by one; `tensors` holds the values after the last of them."""
+
+    def __init__(self, settings: Settings, parameters: Mapping[str, Any]) -> None:
+        self.settings = dataclasses.replace(settings)
+        self.tensors = {}
+        for name, value in parameters.items():
+            start = np.array(value, dtype=np.float64)
+            self.tensors[name] = ReferenceTensor(start, np.zeros_like(start), np.zeros_like(start))
+
+    def run(self, event: Recorded) -> None:
+        """One event."""
+        if isinstance(event, Change):
+            self.settings = dataclasses.replace(self.settings, **event.values)
+        elif isinstance(event, EndOfStep):
+            for tensor in self.tensors.values():
+                self._flush(tensor)
+        else:
+            self._gradient(self.tensors[event.tensor], np.asarray(event.value, dtype=np.float64), event.last)
+
+    def trajectory(self, events: Iterable[Recorded]) -> list[dict[str, ReferenceTensor]]:
+        """All events, with a snapshot of every tensor after each of them."""
+        snapshots = []
+        for event in events:
+            self.run(event)
+            snapshots.append({name: tensor.snapshot() for name, tensor in self.tensors.items()})
+        return snapshots
+
+    def _gradient(self, tensor: ReferenceTensor, g: np.ndarray, last: bool) -> None:
+        if self.settings.accumulation == "hold":
+            tensor.held = g if tensor.held is None else tensor.held + g
+            if last:
+                self._flush(tensor)
+            return
+        self._micro_batch(tensor, g)
+        if last or self.settings.accumulation is None:
+            self._descend(tensor)
+
+    def _flush(self, tensor: ReferenceTensor) -> None:
+        if tensor.held is not None:
+            self._micro_batch(tensor, tensor.held)
+            tensor.held = None
+        if tensor.micro_batches:
+            self._descend(tensor)
+
+    def _micro_batch(self, tensor: ReferenceTensor, g: np.ndarray) -> None:
+        s = self.settings
+        beta1, beta2 = s.betas
+        if s.maximize:
+            g = -g
+        if tensor.micro_batches == 0:
+            if s.rule == "adam":
+                g = g + s.weight_decay * tensor.parameter
+            tensor.m = beta1 * tensor.m
+            tensor.v = beta2 * tensor.v
+        tensor.m = tensor.m + (1 - beta1) * g
+        tensor.v = tensor.v + (1 - beta2) * g**2
+        tensor.micro_batches += 1
+        if s.rule == "stable_adamw" and g.size:
+            v_hat = tensor.v / (1 - beta2 ** (tensor.t + 1))
+            tensor.ratio += float(np.mean(g**2 / np.maximum(v_hat, s.eps**2)))
+
+    def _descend(self, tensor: ReferenceTensor) -> None:
+        s = self.settings
+        tensor.t += 1
+        m_hat = tensor.m / (1 - s.betas[0] ** tensor.t)
+        v_hat = tensor.v / (1 - s.betas[1] ** tensor.t)
+        lr = s.lr
+        if s.rule == "stable_adamw":
+            lr = lr / max(1.0, math.sqrt(tensor.ratio))
+        decay = 0.0
+        if s.rule != "adam":
+            decay = s.weight_decay * (lr / s.max_lr if s.decouple_lr and s.max_lr else lr)
+        tensor.parameter = tensor.parameter - decay * tensor.parameter - lr * m_hat / (np.sqrt(v_hat) + s.eps)
+        tensor.micro_batches = 0
+        tensor.ratio = 0.0

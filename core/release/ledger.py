@@ -1,0 +1,32 @@
+"""The bytes of gradient alive, as the state machine says they must be."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Hashable
+
+
+@dataclasses.dataclass
+class Ledger:
+    """Books a gradient in when it exists, and out when it is freed; a measured run must agree with it.
+
+    live: bytes of gradient alive now. peak: the most there ever were since the last `reset_peak`.
+    """
+
+    live: int = 0
+    peak: int = 0
+    _held: dict[Hashable, int] = dataclasses.field(default_factory=dict)
+
+    def arrive(self, tensor: Hashable, nbytes: int) -> None:
+        """The gradient of `tensor` exists; one that is already booked (it was added to) is not counted twice."""
+        self.live += nbytes - self._held.get(tensor, 0)
+        self._held[tensor] = nbytes
+        self.peak = max(self.peak, self.live)
+
+    def free(self, tensor: Hashable) -> None:
+        """The gradient of `tensor` is gone; nothing happens if there was none."""
+        self.live -= self._held.pop(tensor, 0)
+
+    def reset_peak(self) -> None:
+        """Start a new peak from what is alive now."""
+        self.peak = self.live

@@ -1,0 +1,156 @@
+"""What happens to a parameter, its state and its gradient at every event: one transition function, no side effects.
+
+Each tensor has a `Status` of its own inside the group of micro-batches that make one update. An `Event` comes, and `decide`
+says what to do (`Action`) and what the status is then. The frontends do as they are told and book it in the `Ledger`.
+
+=========  ==============================================  ============  =======================
+policy     a micro-batch that is not the last              the last one  exact?
+=========  ==============================================  ============  =======================
+RELEASE    (there is none: a second one is refused)        update, free  yes
+HOLD       keep the gradient, the next one adds to it      update, free  yes
+STATE      into the moments, free                          update, free  no: AdamA
+MEASURE    norm and finiteness, free                       the same      changes nothing
+=========  ==============================================  ============  =======================
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+
+from ..errors import Refused
+
+
+class Policy(enum.Enum):
+    """What is done with a gradient the moment it exists."""
+
+    RELEASE = "release"
+    HOLD = "hold"
+    STATE = "state"
+    MEASURE = "measure"
+
+
+class Status(enum.Enum):
+    """Where a tensor stands in the group of micro-batches that make its next update."""
+
+    IDLE = "idle"  # no gradient of this group came yet
+    HELD = "held"  # its gradient is alive and waits
+    ACCUMULATED = "accumulated"  # micro-batches of this group are in the moments, the parameter waits
+    RELEASED = "released"  # updated in this group
+
+
+class Action(enum.Enum):
+    """What the frontend has to do."""
+
+    NOTHING = "nothing"
+    KEEP = "keep"  # leave the gradient where it is
+    MEASURE = "measure"  # take its norm and finiteness, then free it
+    ACCUMULATE_FIRST = "accumulate_first"  # into decayed moments, then free it
+    ACCUMULATE = "accumulate"  # into the moments, then free it
+    UPDATE = "update"  # into decayed moments, step, then free it
+    UPDATE_LAST = "update_last"  # into the moments, step, then free it
+    APPLY = "apply"  # step from the moments; there is no gradient
+    DISCARD = "discard"  # free the gradient unused
+
+    @property
+    def frees(self) -> bool:
+        """Whether no gradient is left afterwards."""
+        return self not in (Action.NOTHING, Action.KEEP)
+
+    @property
+    def steps(self) -> bool:
+        """Whether the parameter changes."""
+        return self in (Action.UPDATE, Action.UPDATE_LAST, Action.APPLY)
+
+    @property
+    def first(self) -> bool:
+        """Whether the moments are decayed: the gradient is the first of its update."""
+        return self in (Action.ACCUMULATE_FIRST, Action.UPDATE)
+
+
+@dataclasses.dataclass(frozen=True)
+class GradientReady:
+    """The gradient of a tensor exists. `last`: no other micro-batch of this group follows."""
+
+    last: bool = True
+
+
+@dataclasses.dataclass(frozen=True)
+class Step:
+    """optimizer.step(): what is pending is flushed, and the group closes."""
+
+
+@dataclasses.dataclass(frozen=True)
+class ZeroGrad:
+    """optimizer.zero_grad(): gradients that wait are discarded, and the group closes."""
+
+
+Event = GradientReady | Step | ZeroGrad
+
+
+@dataclasses.dataclass(frozen=True)
+class Decision:
+    """What to do, and the status of the tensor once it is done."""
+
+    action: Action
+    status: Status
+
+
+def decide(policy: Policy, status: Status, event: Event, *, strict: bool = True) -> Decision:
+    """The transition of one tensor.
+
+    Args:
+        policy: what the user asked for.
+        status: of this tensor.
+        event: what happened.
+        strict: one update a group, closed by step() or zero_grad(). Not strict: every last micro-batch is an update, and
+            step() and zero_grad() close nothing.
+
+    Raises:
+        Refused: the event makes an exact result impossible; nothing was changed.
+    """
+    if isinstance(event, GradientReady):
+        return _gradient_ready(policy, status, event.last, strict)
+    if isinstance(event, Step):
+        return _step(status, strict)
+    return _zero_grad(status, strict)
+
+
+def _gradient_ready(policy: Policy, status: Status, last: bool, strict: bool) -> Decision:
+    if policy is Policy.MEASURE:
+        return Decision(Action.MEASURE, status)
+    if status is Status.RELEASED and strict:
+        raise Refused(
+            "it was already updated in this step, and another gradient arrived before optimizer.step(). "
+            "Call optimizer.step() after each backward; or declare the micro-batches with accumulation='hold' or 'state'; "
+            "or wrap a backward that is not meant to update it in release.paused()."
+        )
+    updated = Status.RELEASED if strict else Status.IDLE
+    if status is Status.ACCUMULATED:
+        return Decision(Action.UPDATE_LAST, updated) if last else Decision(Action.ACCUMULATE, status)
+    if policy is Policy.RELEASE or last:
+        return Decision(Action.UPDATE, updated)
+    if policy is Policy.HOLD:
+        return Decision(Action.KEEP, Status.HELD)
+    return Decision(Action.ACCUMULATE_FIRST, Status.ACCUMULATED)
+
+
+def _step(status: Status, strict: bool) -> Decision:
+    if status is Status.HELD:
+        return Decision(Action.UPDATE, Status.IDLE)
+    if status is Status.ACCUMULATED:
+        return Decision(Action.APPLY, Status.IDLE) if strict else Decision(Action.NOTHING, status)
+    return Decision(Action.NOTHING, Status.IDLE)
+
+
+def _zero_grad(status: Status, strict: bool) -> Decision:
+    if status is Status.HELD:
+        return Decision(Action.DISCARD, Status.IDLE)
+    if status is Status.ACCUMULATED:
+        if strict:
+            raise Refused(
+                "micro-batches of it are in the optimizer's moments and cannot be discarded. Call optimizer.step() before "
+                "optimizer.zero_grad()."
+            )
+        return Decision(Action.NOTHING, status)
+    return Decision(Action.NOTHING, Status.IDLE)

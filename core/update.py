@@ -1,0 +1,213 @@
+"""The update of one tensor: the specification that every backend obeys.
+
+`update` is what an optimizer does with a gradient; `accumulate` and `apply` are its halves, for micro-batches that go
+straight into the moments. All are pure. Numbers are read from and written to their storage dtypes once, at the ends; the
+arithmetic between is `core.moments`, in the compute dtype.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from . import compensation as compensations
+from .array_ops import Array, ArrayOps
+from .compensation import Stored
+from .dtypes import StateDtypes, compute_dtype
+from .hyperparameters import Hyperparameters, Scalar
+from .moments import (
+    Complements,
+    Moments,
+    clipped_learning_rate,
+    direction,
+    first_moments,
+    later_moments,
+    mean_square,
+)
+from .rules import Rule
+
+
+class TensorState(NamedTuple):
+    """What an optimizer keeps for one parameter between gradients.
+
+    exp_avg, exp_avg_sq: the moments, of the parameter's shape.
+    compensation: the bits that a low-precision parameter cannot hold, or None.
+    mean_square: 0-d, sum of the mean squares of the micro-batches already in the moments; 0 between updates.
+    """
+
+    exp_avg: Array
+    exp_avg_sq: Array
+    compensation: Array | None
+    mean_square: Array | float = 0.0
+
+
+def init_state(ops: ArrayOps, parameter: Array, dtypes: StateDtypes, compensation: str) -> TensorState:
+    """The state of a parameter that was never updated: zeros.
+
+    Args:
+        ops: the framework's casts.
+        parameter: any shape.
+        dtypes: of the moments, from `core.dtypes.state_dtypes`.
+        compensation: resolved, from `core.compensation.resolve`.
+    """
+    kept = compensations.compensation_dtype(compensation, ops.dtype_name(parameter))
+    return TensorState(
+        ops.zeros_like(parameter, dtypes.exp_avg),
+        ops.zeros_like(parameter, dtypes.exp_avg_sq),
+        None if kept is None else ops.zeros_like(parameter, kept),
+    )
+
+
+def prepared_gradient(
+    ops: ArrayOps, rule: Rule, hyperparameters: Hyperparameters, gradient: Array, parameter: Array, *, first: bool
+) -> Array:
+    """The gradient as the moments take it: in the compute dtype, its sign turned by maximize, with L2 on the first."""
+    wide = ops.cast(gradient, ops.dtype_name(parameter))
+    if hyperparameters.maximize:
+        wide = -wide
+    if rule.l2 and first:
+        wide = wide + hyperparameters.weight_decay * parameter
+    return wide
+
+
+def _accumulated(
+    ops: ArrayOps,
+    rule: Rule,
+    hyperparameters: Hyperparameters,
+    complements: Complements,
+    parameter: Array,
+    gradient: Array,
+    state: TensorState,
+    first: bool,
+) -> tuple[Moments, Array | float]:
+    """The moments, not rounded yet, and the summed mean square, after one more micro-batch. `parameter` is wide."""
+    wide = ops.dtype_name(parameter)
+    moments = Moments(ops.cast(state.exp_avg, wide), ops.cast(state.exp_avg_sq, wide))
+    ready = prepared_gradient(ops, rule, hyperparameters, gradient, parameter, first=first)
+    moments = (first_moments if first else later_moments)(moments, ready, complements)
+    if not rule.clips_update:
+        return moments, state.mean_square
+    square = mean_square(ready, moments.exp_avg_sq, hyperparameters.eps, ops.xp)
+    return moments, square if first else state.mean_square + square
+
+
+def _stepped(
+    ops: ArrayOps,
+    rule: Rule,
+    hyperparameters: Hyperparameters,
+    parameter: Array,
+    moments: Moments,
+    mean_square: Array | float,
+) -> Array:
+    """The increment of the parameter, -eta * direction. Everything is in the compute dtype."""
+    decay = 0.0 if rule.l2 else hyperparameters.decay_rate
+    eta: Scalar = hyperparameters.learning_rate
+    if rule.clips_update:
+        eta = clipped_learning_rate(eta, mean_square, ops.xp)
+    return -(eta * direction(moments, parameter, hyperparameters.eps, decay, ops.xp))
+
+
+def _rounded(ops: ArrayOps, moments: Moments, state: TensorState) -> Moments:
+    return Moments(
+        ops.cast(moments.exp_avg, ops.dtype_name(state.exp_avg)),
+        ops.cast(moments.exp_avg_sq, ops.dtype_name(state.exp_avg_sq)),
+    )
+
+
+def increment(
+    ops: ArrayOps,
+    rule: Rule,
+    hyperparameters: Hyperparameters,
+    complements: Complements,
+    parameter: Array,
+    gradient: Array,
+    state: TensorState,
+    *,
+    first: bool = True,
+) -> tuple[Array, TensorState]:
+    """What one gradient adds to a parameter, and the new state. The compensation is left as it was.
+
+    Args:
+        parameter: in the compute dtype, its compensation already in it.
+        gradient: of the parameter's shape, any floating-point dtype.
+        complements: of the debiased betas, for this update.
+        first: no micro-batch of this update is in the moments yet.
+
+    Returns:
+        The increment in the compute dtype, -eta*(m/(sqrt(v)+eps) + decay*p), and the state with rounded moments.
+    """
+    moments, squares = _accumulated(ops, rule, hyperparameters, complements, parameter, gradient, state, first)
+    added = _stepped(ops, rule, hyperparameters, parameter, moments, squares)
+    return added, TensorState(*_rounded(ops, moments, state), state.compensation)
+
+
+def update(
+    ops: ArrayOps,
+    rule: Rule,
+    hyperparameters: Hyperparameters,
+    complements: Complements,
+    compensation: str,
+    parameter: Array,
+    gradient: Array,
+    state: TensorState,
+    *,
+    first: bool = True,
+) -> tuple[Array, TensorState]:
+    r"""One update of one tensor: the gradient of the only, or of the last, micro-batch, and the step.
+
+        m += c1*(g-m)    v += c2*(g*g-v)    eta = lr / max(1, sqrt(mean_square))
+        p <- p - eta*(m/(sqrt(v)+eps) + decay*p)
+
+    Args:
+        ops: the framework's casts.
+        rule: which optimizer.
+        hyperparameters: validated.
+        complements: c1 and c2, from `core.moments.debiased_complements`, for the number of this update.
+        compensation: resolved: "none", "kahan" or "split".
+        parameter: any shape, any of `core.dtypes.PARAMETER_DTYPES`.
+        gradient: of the parameter's shape.
+        state: of the parameter.
+        first: no micro-batch of this update is in the moments yet.
+
+    Returns:
+        The new parameter, in its dtype, and the new state.
+    """
+    dtype = ops.dtype_name(parameter)
+    wide = compensations.load(ops, compensation, Stored(parameter, state.compensation))
+    added, state = increment(ops, rule, hyperparameters, complements, wide, gradient, state, first=first)
+    stored = compensations.store(ops, compensation, wide + added, dtype)
+    return stored.parameter, state._replace(compensation=stored.compensation)
+
+
+def accumulate(
+    ops: ArrayOps,
+    rule: Rule,
+    hyperparameters: Hyperparameters,
+    complements: Complements,
+    compensation: str,
+    parameter: Array,
+    gradient: Array,
+    state: TensorState,
+    *,
+    first: bool,
+) -> TensorState:
+    """One micro-batch into the moments; the parameter stays. Arguments as in `update`."""
+    wide = compensations.load(ops, compensation, Stored(parameter, state.compensation))
+    moments, squares = _accumulated(ops, rule, hyperparameters, complements, wide, gradient, state, first)
+    return TensorState(*_rounded(ops, moments, state), state.compensation, squares)
+
+
+def apply(
+    ops: ArrayOps,
+    rule: Rule,
+    hyperparameters: Hyperparameters,
+    compensation: str,
+    parameter: Array,
+    state: TensorState,
+) -> tuple[Array, TensorState]:
+    """The step from moments that hold all micro-batches of the update already: no gradient is at hand any more."""
+    dtype = ops.dtype_name(parameter)
+    wide = compensations.load(ops, compensation, Stored(parameter, state.compensation))
+    moments = Moments(ops.cast(state.exp_avg, compute_dtype(dtype)), ops.cast(state.exp_avg_sq, compute_dtype(dtype)))
+    added = _stepped(ops, rule, hyperparameters, wide, moments, state.mean_square)
+    stored = compensations.store(ops, compensation, wide + added, dtype)
+    return stored.parameter, TensorState(state.exp_avg, state.exp_avg_sq, stored.compensation)
