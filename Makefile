@@ -19,7 +19,7 @@ lint: $(VENV)/.installed-lint
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
-	$(BIN)/pyright
+	$(BIN)/pyright --pythonpath $(BIN)/python
 
 clean:
 	rm -rf $(VENV)

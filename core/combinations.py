@@ -85,11 +85,6 @@ CLAUSES: tuple[Clause, ...] = (
         lambda c: c.loss_scaling == "dynamic",
     ),
     _refused(
-        "per-tensor clipping is not built into gradient release yet; use max_norm with clipping='exact', or StableAdamW, "
-        "which clips each tensor's update by itself.",
-        lambda c: c.clipping == "per_tensor",
-    ),
-    _refused(
         "release over several processes is not built yet; train in one process, or use the optimizer without "
         "release_gradients.",
         lambda c: c.communication != "local",
@@ -107,6 +102,13 @@ CLAUSES: tuple[Clause, ...] = (
         ),
     ),
     Clause(
+        lambda c: c.clipping == "per_tensor",
+        Verdict(
+            Kind.EXACT,
+            "each gradient is clipped by its own norm, as a loop over the parameters would do before step().",
+        ),
+    ),
+    Clause(
         lambda c: c.clipping == "global_norm" and c.accumulation == "none",
         Verdict(
             Kind.EXACT,
@@ -115,15 +117,11 @@ CLAUSES: tuple[Clause, ...] = (
     ),
     Clause(
         lambda c: c.clipping == "global_norm",
-        Verdict(
-            Kind.EXACT, "the held gradients are clipped by their global norm in step(), and released one after another."
-        ),
+        Verdict(Kind.EXACT, "the held gradients are clipped by their global norm in step(), and released one after another."),
     ),
     Clause(
         lambda c: c.accumulation == "hold",
-        Verdict(
-            Kind.EXACT, "gradients add up as they do without release; the last micro-batch's backward releases them."
-        ),
+        Verdict(Kind.EXACT, "gradients add up as they do without release; the last micro-batch's backward releases them."),
     ),
     Clause(lambda c: True, Verdict(Kind.EXACT, "the same numbers as the optimizer without release, bit for bit.")),
 )

@@ -41,9 +41,7 @@ def resolve(compensation: str, parameter_dtype: str) -> str:
         InvalidArgument: an unknown name, or "split" for a float16 parameter.
     """
     if compensation not in COMPENSATIONS:
-        raise InvalidArgument(
-            f"compensation={compensation!r} is not known; it must be one of {', '.join(COMPENSATIONS)}."
-        )
+        raise InvalidArgument(f"compensation={compensation!r} is not known; it must be one of {', '.join(COMPENSATIONS)}.")
     if parameter_dtype not in LOW_PRECISION:
         return "none"
     if compensation == "auto":
@@ -82,7 +80,8 @@ def store(ops: ArrayOps, compensation: str, x: Array, parameter_dtype: str) -> S
     xp = ops.xp
     if compensation == "kahan":
         rounded = ops.round_to(x, parameter_dtype)
-        remainder = xp.where(xp.isfinite(rounded), x - rounded, 0.0)
+        finite = xp.isfinite(rounded)
+        remainder = xp.where(finite, x, 0.0) - xp.where(finite, rounded, 0.0)
         return Stored(ops.cast(rounded, parameter_dtype), ops.cast(remainder, parameter_dtype))
     bits = ops.bitcast(xp.where(xp.isnan(x), float("nan"), x), "int32")
     high = (bits + _HALF) & _HIGH_BITS

@@ -69,15 +69,13 @@ def state_dtypes(
     """
     for asked in (exp_avg, exp_avg_sq):
         if asked is not None and asked not in PARAMETER_DTYPES:
-            raise InvalidArgument(
-                f"{argument}={asked} is not possible; it must be one of {', '.join(PARAMETER_DTYPES)}."
-            )
+            raise InvalidArgument(f"{argument}={asked} is not possible; it must be one of {', '.join(PARAMETER_DTYPES)}.")
     if exp_avg_sq is not None and second_moment_needs_float32(exp_avg_sq, beta2):
-        why = (
-            "a float16 second moment underflows"
-            if exp_avg_sq == "float16"
-            else f"a bfloat16 second moment never decays with beta2={beta2} (it needs beta2 <= {1 - BFLOAT16_SECOND_MOMENT_LIMIT})"
-        )
+        highest = 1 - BFLOAT16_SECOND_MOMENT_LIMIT
+        why = {
+            "float16": "a float16 second moment underflows",
+            "bfloat16": f"a bfloat16 second moment never decays with beta2={beta2} (it needs beta2 <= {highest})",
+        }[exp_avg_sq]
         raise InvalidArgument(f"{argument}={exp_avg_sq} is too low: {why}. Use {argument}=float32, or leave it out.")
     second = exp_avg_sq
     if second is None:

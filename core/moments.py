@@ -21,6 +21,11 @@ SMALLEST_NORMAL_FLOAT32 = 2.0**-126
 """Floor of eps^2, which would be zero in float32 for an eps below 1e-19 and make 0/0 of a zero gradient."""
 
 
+def is_zero(value: Scalar) -> bool:
+    """Whether a scalar is known to be zero, so that its term can be left out; one on a device is not looked at."""
+    return isinstance(value, numbers.Real) and value == 0
+
+
 class Moments(NamedTuple):
     """The debiased running means of a gradient and of its square."""
 
@@ -97,6 +102,6 @@ def direction(moments: Moments, parameter: Array, eps: Scalar, decay_rate: Scala
     The decay is folded into the step: p*(1 - eta*decay) would round eta*decay away.
     """
     step = moments.exp_avg / (xp.sqrt(moments.exp_avg_sq) + eps)
-    if isinstance(decay_rate, numbers.Real) and decay_rate == 0:
+    if is_zero(decay_rate):
         return step
     return step + decay_rate * parameter

@@ -20,6 +20,7 @@ from .moments import (
     clipped_learning_rate,
     direction,
     first_moments,
+    is_zero,
     later_moments,
     mean_square,
 )
@@ -64,7 +65,7 @@ def prepared_gradient(
     wide = ops.cast(gradient, ops.dtype_name(parameter))
     if hyperparameters.maximize:
         wide = -wide
-    if rule.l2 and first:
+    if rule.l2 and first and not is_zero(hyperparameters.weight_decay):
         wide = wide + hyperparameters.weight_decay * parameter
     return wide
 

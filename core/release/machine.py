@@ -70,14 +70,21 @@ class Action(enum.Enum):
 
 @dataclasses.dataclass(frozen=True)
 class GradientReady:
-    """The gradient of a tensor exists. `last`: no other micro-batch of this group follows."""
+    """The gradient of a tensor exists.
+
+    last: no other micro-batch of this group follows.
+    finite: False if it must not be used, because it holds an infinity or a NaN and such gradients are skipped.
+    """
 
     last: bool = True
+    finite: bool = True
 
 
 @dataclasses.dataclass(frozen=True)
 class Step:
-    """optimizer.step(): what is pending is flushed, and the group closes."""
+    """optimizer.step(): what is pending is flushed, and the group closes. finite: as in `GradientReady`."""
+
+    finite: bool = True
 
 
 @dataclasses.dataclass(frozen=True)
@@ -110,13 +117,13 @@ def decide(policy: Policy, status: Status, event: Event, *, strict: bool = True)
         Refused: the event makes an exact result impossible; nothing was changed.
     """
     if isinstance(event, GradientReady):
-        return _gradient_ready(policy, status, event.last, strict)
+        return _gradient_ready(policy, status, event, strict)
     if isinstance(event, Step):
-        return _step(status, strict)
+        return _step(status, event, strict)
     return _zero_grad(status, strict)
 
 
-def _gradient_ready(policy: Policy, status: Status, last: bool, strict: bool) -> Decision:
+def _gradient_ready(policy: Policy, status: Status, event: GradientReady, strict: bool) -> Decision:
     if policy is Policy.MEASURE:
         return Decision(Action.MEASURE, status)
     if status is Status.RELEASED and strict:
@@ -125,19 +132,24 @@ def _gradient_ready(policy: Policy, status: Status, last: bool, strict: bool) ->
             "Call optimizer.step() after each backward; or declare the micro-batches with accumulation='hold' or 'state'; "
             "or wrap a backward that is not meant to update it in release.paused()."
         )
+    last = event.last or policy is Policy.RELEASE
+    if policy is Policy.HOLD and not last:
+        return Decision(Action.KEEP, Status.HELD)
     updated = Status.RELEASED if strict else Status.IDLE
     if status is Status.ACCUMULATED:
-        return Decision(Action.UPDATE_LAST, updated) if last else Decision(Action.ACCUMULATE, status)
-    if policy is Policy.RELEASE or last:
-        return Decision(Action.UPDATE, updated)
-    if policy is Policy.HOLD:
-        return Decision(Action.KEEP, Status.HELD)
-    return Decision(Action.ACCUMULATE_FIRST, Status.ACCUMULATED)
+        used = Action.UPDATE_LAST if last else Action.ACCUMULATE
+        unused = Action.APPLY if last else Action.DISCARD
+    else:
+        used = Action.UPDATE if last else Action.ACCUMULATE_FIRST
+        unused = Action.DISCARD
+    if event.finite:
+        return Decision(used, updated if last else Status.ACCUMULATED)
+    return Decision(unused, updated if last else status)
 
 
-def _step(status: Status, strict: bool) -> Decision:
+def _step(status: Status, event: Step, strict: bool) -> Decision:
     if status is Status.HELD:
-        return Decision(Action.UPDATE, Status.IDLE)
+        return Decision(Action.UPDATE if event.finite else Action.DISCARD, Status.IDLE)
     if status is Status.ACCUMULATED:
         return Decision(Action.APPLY, Status.IDLE) if strict else Decision(Action.NOTHING, status)
     return Decision(Action.NOTHING, Status.IDLE)

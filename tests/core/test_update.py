@@ -1,0 +1,217 @@
+"""The specification against the reference, torch.optim and optax; and against itself on every kind of array."""
+
+from __future__ import annotations
+
+from decimal import Decimal, getcontext
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+import torch
+
+from penstock.core import compensation as compensations
+from penstock.core.array_ops import numpy_dtype, numpy_ops
+from penstock.core.compensation import Stored
+from penstock.core.dtypes import state_dtypes
+from penstock.core.hyperparameters import Hyperparameters
+from penstock.core.moments import debiased_complement, debiased_complements
+from penstock.core.reference import Gradient, Reference, Settings
+from penstock.core.rules import ADAM, ADAMW, RULES, STABLE_ADAMW, Rule
+from penstock.core.update import TensorState, init_state, update
+from penstock.jax_frontend.array_ops import JaxOps
+from penstock.torch_frontend.array_ops import torch_ops
+
+STEPS = 60
+LEARNING_RATE, WEIGHT_DECAY = 1e-2, 0.1
+
+
+def hyperparameters(rule: Rule, **changed: object) -> Hyperparameters:
+    values = {
+        "learning_rate": LEARNING_RATE,
+        "beta1": rule.betas[0],
+        "beta2": rule.betas[1],
+        "eps": rule.eps,
+        "weight_decay": WEIGHT_DECAY,
+    }
+    return Hyperparameters(**{**values, **changed})
+
+
+def settings(rule: Rule, **changed: object) -> Settings:
+    values = {"rule": rule.name, "lr": LEARNING_RATE, "betas": rule.betas, "eps": rule.eps, "weight_decay": WEIGHT_DECAY}
+    return Settings(**{**values, **changed})
+
+
+def gradients(shape: tuple[int, ...], steps: int = STEPS, seed: int = 0) -> list[np.ndarray]:
+    generator = np.random.default_rng(seed)
+    spikes = np.where(np.arange(steps) % 17 == 16, 30.0, 1.0)  # so that update clipping has something to clip
+    return [generator.normal(size=shape) * spike for spike in spikes]
+
+
+def run(ops, rule: Rule, parameter, gradient_list, compensation: str = "none", **changed: object):
+    current = hyperparameters(rule, **changed)
+    dtype = ops.dtype_name(parameter)
+    state = init_state(ops, parameter, state_dtypes(dtype, current.beta2), compensation)
+    for step, gradient in enumerate(gradient_list, 1):
+        complements = debiased_complements(current, step, np)
+        parameter, state = update(ops, rule, current, complements, compensation, parameter, gradient, state)
+    return parameter, state
+
+
+def relative_error(found, expected) -> float:
+    """Largest error relative to the largest value."""
+    return float(np.max(np.abs(np.asarray(found) - expected)) / np.max(np.abs(expected)))
+
+
+@pytest.mark.parametrize("changed", [{}, {"maximize": True}, {"decouple_lr": True, "max_lr": 0.02}, {"weight_decay": 0.0}])
+@pytest.mark.parametrize("rule", RULES.values(), ids=lambda rule: rule.name)
+def test_float64_equals_the_reference(rule: Rule, changed: dict) -> None:
+    if rule.l2 and "decouple_lr" in changed:
+        changed = {}
+    start = np.random.default_rng(1).normal(size=(7, 5))
+    reference = Reference(settings(rule, **changed), {"p": start})
+    for gradient in gradients(start.shape):
+        reference.run(Gradient("p", gradient))
+    found, _ = run(numpy_ops, rule, start, gradients(start.shape), **changed)
+    assert relative_error(found, reference.tensors["p"].parameter) < 1e-12
+
+
+@pytest.mark.parametrize(("rule", "peer"), [(ADAMW, torch.optim.AdamW), (ADAM, torch.optim.Adam)], ids=["adamw", "adam"])
+def test_the_reference_equals_torch(rule: Rule, peer: type[torch.optim.Optimizer]) -> None:
+    start = np.random.default_rng(1).normal(size=(7, 5))
+    parameter = torch.tensor(start, requires_grad=True)
+    optimizer = peer([parameter], lr=LEARNING_RATE, betas=rule.betas, eps=rule.eps, weight_decay=WEIGHT_DECAY)
+    reference = Reference(settings(rule), {"p": start})
+    for gradient in gradients(start.shape):
+        parameter.grad = torch.tensor(gradient)
+        optimizer.step()
+        reference.run(Gradient("p", gradient))
+        assert relative_error(parameter.detach(), reference.tensors["p"].parameter) < 1e-12
+
+
+def test_the_reference_equals_optax() -> None:
+    start = np.random.default_rng(1).normal(size=(7, 5))
+    with jax.enable_x64(True):
+        transform = optax.adamw(LEARNING_RATE, *ADAMW.betas, eps=ADAMW.eps, weight_decay=WEIGHT_DECAY)
+        parameter = jnp.asarray(start)
+        state = transform.init(parameter)
+        reference = Reference(settings(ADAMW), {"p": start})
+        for gradient in gradients(start.shape):
+            updates, state = transform.update(jnp.asarray(gradient), state, parameter)
+            parameter = optax.apply_updates(parameter, updates)
+            reference.run(Gradient("p", gradient))
+        assert relative_error(parameter, reference.tensors["p"].parameter) < 1e-12
+
+
+def test_the_reference_follows_a_trajectory_derived_by_hand() -> None:
+    """StableAdamW on two elements, three steps, worked out in 40-digit decimals from the papers' formulas."""
+    getcontext().prec = 40
+    beta1, beta2, eps = Decimal("0.9"), Decimal("0.99"), Decimal("1e-6")
+    lr, decay = Decimal("0.01"), Decimal("0.1")
+    given = [(Decimal(1), Decimal("-0.5")), (Decimal(3), Decimal("0.25")), (Decimal("-0.125"), Decimal(8))]
+    p, m, v = [Decimal(1), Decimal(-2)], [Decimal(0)] * 2, [Decimal(0)] * 2
+    reference = Reference(settings(STABLE_ADAMW, eps=1e-6), {"p": np.array([1.0, -2.0])})
+    for t, g in enumerate(given, 1):
+        m = [beta1 * a + (1 - beta1) * b for a, b in zip(m, g, strict=True)]
+        v = [beta2 * a + (1 - beta2) * b * b for a, b in zip(v, g, strict=True)]
+        v_hat = [a / (1 - beta2**t) for a in v]
+        mean_square = sum(b * b / max(a, eps * eps) for a, b in zip(v_hat, g, strict=True)) / 2
+        eta = lr / max(Decimal(1), mean_square.sqrt())
+        p = [x - eta * (a / (1 - beta1**t) / (b.sqrt() + eps) + decay * x) for x, a, b in zip(p, m, v_hat, strict=True)]
+        reference.run(Gradient("p", [float(b) for b in g]))
+        assert relative_error(reference.tensors["p"].parameter, np.array([float(x) for x in p])) < 1e-12
+    assert p[0] < Decimal("0.98")  # it moved
+
+
+@pytest.mark.parametrize("rule", RULES.values(), ids=lambda rule: rule.name)
+def test_numpy_torch_and_jax_arrays_go_through_the_same_functions(rule: Rule) -> None:
+    start = np.random.default_rng(2).normal(size=33).astype(np.float32)
+    given = [gradient.astype(np.float32) for gradient in gradients(start.shape)]
+    plain, _ = run(numpy_ops, rule, start, given)
+    in_torch, _ = run(torch_ops, rule, torch.tensor(start), [torch.tensor(g) for g in given])
+    in_jax, _ = run(JaxOps(), rule, jnp.asarray(start), [jnp.asarray(g) for g in given])
+    for other in (in_torch.numpy(), np.asarray(in_jax)):
+        assert other.dtype == np.float32
+        # Only mean and sqrt may round differently: one unit in the last place a step.
+        assert relative_error(other, plain) < STEPS * 2.0**-24
+
+
+CASES = [
+    ("float64", "none"),
+    ("float32", "none"),
+    ("bfloat16", "none"),
+    ("bfloat16", "kahan"),
+    ("bfloat16", "split"),
+    ("float16", "none"),
+    ("float16", "kahan"),
+]
+
+
+@pytest.mark.parametrize(("dtype", "compensation"), CASES)
+@pytest.mark.parametrize("size", [1e-4, 3.3e-3, 1.0, 100.0])
+@pytest.mark.parametrize("beta2", [0.99, 0.999])
+def test_a_constant_gradient_gives_a_direction_of_one(dtype: str, compensation: str, size: float, beta2: float) -> None:
+    """|m/(sqrt(v)+eps)| = 1 within 1%, at every step, whatever the dtype of the state (eps far below the gradient)."""
+    rule = ADAMW
+    current = hyperparameters(rule, beta2=beta2, weight_decay=0.0)
+    parameter = np.array([1.0, -1.0], numpy_dtype(dtype))
+    gradient = np.array([size, -size]).astype(numpy_dtype(dtype))
+    state = init_state(numpy_ops, parameter, state_dtypes(dtype, beta2), compensation)
+    for step in range(1, 400):
+        complements = debiased_complements(current, step, np)
+        _, state = update(numpy_ops, rule, current, complements, compensation, parameter, gradient, state)
+        moments = [np.asarray(x).astype(np.float64) for x in (state.exp_avg, state.exp_avg_sq)]
+        assert np.all(np.abs(np.abs(moments[0] / (np.sqrt(moments[1]) + rule.eps)) - 1) < 0.01), step
+
+
+@pytest.mark.parametrize(("dtype", "compensation"), CASES)
+def test_a_steady_decay_is_not_lost(dtype: str, compensation: str) -> None:
+    """lr 1e-4, weight_decay 0.1, gradient about zero, parameter 1.0: 0.9802 after 2000 steps, where bits are kept."""
+    current = hyperparameters(STABLE_ADAMW, learning_rate=1e-4)
+    parameter = np.ones(3, numpy_dtype(dtype))
+    gradient = np.full(3, 1e-20).astype(parameter.dtype)
+    state = init_state(numpy_ops, parameter, state_dtypes(dtype, current.beta2), compensation)
+    for step in range(1, 2001):
+        complements = debiased_complements(current, step, np)
+        parameter, state = update(numpy_ops, STABLE_ADAMW, current, complements, compensation, parameter, gradient, state)
+    kept = np.asarray(compensations.load(numpy_ops, compensation, Stored(parameter, state.compensation)), np.float64)
+    if (dtype, compensation) in (("bfloat16", "none"), ("float16", "none")):
+        assert np.all(kept == 1.0)  # why compensation exists
+    elif (dtype, compensation) == ("bfloat16", "kahan"):
+        # k has 8 bits and is at most 2^-9 here, so that a step of 1e-5 is rounded by up to 2^-18, at each of 2000 steps.
+        assert np.all(np.abs(kept - 0.9802) < 2000 * 2.0**-18)
+    else:
+        assert np.all(np.abs(kept - 0.9802) < 1e-3)
+
+
+@pytest.mark.parametrize("rule", RULES.values(), ids=lambda rule: rule.name)
+def test_float32_drifts_less_than_one_and_a_half_millionths(rule: Rule) -> None:
+    """Setting B: lr 1e-4, decay 0.1, |p| about 1, 2000 steps."""
+    generator = np.random.default_rng(3)
+    start = (1 + 0.1 * generator.normal(size=64)).astype(np.float32)
+    given = [generator.normal(size=64).astype(np.float32) for _ in range(2000)]
+    reference = Reference(settings(rule, lr=1e-4, betas=(0.9, 0.99), eps=1e-6), {"p": start})
+    for gradient in given:
+        reference.run(Gradient("p", gradient))
+    found, _ = run(numpy_ops, rule, start, given, learning_rate=1e-4, beta2=0.99, eps=1e-6)
+    expected = reference.tensors["p"].parameter
+    assert np.linalg.norm(found - expected) / np.linalg.norm(expected) < 1.5e-6
+
+
+@pytest.mark.parametrize("beta", [0.0, 0.5, 0.9, 0.99, 0.999, 0.99999])
+@pytest.mark.parametrize("step", [1, 2, 10, 1000, 10**6])
+def test_the_debiased_complement_keeps_its_digits(beta: float, step: int) -> None:
+    getcontext().prec = 60
+    exact = float((1 - Decimal(beta)) / (1 - Decimal(beta) ** step))
+    assert debiased_complement(beta, step, np) == pytest.approx(exact, rel=1e-15 * max(1, 1 / (1 - beta) ** 0.5))
+    traced = debiased_complement(beta, np.float32(step), np)  # as on a device: float32
+    assert float(traced) == pytest.approx(exact, rel=2e-6 if step * (1 - beta) < 20 else 1e-6)
+
+
+def test_zero_elements_and_no_dimensions() -> None:
+    for shape in ((0,), (3, 0), ()):
+        parameter, state = run(numpy_ops, STABLE_ADAMW, np.ones(shape), gradients(shape, 3))
+        assert np.shape(parameter) == shape
+        assert isinstance(state, TensorState)
+        assert np.all(np.isfinite(parameter))

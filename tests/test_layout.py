@@ -1,0 +1,123 @@
+"""The house: who may import whom, that every package is in the wheel, and what an import pulls in."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+FOLDERS = ("core", "torch_frontend", "jax_frontend", "parity")
+FRAMEWORKS = {"torch", "jax", "jaxlib", "optax", "triton"}
+SIBLINGS = {
+    "core": set(),
+    "torch_frontend": {"core"},
+    "jax_frontend": {"core"},
+    "parity": {"core", "torch_frontend", "jax_frontend"},
+}
+OUTSIDE = {
+    "core": set(),
+    "torch_frontend": {"torch", "triton"},
+    "jax_frontend": {"jax", "jaxlib", "optax"},
+    "parity": FRAMEWORKS,
+}
+
+
+def imports(path: Path) -> set[str]:
+    """The top-level packages and the sibling folders that a file imports, wherever in the file it does."""
+    inside = path.relative_to(ROOT).parts[:-1]
+    found = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            found |= {alias.name.split(".")[0] for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            if node.level == 0:
+                found.add((node.module or "").split(".")[0])
+                continue
+            up = inside[: len(inside) - (node.level - 1)]
+            target = [*up, *(node.module or "").split(".")] if node.module else list(up)
+            names = [target[0]] if target and target[0] else [alias.name for alias in node.names]
+            found |= {f"<{name}>" for name in names}
+    return found
+
+
+@pytest.mark.parametrize("folder", FOLDERS)
+def test_imports_point_the_right_way(folder: str) -> None:
+    for path in (ROOT / folder).rglob("*.py"):
+        found = imports(path)
+        siblings = {name.strip("<>") for name in found if name.startswith("<")} & set(FOLDERS) - {folder}
+        assert siblings <= SIBLINGS[folder], f"{path} imports {siblings}"
+        assert found & FRAMEWORKS <= OUTSIDE[folder], f"{path} imports {found & FRAMEWORKS}"
+        assert not found & set(FOLDERS), f"{path} imports a root folder as a top-level package"
+
+
+def test_every_package_is_declared() -> None:
+    setuptools = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]
+    found = {
+        "penstock." + ".".join(path.parent.relative_to(ROOT).parts)
+        for folder in FOLDERS
+        for path in (ROOT / folder).rglob("__init__.py")
+    }
+    found |= {
+        ".".join(path.parent.relative_to(ROOT / "src").parts)
+        for path in (ROOT / "src" / "penstock").glob("*/__init__.py")
+        if not path.parent.is_symlink()
+    }
+    assert set(setuptools["packages"]) == {"penstock"} | found
+    assert {f"penstock.{folder}" for folder in FOLDERS} <= set(setuptools["package-dir"])
+
+
+def test_every_folder_with_code_is_a_package() -> None:
+    for folder in FOLDERS:
+        for path in (ROOT / folder).rglob("*.py"):
+            assert (path.parent / "__init__.py").exists(), f"{path.parent} would drop out of the wheel"
+
+
+def test_nobody_imported_a_root_folder_as_top_level() -> None:
+    assert not {module for module in sys.modules if module.split(".")[0] in FOLDERS}
+
+
+def run_python(code: str) -> subprocess.CompletedProcess[str]:
+    environment = {"PYTHONPATH": str(ROOT / "src"), "PATH": "", "JAX_PLATFORMS": "cpu"}
+    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment, check=False)
+
+
+def loaded_after(code: str) -> set[str]:
+    done = run_python(f"import sys\n{code}\nprint(*sorted({{name.split('.')[0] for name in sys.modules}}))")
+    assert done.returncode == 0, done.stderr
+    return set(done.stdout.split())
+
+
+def test_importing_the_package_is_light() -> None:
+    assert not loaded_after("import penstock") & (FRAMEWORKS | {"numpy"})
+    assert not loaded_after("import penstock.__main__") & FRAMEWORKS
+    assert not loaded_after("import penstock.core.update, penstock.core.reference, penstock.core.release") & FRAMEWORKS
+
+
+@pytest.mark.parametrize(
+    ("frontend", "absent"),
+    [("torch_frontend", ("jax", "jaxlib", "optax", "triton")), ("jax_frontend", ("torch", "triton"))],
+)
+def test_a_frontend_imports_without_the_other_framework(frontend: str, absent: tuple[str, ...]) -> None:
+    block = "".join(f"sys.modules[{name!r}] = None\n" for name in absent)
+    assert f"penstock.{frontend}".split(".")[0] in loaded_after(f"{block}import penstock.{frontend}")
+
+
+@pytest.mark.parametrize(
+    ("frontend", "absent", "extra"),
+    [
+        ("torch_frontend", "torch", "penstock[torch]"),
+        ("jax_frontend", "jax", "penstock[jax]"),
+        ("jax_frontend", "optax", "[jax]"),
+    ],
+)
+def test_a_missing_framework_names_the_extra(frontend: str, absent: str, extra: str) -> None:
+    done = run_python(f"import sys\nsys.modules[{absent!r}] = None\nimport penstock.{frontend}")
+    assert done.returncode != 0
+    last = done.stderr.strip().splitlines()[-1]
+    assert "MissingDependency" in last
+    assert extra in last

@@ -1,0 +1,115 @@
+"""Clipping under release: exact where it says so, and refused where it cannot be."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from tests.torch_support import LiveGradients, batches, layers, loss_of, same_parameters, snapshot, train, unchanged
+
+from penstock.core.errors import InvalidArgument, Refused
+from penstock.torch_frontend import AdamW, StableAdamW, release_gradients
+
+MAX_NORM = 0.05
+
+
+def clipped_plainly(model, optimizer, given, micro_batches: int = 1) -> list[torch.Tensor]:
+    norms = []
+    for start in range(0, len(given), micro_batches):
+        for batch in given[start : start + micro_batches]:
+            loss_of(model, batch).backward()
+        norms.append(torch.nn.utils.clip_grad_norm_(model.parameters(), MAX_NORM))
+        optimizer.step()
+        optimizer.zero_grad()
+    return norms
+
+
+def test_guard_clips_the_global_norm_as_torch_does_with_one_gradient_alive() -> None:
+    models = [layers(16, 32), layers(16, 32)]
+    optimizers = [StableAdamW(model.parameters(), lr=1e-2) for model in models]
+    norms = clipped_plainly(models[0], optimizers[0], batches(20, 32))
+    assert max(norms) > MAX_NORM
+    measured = LiveGradients(models[1])
+    release = release_gradients(models[1], optimizers[1], max_norm=MAX_NORM)
+    seen = []
+    train(models[1], optimizers[1], batches(20, 32), loss=release.guard, after_step=lambda: seen.append(release.last_norm))
+    # Norms of a few hundred thousand terms, summed in another order: a few roundings.
+    torch.testing.assert_close(torch.stack(seen), torch.stack(norms), rtol=1e-6, atol=0)
+    for a, b in zip(models[0].parameters(), models[1].parameters(), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
+    assert measured.peak == release.ledger.peak <= 1.1 * (32 * 32 + 32) * 4
+
+
+def test_held_gradients_are_clipped_by_step() -> None:
+    models = [layers(), layers()]
+    optimizers = [StableAdamW(model.parameters(), lr=1e-2) for model in models]
+    clipped_plainly(models[0], optimizers[0], batches(8), micro_batches=4)
+    release = release_gradients(models[1], optimizers[1], max_norm=MAX_NORM, accumulation="hold")
+    for i, batch in enumerate(batches(8)):
+        release.guard(loss_of(models[1], batch)).backward()  # nothing to guard: the gradients are there anyway
+        if i % 4 == 3:
+            optimizers[1].step()
+            optimizers[1].zero_grad()
+    for a, b in zip(models[0].parameters(), models[1].parameters(), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
+
+
+def test_per_tensor_clipping_is_one_pass() -> None:
+    models = [layers(), layers()]
+    optimizers = [StableAdamW(model.parameters(), lr=1e-2) for model in models]
+    for batch in batches(5):
+        loss_of(models[0], batch).backward()
+        for p in models[0].parameters():
+            torch.nn.utils.clip_grad_norm_([p], MAX_NORM)
+        optimizers[0].step()
+        optimizers[0].zero_grad()
+    release_gradients(models[1], optimizers[1], max_norm=MAX_NORM, clipping="per_tensor")
+    train(models[1], optimizers[1], batches(5))
+    assert same_parameters(*models)
+
+
+def test_a_declared_norm_without_the_guard_raises_before_the_first_update() -> None:
+    model = layers()
+    optimizer = AdamW(model.parameters())
+    release = release_gradients(model, optimizer, max_norm=1.0)
+    before = snapshot(model, optimizer)
+    with pytest.raises(Refused, match=r"max_norm=1.0.*release\.guard\(loss\)"):
+        loss_of(model, batches(1)[0]).backward()
+    assert unchanged(before, snapshot(model, optimizer))
+    optimizer.zero_grad()
+    train(model, optimizer, batches(2), loss=release.guard)
+
+
+def test_what_guard_refuses() -> None:
+    model = layers()
+    optimizer = AdamW(model.parameters())
+    release = release_gradients(model, optimizer, max_norm=1.0)
+    with pytest.raises(InvalidArgument, match=r"loss has shape \(6, 8\)"):
+        release.guard(model(batches(1)[0]))
+    loss = release.guard(loss_of(model, batches(1)[0]))
+    loss.backward(retain_graph=True)
+    optimizer.step()
+    with pytest.raises(Refused, match="twice on a guarded loss"):
+        loss.backward()
+    before = snapshot(model, optimizer)
+    with release.paused():
+        loss_of(model, batches(1)[0]).backward()
+    with pytest.raises(Refused, match=r"earlier backward.*zero_grad"):
+        release.guard(loss_of(model, batches(1)[0])).backward()
+    assert unchanged(before, snapshot(model, optimizer))
+    with torch.no_grad():
+        assert not release.guard(loss_of(model, batches(1)[0])).requires_grad
+
+
+def test_overflow_under_guard_changes_nothing() -> None:
+    model = layers()
+    optimizer = AdamW(model.parameters(), on_nonfinite="skip")
+    release = release_gradients(model, optimizer, max_norm=1.0)
+    train(model, optimizer, batches(1), loss=release.guard)
+    before = snapshot(model, optimizer)
+    handle = model[0][0].weight.register_hook(lambda g: g * float("nan"))
+    train(model, optimizer, batches(1), loss=release.guard)
+    assert unchanged(before, snapshot(model, optimizer))
+    assert release.skipped == 1
+    handle.remove()
+    train(model, optimizer, batches(1), loss=release.guard)
+    assert not unchanged(before, snapshot(model, optimizer))

@@ -1,0 +1,539 @@
+"""Release equals the plain optimizer, frees what it should, and refuses what would be wrong before changing anything."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import io
+import weakref
+
+import pytest
+import torch
+from tests.torch_support import (
+    OPTIMIZERS,
+    LiveGradients,
+    batches,
+    layers,
+    loss_of,
+    same_parameters,
+    snapshot,
+    train,
+    unchanged,
+)
+from torch import nn
+from torch.optim import lr_scheduler
+from torch.optim.lr_scheduler import CosineAnnealingLR
+
+from penstock.core.errors import InvalidArgument, NonFiniteGradient, Refused, UnsupportedTensor
+from penstock.core.reference import EndOfStep, Gradient, Reference, Settings
+from penstock.torch_frontend import AdamW, StableAdamW, release_gradients, remove_gradient_release
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("optimizer_class", OPTIMIZERS)
+def test_released_equals_plain_bit_for_bit(optimizer_class, dtype: torch.dtype) -> None:
+    models = [layers(dtype=dtype), layers(dtype=dtype)]
+    optimizers = [optimizer_class(model.parameters(), lr=1e-2, weight_decay=0.1) for model in models]
+    release_gradients(models[1], optimizers[1])
+    for model, optimizer in zip(models, optimizers, strict=True):
+        train(model, optimizer, batches(10, dtype=dtype))
+    assert unchanged(*(snapshot(model, optimizer) for model, optimizer in zip(models, optimizers, strict=True)))
+
+
+@pytest.mark.parametrize("optimizer_class", OPTIMIZERS)
+def test_one_gradient_is_alive_and_the_ledger_knows(optimizer_class) -> None:
+    model = layers(16, 32)
+    layer_bytes = (32 * 32 + 32) * 4
+    measured = LiveGradients(model)  # its hooks were there first, and run first
+    optimizer = optimizer_class(model.parameters())
+    train(model, optimizer, batches(2, 32))
+    assert measured.peak == 16 * layer_bytes  # the meter can tell
+    measured.peak = 0
+    with release_gradients(model, optimizer) as release:
+        for batch in batches(3, 32):
+            loss_of(model, batch).backward()
+            assert release.ledger.live == measured.now() == 0
+            optimizer.step()
+            optimizer.zero_grad()
+    assert measured.peak == release.ledger.peak <= 1.1 * layer_bytes
+
+
+SCHEDULERS = {
+    "one cycle, beta cycled": lambda o: lr_scheduler.OneCycleLR(o, max_lr=0.05, total_steps=30),
+    "cosine": lambda o: lr_scheduler.CosineAnnealingLR(o, 10),
+    "warm restarts": lambda o: lr_scheduler.CosineAnnealingWarmRestarts(o, 4),
+    "plateau": lambda o: lr_scheduler.ReduceLROnPlateau(o, patience=1),
+    "lambda": lambda o: lr_scheduler.LambdaLR(o, [lambda i: 1 / (i + 1), lambda i: 0.5**i]),
+    "sequential": lambda o: lr_scheduler.SequentialLR(
+        o, [lr_scheduler.LinearLR(o, 0.1, total_iters=4), lr_scheduler.ExponentialLR(o, 0.9)], [4]
+    ),
+}
+
+
+@pytest.mark.parametrize("make", SCHEDULERS.values(), ids=SCHEDULERS)
+@pytest.mark.parametrize("tensor_lr", [False, True])
+def test_every_scheduler_bit_for_bit_and_without_a_warning(make, tensor_lr: bool) -> None:
+    models = [layers(), layers()]
+    for number, model in enumerate(models):
+        groups = [{"params": list(model[0].parameters()), "lr": 3e-2}, {"params": list(model[1:].parameters())}]
+        optimizer = StableAdamW(groups, lr=torch.tensor(1e-2) if tensor_lr else 1e-2)
+        if number:
+            release_gradients(model, optimizer)
+        scheduler = make(optimizer)
+        plateau = isinstance(scheduler, lr_scheduler.ReduceLROnPlateau)
+        train(model, optimizer, batches(20), after_step=lambda s=scheduler, p=plateau: s.step(1.0) if p else s.step())
+    assert same_parameters(*models)
+
+
+def test_hold_equals_plain_accumulation_bit_for_bit() -> None:
+    """Four micro-batches, a short last group, a parameter that the last micro-batch does not use; with and without sync."""
+    for sync in (False, True):
+        models = [layers(), layers()]
+        extras = [nn.Parameter(torch.ones(3)), nn.Parameter(torch.ones(3))]
+        optimizers = [StableAdamW([*model.parameters(), extra], lr=1e-2) for model, extra in zip(models, extras, strict=True)]
+        now = {"i": 0}
+        predicate = (lambda now=now: now["i"] % 4 == 3) if sync else None
+        release = release_gradients(models[1], optimizers[1], accumulation="hold", sync=predicate)
+        for i, batch in enumerate(batches(10)):
+            now["i"] = i
+            for model, extra in zip(models, extras, strict=True):
+                loss = loss_of(model, batch) / 4
+                (loss + extra.pow(2).sum() if i % 4 == 1 else loss).backward()
+            if sync and i % 4 == 3:
+                assert all(p.grad is None for p in models[1].parameters())
+                assert extras[1].grad is not None
+            if i % 4 == 3 or i == 9:
+                for optimizer in optimizers:
+                    optimizer.step()
+                    optimizer.zero_grad()
+                assert release.ledger.live == 0
+        assert same_parameters(*models)
+        assert torch.equal(*extras)
+
+
+@pytest.mark.parametrize("sync", [False, True])
+@pytest.mark.parametrize("optimizer_class", OPTIMIZERS)
+def test_state_accumulation_equals_the_reference(optimizer_class, sync: bool) -> None:
+    model = layers(3, dtype=torch.float64)
+    optimizer = optimizer_class(model.parameters(), lr=1e-2, betas=(0.9, 0.99), eps=1e-6, weight_decay=0.1)
+    names = dict(model.named_parameters())
+    s = Settings(optimizer.rule.name, 1e-2, (0.9, 0.99), 1e-6, 0.1, accumulation="state")
+    reference = Reference(s, {name: p.detach().numpy() for name, p in names.items()})
+    now = {"i": 0}
+    for name, p in names.items():  # records what arrives, before the release's own hook
+        p.register_post_accumulate_grad_hook(
+            lambda q, name=name: reference.run(Gradient(name, q.grad.numpy().copy(), sync and now["i"] % 3 == 2))
+        )
+    release = release_gradients(model, optimizer, accumulation="state", sync=(lambda: now["i"] % 3 == 2) if sync else None)
+    for i, batch in enumerate(batches(9, dtype=torch.float64)):
+        now["i"] = i
+        loss_of(model, batch).backward()
+        assert all(p.grad is None for p in model.parameters())
+        if i % 3 == 2:
+            optimizer.step()
+            optimizer.zero_grad()
+            reference.run(EndOfStep())
+    assert release.ledger.peak == 8 * 8 * 8
+    for name, p in names.items():
+        torch.testing.assert_close(p.detach(), torch.tensor(reference.tensors[name].parameter), rtol=1e-12, atol=1e-13)
+        assert optimizer.state[p]["step"] == 3
+        assert "mean_square" not in optimizer.state[p]
+
+
+def test_an_undeclared_second_backward_raises_before_anything_changes() -> None:
+    model = layers()
+    optimizer = StableAdamW(model.parameters())
+    release_gradients(model, optimizer)
+    loss_of(model, batches(1)[0]).backward()
+    before = snapshot(model, optimizer)
+    with pytest.raises(Refused, match=r"parameter '3\.0\.\w+'.*optimizer\.step\(\).*accumulation='hold'"):
+        loss_of(model, batches(1)[0]).backward()
+    assert unchanged(before, snapshot(model, optimizer))
+    optimizer.zero_grad()  # closes the step: training goes on
+    train(model, optimizer, batches(2))
+
+
+def test_a_setting_changed_too_late_raises_at_step() -> None:
+    for name, value in {"lr": 0.5, "betas": (0.5, 0.5), "weight_decay": 0.3}.items():
+        model = layers()
+        optimizer = AdamW(model.parameters())
+        release_gradients(model, optimizer)
+        loss_of(model, batches(1)[0]).backward()
+        before = snapshot(model, optimizer)
+        optimizer.param_groups[0][name] = value
+        with pytest.raises(Refused, match=rf"{name} of parameter group 0.*after optimizer\.step"):
+            optimizer.step()
+        assert unchanged(before, snapshot(model, optimizer))
+    lr = torch.tensor(0.1)
+    optimizer = AdamW(layers().parameters(), lr=lr)
+    model = layers()
+    optimizer = AdamW(model.parameters(), lr=lr)
+    release_gradients(model, optimizer)
+    loss_of(model, batches(1)[0]).backward()
+    lr.mul_(0.5)
+    with pytest.raises(Refused, match="lr of parameter group 0"):
+        optimizer.step()
+
+
+def test_state_dict_in_the_middle_of_a_step_raises() -> None:
+    for accumulation in (None, "hold", "state"):
+        model = layers()
+        optimizer = AdamW(model.parameters())
+        release_gradients(model, optimizer, accumulation=accumulation)
+        whole = copy.deepcopy(optimizer.state_dict())
+        loss_of(model, batches(1)[0]).backward()
+        with pytest.raises(Refused, match=r"state_dict\(\) in the middle of a step.*optimizer\.step\(\)"):
+            optimizer.state_dict()
+        with pytest.raises(Refused, match=r"load_state_dict\(\) in the middle of a step"):
+            optimizer.load_state_dict(whole)
+        optimizer.step()
+        assert optimizer.state_dict()["state"]
+
+
+def test_hooks_that_were_there_stay_and_run_first() -> None:
+    model = layers(2)
+    seen = []
+    for p in model.parameters():
+        p.register_post_accumulate_grad_hook(lambda q: seen.append(q.grad is not None))
+    optimizer = AdamW(model.parameters())
+    release = release_gradients(model, optimizer)
+    train(model, optimizer, batches(1))
+    release.remove()
+    train(model, optimizer, batches(1))
+    assert seen == [True] * 8
+
+
+def test_paused_leaves_gradients_as_plain_torch_does() -> None:
+    """A second optimizer trains through the model: the loop of a generator and a discriminator."""
+    results = []
+    for released in (False, True):
+        generator, discriminator = layers(2, seed=5), layers(2, seed=6)
+        optimizers = [StableAdamW(m.parameters(), lr=1e-2) for m in (generator, discriminator)]
+        releases = [release_gradients(m, o) for m, o in zip((generator, discriminator), optimizers, strict=True) if released]
+        for batch in batches(4):
+            optimizers[1].zero_grad()
+            discriminator(generator(batch).detach()).mean().backward()
+            optimizers[1].step()
+            optimizers[0].zero_grad()
+            loss = -discriminator(generator(batch)).mean()
+            if released:
+                with releases[1].paused():
+                    loss.backward()
+                assert all(p.grad is not None for p in discriminator.parameters())
+                assert all(p.grad is None for p in generator.parameters())
+            else:
+                loss.backward()
+            optimizers[0].step()
+        results.append((generator, discriminator))
+    assert all(same_parameters(a, b) for a, b in zip(*results, strict=True))
+
+
+def test_what_is_held_is_what_a_plain_loop_would_hold() -> None:
+    """zero_grad() discards, a gradient set by hand is used, remove() in mid-group leaves a plain optimizer."""
+    models = [layers(), layers()]
+    optimizers = [StableAdamW(model.parameters(), lr=1e-2) for model in models]
+    release = release_gradients(models[1], optimizers[1], accumulation="hold")
+    given = batches(4)
+    for model, optimizer in zip(models, optimizers, strict=True):
+        loss_of(model, given[0]).backward()
+        optimizer.zero_grad(set_to_none=False)
+        loss_of(model, given[1]).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        for p in model.parameters():
+            p.grad = torch.ones_like(p)
+        optimizer.step()
+        optimizer.zero_grad()
+        loss_of(model, given[2]).backward()
+        if optimizer.release:
+            release.remove()
+        loss_of(model, given[3]).backward()
+        optimizer.step()
+    # A plain zero_grad(set_to_none=False) leaves zeros, which add the same.
+    assert same_parameters(*models)
+    assert optimizers[1].release is None
+
+
+def test_gradients_set_by_hand_after_the_update_are_refused() -> None:
+    model = layers()
+    optimizer = AdamW(model.parameters())
+    release_gradients(model, optimizer)
+    loss_of(model, batches(1)[0]).backward()
+    model[0][0].weight.grad = torch.ones(8, 8)
+    before = snapshot(model, optimizer)
+    with pytest.raises(Refused, match=r"'0\.0\.weight'.*after it had been updated"):
+        optimizer.step()
+    assert unchanged(before, snapshot(model, optimizer))
+
+
+@pytest.mark.parametrize("accumulation", ["state"])
+def test_micro_batches_in_the_moments_are_not_lost(accumulation: str) -> None:
+    model = layers()
+    optimizer = AdamW(model.parameters())
+    release = release_gradients(model, optimizer, accumulation=accumulation)
+    loss_of(model, batches(1)[0]).backward()
+    with pytest.raises(Refused, match=r"step\(\) before"):
+        optimizer.zero_grad()
+    with pytest.raises(Refused, match=r"step\(\) before remove"):
+        release.remove()
+    optimizer.step()
+    release.remove()
+
+
+def test_tied_reused_frozen_and_unused_parameters() -> None:
+    class Odd(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.embedding = nn.Embedding(11, 6)
+            self.block = nn.Linear(6, 6)
+            self.frozen = nn.Linear(6, 6)
+            self.unused = nn.Linear(6, 6)
+            self.head = nn.Linear(6, 11, bias=False)
+            self.head.weight = self.embedding.weight
+            for p in self.frozen.parameters():
+                p.requires_grad_(False)
+
+        def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+            x = self.block(self.block(self.embedding(tokens)))
+            return self.head(self.frozen(x))
+
+    models = []
+    for released in (False, True):
+        torch.manual_seed(0)
+        model = Odd()
+        optimizer = StableAdamW(model.parameters(), lr=1e-2)
+        if released:
+            release_gradients(model, optimizer)
+        for i in range(6):
+            if i == 3:  # unfrozen while training: released from the next step() on
+                for p in model.frozen.parameters():
+                    p.requires_grad_(True)
+            model(torch.arange(5)).pow(2).mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        models.append(model)
+        if released:
+            assert all(optimizer.release.hooked(p) for p in model.frozen.parameters())
+        assert optimizer.state[model.embedding.weight]["step"] == 6
+        assert not optimizer.state[model.unused.weight]
+    assert same_parameters(*models)
+
+
+def test_parameters_replaced_after_set_up_are_noticed() -> None:
+    for replace in (
+        lambda m: m.load_state_dict(m.state_dict(), assign=True),
+        lambda m: setattr(m[0][0], "weight", nn.Parameter(torch.ones(8, 8))),
+        lambda m: m.to_empty(device="cpu"),
+    ):
+        model = layers()
+        optimizer = AdamW(model.parameters())
+        release_gradients(model, optimizer)
+        train(model, optimizer, batches(1))
+        if replace(model) is model and all(p in optimizer.release._handles for p in model.parameters()):
+            continue  # to_empty kept the parameters on this version of torch: nothing to notice
+        loss_of(model, batches(1)[0]).backward()
+        with pytest.raises(Refused, match=r"'0\.0\.weight'.*replaced.*release\.remove\(\)"):
+            optimizer.step()
+
+
+def test_added_groups_are_hooked_at_once() -> None:
+    model = layers()
+    optimizer = AdamW(model[0].parameters())
+    release = release_gradients(model, optimizer)
+    optimizer.add_param_group({"params": list(model[1].parameters())})
+    loss_of(model, batches(1)[0]).backward()
+    assert [p.grad is None for p in model.parameters()] == [True] * 4 + [False] * 4
+    assert release.ledger.live == 0
+
+
+def test_set_up_refuses_what_cannot_work() -> None:
+    model, other = layers(), layers()
+    optimizer = AdamW(model.parameters())
+    with pytest.raises(InvalidArgument, match=r"accumulation='sum'.*'hold' or 'state'"):
+        release_gradients(model, optimizer, accumulation="sum")
+    with pytest.raises(InvalidArgument, match=r"clipping='norm'.*exact, per_tensor"):
+        release_gradients(model, optimizer, clipping="norm")
+    with pytest.raises(InvalidArgument, match=r"max_norm=-1.*\(0, inf\)"):
+        release_gradients(model, optimizer, max_norm=-1)
+    with pytest.raises(InvalidArgument, match=r"clipping='per_tensor' needs max_norm"):
+        release_gradients(model, optimizer, clipping="per_tensor")
+    with pytest.raises(InvalidArgument, match=r"sync.*accumulation"):
+        release_gradients(model, optimizer, sync=lambda: True)
+    with pytest.raises(InvalidArgument, match=r"optimizer is a AdamW.*penstock"):
+        release_gradients(model, torch.optim.AdamW(model.parameters()))
+    with pytest.raises(InvalidArgument, match=r"model is a list"):
+        release_gradients(list(model.parameters()), optimizer)
+    with pytest.raises(Refused, match=r"no trainable parameter of this model"):
+        release_gradients(other, optimizer)
+    with pytest.raises(Refused, match=r"on_nonfinite='raise'.*on_nonfinite='skip'"):
+        release_gradients(model, AdamW(model.parameters(), on_nonfinite="raise"))
+    for arguments in ({"max_norm": 1.0}, {"scaler": torch.amp.GradScaler("cpu")}):
+        with pytest.raises(Refused, match=r"accumulation='state'.*use accumulation='hold'"):
+            release_gradients(model, optimizer, accumulation="state", **arguments)
+    with pytest.raises(Refused, match=r"loss scaling.*bfloat16"):
+        release_gradients(model, optimizer, scaler=torch.amp.GradScaler("cpu"))
+    assert optimizer.release is None
+    release_gradients(model, optimizer)
+    with pytest.raises(Refused, match=r"released already.*remove\(\)"):
+        release_gradients(model, optimizer)
+    with pytest.raises(Refused, match=r"another optimizer's release"):
+        release_gradients(model, StableAdamW(model[0].parameters()))
+    optimizer.release.remove()
+    release_gradients(model, StableAdamW(model[0].parameters()))
+
+
+def test_sparse_gradients_raise_in_the_backward_before_anything_changes() -> None:
+    model = nn.Sequential(nn.Embedding(5, 4, sparse=True), nn.Linear(4, 4))
+    optimizer = AdamW(model[0].parameters())
+    release_gradients(model, optimizer)
+    before = snapshot(model, optimizer)
+    with pytest.raises(UnsupportedTensor, match=r"sparse=False"):
+        model(torch.tensor([1])).sum().backward()
+    assert unchanged(before, snapshot(model, optimizer))
+
+
+def test_non_finite_gradients_are_skipped_one_by_one_and_counted() -> None:
+    model = layers(3)
+    optimizer = StableAdamW(model.parameters(), on_nonfinite="skip")
+    release = release_gradients(model, optimizer)
+    train(model, optimizer, batches(1))
+    before = {name: p.detach().clone() for name, p in model.named_parameters()}
+    model[1][0].weight.register_hook(lambda g: g * float("nan"))
+    train(model, optimizer, batches(1))
+    changed = {name for name, p in model.named_parameters() if not torch.equal(p, before[name])}
+    assert changed == set(before) - {"1.0.weight"}
+    assert (release.skipped, optimizer.skipped) == (1, 1)
+    assert optimizer.state[model[1][0].weight]["step"] == 1
+
+
+def test_two_forwards_then_two_backwards_raises_as_in_plain_torch() -> None:
+    model = layers(2)
+    optimizer = AdamW(model.parameters())
+    release_gradients(model, optimizer)
+    first, second = (loss_of(model, batch) for batch in batches(2))
+    first.backward()
+    optimizer.step()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        second.backward()
+
+
+def test_a_backward_that_fails_can_be_recovered_from() -> None:
+    model = layers(3)
+    optimizer = AdamW(model.parameters())
+    release_gradients(model, optimizer)
+    fail = {"now": True}
+
+    def hook(gradient: torch.Tensor) -> None:
+        if fail["now"]:
+            raise MemoryError("planted")
+
+    model[1][0].weight.register_hook(hook)
+    with pytest.raises(MemoryError, match="planted"):
+        loss_of(model, batches(1)[0]).backward()
+    fail["now"] = False
+    optimizer.zero_grad()
+    train(model, optimizer, batches(2))
+
+
+def test_model_and_optimizer_are_collected_when_nobody_holds_them() -> None:
+    model = layers(2)
+    optimizer = AdamW(model.parameters())
+    release_gradients(model, optimizer)
+    train(model, optimizer, batches(1))
+    references = [weakref.ref(model), weakref.ref(optimizer), weakref.ref(next(model.parameters()))]
+    del model, optimizer
+    gc.collect()
+    assert [reference() for reference in references] == [None] * 3
+
+
+def test_a_model_whose_optimizer_is_gone_says_so() -> None:
+    model = layers(2)
+    release_gradients(model, AdamW(model.parameters()))
+    gc.collect()
+    with pytest.raises(Refused, match=r"no longer exists.*remove_gradient_release\(model\)"):
+        loss_of(model, batches(1)[0]).backward()
+    remove_gradient_release(model)
+    model.zero_grad()
+    loss_of(model, batches(1)[0]).backward()
+    assert all(p.grad is not None for p in model.parameters())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("optimizer_class", OPTIMIZERS)
+def test_released_training_resumes_bit_for_bit(optimizer_class, dtype: torch.dtype) -> None:
+    """Through torch.save and a weights_only load; every state dtype is kept; a schedule goes on."""
+
+    def build():
+        model = layers(dtype=dtype)
+        optimizer = optimizer_class(model.parameters(), lr=1e-2, betas=(0.9, 0.999), weight_decay=0.1)
+        release_gradients(model, optimizer)
+        return model, optimizer, CosineAnnealingLR(optimizer, 20)
+
+    given = batches(12, dtype=dtype)
+    model, optimizer, scheduler = build()
+    train(model, optimizer, given[:5], after_step=scheduler.step)
+    saved = io.BytesIO()
+    torch.save([x.state_dict() for x in (model, optimizer, scheduler)], saved)
+    train(model, optimizer, given[5:], after_step=scheduler.step)
+    saved.seek(0)
+    resumed = build()
+    for part, state in zip(resumed, torch.load(saved, weights_only=True), strict=True):
+        part.load_state_dict(state)
+    for p, q in zip(model.parameters(), resumed[0].parameters(), strict=True):
+        ours, theirs = optimizer.state[p], resumed[1].state[q]
+        assert {key: value.dtype for key, value in ours.items()} == {key: value.dtype for key, value in theirs.items()}
+    train(*resumed[:2], given[5:], after_step=resumed[2].step)
+    assert unchanged(snapshot(model, optimizer), snapshot(*resumed[:2]))
+
+
+def test_settings_changed_after_a_load_are_used() -> None:
+    """The hooks look groups up live: lr = 0 and weight_decay = 0 after load_state_dict freeze the weights."""
+    model = layers()
+    optimizer = StableAdamW(model.parameters(), lr=1e-2)
+    release_gradients(model, optimizer)
+    train(model, optimizer, batches(2))
+    optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    for group in optimizer.param_groups:
+        group["lr"] = group["weight_decay"] = 0.0
+    before = [p.detach().clone() for p in model.parameters()]
+    train(model, optimizer, batches(2))
+    assert all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
+
+
+def test_a_state_that_does_not_fit_changes_nothing() -> None:
+    model = layers(2)
+    optimizer = StableAdamW(model.parameters())
+    train(model, optimizer, batches(1))
+    before = snapshot(model, optimizer)
+    foreign = torch.optim.AdamW(model.parameters())
+    train(layers(2), foreign, batches(1))
+    loss_of(model, batches(1)[0]).backward()
+    foreign.step()
+    model.zero_grad()
+    before = snapshot(model, optimizer)
+    wrong_shape, incomplete, fewer = (copy.deepcopy(optimizer.state_dict()) for _ in range(3))
+    wrong_shape["state"][0]["exp_avg"] = torch.ones(3)
+    del incomplete["state"][1]["exp_avg_sq"]
+    del fewer["param_groups"][0]["params"][0]
+    for bad, said in [
+        (foreign.state_dict(), r"another optimizer"),
+        (wrong_shape, r"exp_avg of parameter 0 of group 0 has shape \(3,\)"),
+        (incomplete, r"lacks exp_avg_sq"),
+        (fewer, r"3 parameters"),
+        ({"param_groups": [], "state": {}}, r"0 parameter groups"),
+        ({}, r"no 'param_groups'"),
+    ]:
+        with pytest.raises(InvalidArgument, match=said):
+            optimizer.load_state_dict(bad)
+        assert unchanged(before, snapshot(model, optimizer))
+
+
+def test_exact_non_finite_handling_needs_the_guard() -> None:
+    model = layers(3)
+    optimizer = StableAdamW(model.parameters(), on_nonfinite="raise")
+    release = release_gradients(model, optimizer, max_norm=float("inf"))
+    before = snapshot(model, optimizer)
+    model[0][0].weight.register_hook(lambda g: g * float("inf"))  # the last gradient to arrive
+    with pytest.raises(NonFiniteGradient):
+        release.guard(loss_of(model, batches(1)[0])).backward()
+    assert unchanged(before, snapshot(model, optimizer))

@@ -1,0 +1,99 @@
+"""What the PyTorch tests share: small models, seeded batches, and comparisons."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from penstock.torch_frontend import Adam, AdamW, StableAdamW
+
+OPTIMIZERS = [StableAdamW, AdamW, Adam]
+
+
+def layers(count: int = 4, width: int = 8, dtype: torch.dtype = torch.float32, seed: int = 0) -> nn.Sequential:
+    """Equal layers with a bias each."""
+    generator = torch.Generator().manual_seed(seed)
+    model = nn.Sequential(*[nn.Sequential(nn.Linear(width, width), nn.Tanh()) for _ in range(count)])
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.copy_(torch.randn(parameter.shape, generator=generator) / width**0.5)
+    return model.to(dtype)
+
+
+def batches(count: int, width: int = 8, dtype: torch.dtype = torch.float32, seed: int = 1) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randn(6, width, generator=generator).to(dtype) for _ in range(count)]
+
+
+def loss_of(model: nn.Module, batch: Tensor) -> Tensor:
+    return model(batch).float().pow(2).mean()
+
+
+def train(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    given: list[Tensor],
+    *,
+    after_step: Callable[[], Any] = lambda: None,
+    loss: Callable[[Tensor], Tensor] = lambda value: value,
+) -> None:
+    """The loop that everybody writes; `loss` may wrap it, as guard() does."""
+    for batch in given:
+        loss(loss_of(model, batch)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        after_step()
+
+
+def same_parameters(one: nn.Module, other: nn.Module) -> bool:
+    """Bit for bit."""
+    pairs = zip(one.parameters(), other.parameters(), strict=True)
+    return all(a.dtype == b.dtype and torch.equal(bits(a), bits(b)) for a, b in pairs)
+
+
+def bits(x: Tensor) -> Tensor:
+    """The bits of a tensor as integers, so that NaN equals NaN and 0.0 is not -0.0."""
+    widths = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+    return x.detach().contiguous().view(widths[x.element_size()])
+
+
+def snapshot(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[Tensor]:
+    """The bits of every parameter and of every tensor of its state."""
+    state = itertools.chain.from_iterable(optimizer.state[p].values() for p in model.parameters() if p in optimizer.state)
+    return [bits(x).clone() for x in (*model.parameters(), *(x for x in state if isinstance(x, Tensor)))]
+
+
+def unchanged(before: list[Tensor], after: list[Tensor]) -> bool:
+    return len(before) == len(after) and all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
+
+
+class LiveGradients:
+    """Bytes of gradient alive, counted by storage at every arrival; believes nobody and keeps nothing alive."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.peak = 0
+        self._seen: dict[int, tuple[StorageWeakRef, int]] = {}
+        for parameter in model.parameters():
+            parameter.register_post_accumulate_grad_hook(self._arrived)
+
+    def _arrived(self, parameter: Tensor) -> None:
+        assert parameter.grad is not None
+        storage = parameter.grad.untyped_storage()
+        reference = StorageWeakRef(storage)
+        self._seen[reference.cdata] = (reference, storage.nbytes())
+        self.peak = max(self.peak, self.now())
+
+    def now(self) -> int:
+        return sum(size for reference, size in self._seen.values() if not reference.expired())
+
+
+def plain_and_released(make: Callable[[nn.Module], torch.optim.Optimizer], **model: Any) -> Iterator[tuple[nn.Module, Any]]:
+    """Two equal models, each with its optimizer."""
+    for _ in range(2):
+        one = layers(**model)
+        yield one, make(one)

@@ -1,0 +1,30 @@
+"""PyTorch: a `torch.optim.Optimizer` family, and hooks that run its step inside the backward pass."""
+
+from ..core.errors import MissingDependency
+
+try:
+    import torch as _torch  # noqa: F401
+except ModuleNotFoundError as error:
+    raise MissingDependency("penstock.torch_frontend needs PyTorch; install it with: pip install 'penstock[torch]'") from error
+
+from .compatibility import (
+    param_groups_weight_decay,
+    prepare_for_gradient_release,
+    remove_gradient_release,
+    to_low_precision,
+)
+from .hooks import Release
+from .optimizers import Adam, AdamW, StableAdamW
+from .release import release_gradients
+
+__all__ = [
+    "Adam",
+    "AdamW",
+    "Release",
+    "StableAdamW",
+    "param_groups_weight_decay",
+    "prepare_for_gradient_release",
+    "release_gradients",
+    "remove_gradient_release",
+    "to_low_precision",
+]

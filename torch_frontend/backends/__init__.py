@@ -1,0 +1,6 @@
+"""The backends: each has one definition of the step, and all obey `core.update`."""
+
+from .backend import Backend, TensorSlot
+from .selection import BACKENDS, select_backend
+
+__all__ = ["BACKENDS", "Backend", "TensorSlot", "select_backend"]

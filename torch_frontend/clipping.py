@@ -1,0 +1,37 @@
+"""Norms and clip coefficients, as `torch.nn.utils.clip_grad_norm_` defines them, without waiting for the device."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from ..core.dtypes import compute_dtype
+from .array_ops import DTYPES, dtype_name
+
+NORM_EPS = 1e-6
+"""Added to the norm before dividing, as in `torch.nn.utils.clip_grad_norm_`."""
+
+
+def gradient_norm(gradient: Tensor) -> Tensor:
+    """The 2-norm of one gradient, 0-d, in the compute dtype."""
+    return torch.linalg.vector_norm(gradient, dtype=DTYPES[compute_dtype(dtype_name(gradient.dtype))])
+
+
+def total_norm(norms: Sequence[Tensor]) -> Tensor:
+    """sqrt(sum of squares) of the norms of all gradients, 0-d, on the device of the first; 0 if there are none."""
+    if not norms:
+        return torch.zeros(())
+    device = norms[0].device
+    return torch.linalg.vector_norm(torch.stack([norm.to(device) for norm in norms]))
+
+
+def clip_coefficient(norm: Tensor, max_norm: float) -> Tensor:
+    """min(1, max_norm / (norm + 1e-6)), 0-d."""
+    return torch.clamp(max_norm / (norm + NORM_EPS), max=1.0)
+
+
+def clip_by_norm_(gradient: Tensor, max_norm: float) -> None:
+    """Scale one gradient in place so that its own norm is at most `max_norm`."""
+    gradient.mul_(clip_coefficient(gradient_norm(gradient), max_norm).to(gradient.device))

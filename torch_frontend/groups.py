@@ -1,0 +1,118 @@
+"""Parameter groups: what they may hold, and the hyperparameters they stand for, read live at every call."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..core import compensation, dtypes
+from ..core.errors import InvalidArgument, UnsupportedTensor
+from ..core.hyperparameters import RANGES, Hyperparameters, check_number
+from ..core.rules import Rule
+from .array_ops import dtype_name
+
+NAMES = {"learning_rate": "lr", "beta1": "betas[0]", "beta2": "betas[1]"}
+"""How torch spells the hyperparameters."""
+
+SETTINGS = ("lr", "betas", "eps", "weight_decay", "decouple_lr", "max_lr", "maximize")
+"""The keys of a group that an update depends on."""
+
+Group = dict[str, Any]
+
+
+def hyperparameters(group: Mapping[str, Any]) -> Hyperparameters:
+    """The validated hyperparameters of a group as they are now.
+
+    A 0-d `lr` tensor on the CPU is read; one on a device stays there, so that no step waits for it.
+    """
+    beta1, beta2 = group["betas"]
+    lr = group["lr"]
+    if isinstance(lr, Tensor):
+        lr = float(lr) if lr.device.type == "cpu" else lr.reshape(())
+    return Hyperparameters(
+        learning_rate=lr,
+        beta1=beta1,
+        beta2=beta2,
+        eps=group["eps"],
+        weight_decay=group["weight_decay"],
+        decouple_lr=group["decouple_lr"],
+        max_lr=group["max_lr"] if group["decouple_lr"] else None,
+        maximize=group["maximize"],
+        names=NAMES,
+    )
+
+
+def fingerprint(group: Mapping[str, Any]) -> tuple[Any, ...]:
+    """Equal for two looks at a group exactly if no setting of it changed in between; never waits for a device."""
+    values = []
+    for name in SETTINGS:
+        value = group[name]
+        values.append((id(value), value._version) if isinstance(value, Tensor) else value)
+    return tuple(values)
+
+
+def changed_settings(before: tuple[Any, ...], group: Mapping[str, Any]) -> list[str]:
+    """The names of the settings that differ from an earlier fingerprint."""
+    return [name for name, old, new in zip(SETTINGS, before, fingerprint(group), strict=True) if old != new]
+
+
+def check_group(rule: Rule, group: Group) -> None:
+    """Raise if a group cannot be optimized as it is; fill in `max_lr` where decouple_lr takes it from `lr`.
+
+    Raises:
+        InvalidArgument: a hyperparameter, dtype or compensation that is out of range or does not go together.
+        UnsupportedTensor: a parameter that is complex, integer, sparse or sharded.
+    """
+    betas = group["betas"]
+    if not isinstance(betas, (tuple, list)) or len(betas) != 2:
+        raise InvalidArgument(f"betas={betas!r} must be a pair of numbers, each in {RANGES['beta1']}.")
+    lr = group["lr"]
+    if isinstance(lr, Tensor) and lr.numel() != 1:
+        raise InvalidArgument(f"lr is a tensor of shape {tuple(lr.shape)}; it must be a number or have one element.")
+    if group["decouple_lr"]:
+        if rule.l2:
+            raise InvalidArgument(
+                f"decouple_lr=True has no meaning for {rule.name}, whose weight_decay is added to the gradient; use AdamW."
+            )
+        if group["max_lr"] is None:
+            check_number("lr", float(lr) if isinstance(lr, Tensor) else lr, RANGES["learning_rate"])
+            group["max_lr"] = float(lr)
+            check_number("max_lr (taken from lr)", group["max_lr"], RANGES["max_lr"])
+    elif group["max_lr"] is not None:
+        check_number("max_lr", group["max_lr"], RANGES["max_lr"])
+    checked = hyperparameters(group)
+    for parameter in group["params"]:
+        check_parameter(parameter)
+        name = dtype_name(parameter.dtype)
+        compensation.resolve(group["compensation"], name)
+        moment_dtypes(group, name, checked)
+
+
+def check_parameter(parameter: Tensor) -> None:
+    """Raise `UnsupportedTensor` for a tensor that the optimizers cannot update."""
+    described = f"parameter of shape {tuple(parameter.shape)}"
+    if parameter.layout is not torch.strided:
+        raise UnsupportedTensor(f"{described} is sparse ({parameter.layout}); use a dense parameter.")
+    if hasattr(parameter, "to_local"):
+        raise UnsupportedTensor(f"{described} is sharded over processes; penstock does not update sharded parameters yet.")
+    dtypes.check_parameter_dtype(dtype_name(parameter.dtype), described)
+
+
+def check_gradient(parameter: Tensor, gradient: Tensor) -> None:
+    """Raise `UnsupportedTensor` for a gradient that no update is defined for."""
+    if gradient.layout is not torch.strided:
+        raise UnsupportedTensor(
+            f"the gradient of a parameter of shape {tuple(parameter.shape)} is sparse; penstock needs dense gradients "
+            "(torch.nn.Embedding: sparse=False)."
+        )
+    if gradient.is_complex():
+        raise UnsupportedTensor(f"the gradient of a parameter of shape {tuple(parameter.shape)} is complex; it must be real.")
+
+
+def moment_dtypes(group: Mapping[str, Any], parameter_dtype: str, checked: Hyperparameters) -> dtypes.StateDtypes:
+    """The dtypes of a parameter's moments in this group."""
+    asked = None if group["state_dtype"] is None else dtype_name(group["state_dtype"])
+    return dtypes.state_dtypes(parameter_dtype, checked.beta2, asked, asked)

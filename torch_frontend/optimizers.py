@@ -1,0 +1,332 @@
+"""The optimizers. They differ by their rule only; one base class does the rest."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterable, Mapping
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from ..core import compensation as compensations
+from ..core.errors import InvalidArgument, NonFiniteGradient, Refused
+from ..core.moments import debiased_complements
+from ..core.release import Action
+from ..core.rules import ADAM, ADAMW, STABLE_ADAMW, Rule
+from ..core.update import init_state
+from . import state as saved_state
+from .array_ops import dtype_name, torch_ops
+from .backends import TensorSlot, select_backend
+from .groups import Group, check_gradient, check_group, hyperparameters, moment_dtypes
+
+if TYPE_CHECKING:
+    from .hooks import Release
+
+ON_NONFINITE = ("propagate", "skip", "raise")
+
+
+class ReleasableOptimizer(Optimizer):
+    """What StableAdamW, AdamW and Adam share: groups, state, the step, and the place where release is attached.
+
+    The unit of work is `perform`: one action of the release state machine on one parameter. `step()` performs "update" on
+    every parameter that has a gradient; gradient release performs the same, from the hooks.
+    """
+
+    rule: ClassVar[Rule]
+    _opt_called: bool  # what a scheduler looks for before it complains about the order of calls
+    _step_supports_amp_scaling = False  # GradScaler then unscales the gradients before step(), as for any optimizer
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float | Tensor = 1e-3,
+        betas: tuple[float, float] | None = None,
+        eps: float | None = None,
+        weight_decay: float | None = None,
+        *,
+        decouple_lr: bool = False,
+        max_lr: float | None = None,
+        compensation: str = "auto",
+        state_dtype: torch.dtype | None = None,
+        backend: str = "auto",
+        on_nonfinite: str = "propagate",
+        maximize: bool = False,
+        capturable: bool = False,
+        gradient_release: bool = False,
+    ) -> None:
+        if on_nonfinite not in ON_NONFINITE:
+            raise InvalidArgument(f"on_nonfinite={on_nonfinite!r} is not known; it must be one of {', '.join(ON_NONFINITE)}.")
+        if state_dtype is not None and not isinstance(state_dtype, torch.dtype):
+            raise InvalidArgument(f"state_dtype={state_dtype!r} is no dtype; give for instance torch.float32, or None.")
+        self.release: Release | None = None
+        self.on_nonfinite = on_nonfinite
+        self.gradient_release = gradient_release
+        self.skipped = 0
+        self._optimizer_accumulation = False
+        self._warned_of_decay = False
+        self._group_map: tuple[list[int], dict[Tensor, Group]] | None = None
+        defaults = {
+            "lr": lr,
+            "betas": self.rule.betas if betas is None else betas,
+            "eps": self.rule.eps if eps is None else eps,
+            "weight_decay": self.rule.weight_decay if weight_decay is None else weight_decay,
+            "decouple_lr": decouple_lr,
+            "max_lr": max_lr,
+            "maximize": maximize,
+            "capturable": capturable,
+            "compensation": compensation,
+            "state_dtype": state_dtype,
+        }
+        super().__init__(params, defaults)
+        self._backend = select_backend(backend, self._parameters())
+
+    @property
+    def backend(self) -> str:
+        """The name of the backend in use; with backend="auto", the one that was picked."""
+        return self._backend.name
+
+    @property
+    def optimizer_accumulation(self) -> bool:
+        """Under gradient_release=True: put the gradients of the next backward into the moments, and do not step yet."""
+        return self._optimizer_accumulation
+
+    @optimizer_accumulation.setter
+    def optimizer_accumulation(self, accumulate: bool) -> None:
+        if accumulate and not self.gradient_release:
+            raise Refused(
+                "optimizer_accumulation=True needs gradient_release=True in the constructor and "
+                "prepare_for_gradient_release(model, optimizer); or use release_gradients(..., accumulation='state')."
+            )
+        self._optimizer_accumulation = bool(accumulate)
+
+    # -- groups ---------------------------------------------------------------------------------------------------------
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """As in torch. Under release the new parameters get their hooks at once."""
+        before = len(self.param_groups)
+        super().add_param_group(param_group)
+        group = self.param_groups[-1]
+        try:
+            check_group(self.rule, group)
+        except Exception:
+            del self.param_groups[before:]
+            raise
+        self._warn_of_decay(group)
+        if self.release is not None:
+            self.release.attach()
+
+    def _warn_of_decay(self, group: Group) -> None:
+        if self._warned_of_decay or not hyperparameters(group).fully_decoupled_decay_is_high:
+            return
+        self._warned_of_decay = True
+        warnings.warn(
+            f"weight_decay={group['weight_decay']} is high for decouple_lr=True: fully decoupled weight decay is not "
+            "multiplied by the learning rate, only by its schedule. Values from 1e-6 to 1e-4 are usual.",
+            UserWarning,
+            stacklevel=5,
+        )
+
+    def group_of(self, parameter: Tensor) -> Group:
+        """The live group of a parameter: load_state_dict replaces the group dicts, so none is ever kept."""
+        identities = [id(group) for group in self.param_groups]
+        if self._group_map is None or self._group_map[0] != identities:
+            self._group_map = (identities, {p: group for group in self.param_groups for p in group["params"]})
+        return self._group_map[1][parameter]
+
+    def _parameters(self) -> list[Tensor]:
+        return [parameter for group in self.param_groups for parameter in group["params"]]
+
+    # -- the step -------------------------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Update every parameter that has a gradient; under release, flush what is pending and close the step.
+
+        Args:
+            closure: evaluates the model again and returns the loss.
+
+        Raises:
+            Refused: under release, an exact result is not possible; nothing was changed.
+            UnsupportedTensor: a gradient is sparse or complex; nothing was changed.
+            NonFiniteGradient: on_nonfinite="raise"; nothing was changed.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        if self.release is not None:
+            self.release.close_step()
+            return loss
+        self.check_settings()
+        ready = [(p, p.grad) for p in self._parameters() if p.grad is not None]
+        for parameter, gradient in ready:
+            check_gradient(parameter, gradient)
+        if self.on_nonfinite != "propagate" and not all_finite(gradient for _, gradient in ready):
+            if self.on_nonfinite == "raise":
+                raise NonFiniteGradient("a gradient holds an infinity or a NaN; the step was not taken.")
+            self.skipped += 1
+            return loss
+        for parameter, gradient in ready:
+            self.perform(parameter, gradient, Action.UPDATE)
+        return loss
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """As in torch. Under release, also closes the step: gradients that are held are discarded, as without release."""
+        if self.release is not None:
+            self.release.discard()
+            set_to_none = True
+        super().zero_grad(set_to_none)
+
+    def check_settings(self) -> None:
+        """Raise `InvalidArgument` if any group's hyperparameters are out of range now."""
+        for group in self.param_groups:
+            hyperparameters(group)
+
+    def perform(self, parameter: Tensor, gradient: Tensor | None, action: Action) -> None:
+        """The one place where a parameter or its state is changed.
+
+        Args:
+            parameter: of this optimizer.
+            gradient: of the parameter's shape; None for `Action.APPLY`. It is left as it is.
+            action: "update", "update_last", "accumulate_first", "accumulate" or "apply".
+        """
+        slot = self._slot(parameter)
+        if action is Action.APPLY:
+            self._backend.apply(slot)
+        elif gradient is not None and action.steps:
+            self._backend.update(slot, gradient, first=action.first)
+        elif gradient is not None:
+            self._backend.accumulate(slot, gradient, first=action.first)
+        if action.steps:
+            slot.state["step"] += 1
+
+    def _slot(self, parameter: Tensor) -> TensorSlot:
+        group = self.group_of(parameter)
+        current = hyperparameters(group)
+        name = dtype_name(parameter.dtype)
+        compensation = compensations.resolve(group["compensation"], name)
+        state = self.state[parameter]
+        if not state:
+            fresh = init_state(torch_ops, parameter, moment_dtypes(group, name, current), compensation)
+            place = parameter.device if group["capturable"] else "cpu"
+            state["step"] = torch.zeros((), dtype=torch.float32, device=place)
+            state["exp_avg"], state["exp_avg_sq"] = fresh.exp_avg, fresh.exp_avg_sq
+            if fresh.compensation is not None:
+                state["compensation"] = fresh.compensation
+        step = state["step"] + 1 if group["capturable"] else state["step"].item() + 1
+        complements = debiased_complements(current, step, torch)
+        return TensorSlot(parameter, state, compensation, self.rule, current, complements)
+
+    # -- state ----------------------------------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        """As in torch. Raises `Refused` under release between the first gradient of an update and its step()."""
+        if self.release is not None:
+            self.release.require_closed("state_dict()")
+        return super().state_dict()
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """As in torch, and every state tensor keeps the dtype it was saved with: training resumes bit for bit.
+
+        Raises:
+            InvalidArgument: the state is another optimizer's or another model's; nothing was changed.
+            Refused: in the middle of a step under release; nothing was changed.
+        """
+        if self.release is not None:
+            self.release.require_closed("load_state_dict()")
+        final: dict[str, Any] = {}
+
+        def check(_: Optimizer, given: dict[str, Any]) -> None:
+            saved_state.check_loadable(given, self.param_groups)
+            final.update(given)
+
+        handle = self.register_load_state_dict_pre_hook(check)  # runs last: it sees what the user's own hooks made of it
+        try:
+            super().load_state_dict(dict(state_dict))
+        finally:
+            handle.remove()
+        with torch.no_grad():
+            saved_state.restore_dtypes(final, self.param_groups, self.state)
+
+    def __getstate__(self) -> dict[str, Any]:
+        kept = ("on_nonfinite", "gradient_release", "skipped", "_warned_of_decay", "_optimizer_accumulation")
+        backend = {"_backend_name": self.backend}
+        return {**super().__getstate__(), **{name: getattr(self, name) for name in kept}, **backend}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        backend = state.pop("_backend_name", None)
+        super().__setstate__(state)
+        self._group_map = None
+        if backend is not None:  # a copy or an unpickled optimizer: hooks are on the parameters of the original
+            self.release = None
+            self._backend = select_backend(backend, self._parameters())
+
+
+def all_finite(gradients: Iterable[Tensor]) -> bool:
+    """Whether no element is an infinity or a NaN. Waits for the device."""
+    return all(bool(torch.isfinite(gradient).all()) for gradient in gradients)
+
+
+class StableAdamW(ReleasableOptimizer):
+    r"""AdamW with Adafactor's update clipping: no gradient clipping is needed.
+
+        m += c1*(g-m)      v += c2*(g*g-v)      c = (1-beta)/(1-beta^t)
+        eta = lr / max(1, sqrt(mean(g*g / max(v, eps^2))))
+        p <- p - eta*(m/(sqrt(v)+eps) + weight_decay*p)
+
+    The arithmetic is float32 (float64 for float64 parameters), with one rounding at the end.
+
+    Args:
+        params: tensors, named tensors, or groups; float64, float32, bfloat16 or float16, dense, any shape.
+        lr: step size, a number in [0, inf) or a 0-d tensor.
+        betas: decay of the two moments, each in [0, 1).
+        eps: in (0, inf).
+        weight_decay: decoupled weight decay, in [0, inf). The clip factor applies to it as well.
+        decouple_lr: fully decoupled weight decay: scaled by eta/max_lr instead of eta.
+        max_lr: the highest learning rate of the schedule, in (0, inf); default: each group's initial lr.
+            `OneCycleLR` writes its own into the groups.
+        compensation: how low-precision parameters keep the bits that rounding loses: "none", "kahan" (in the parameter's
+            dtype), "split" (bfloat16 and an int16 are together the exact float32), or "auto": split for bfloat16, kahan
+            for float16.
+        state_dtype: dtype of the moments; default: the parameter's, and float32 for a second moment that it cannot hold.
+        backend: "auto", "triton", "compiled" or "eager". What "auto" picked is in `.backend`.
+        on_nonfinite: a gradient with an infinity or a NaN: "propagate" it, "skip" the step and count it in `.skipped`, or
+            "raise" before anything is changed. The last two wait for the device.
+        maximize: ascend.
+        capturable: keep the step counts on the parameters' device, so that a step can be captured in a CUDA graph.
+        gradient_release: for `prepare_for_gradient_release`; new code calls `release_gradients` instead.
+
+    Raises:
+        InvalidArgument: a value out of range; the text names it and the range.
+        UnsupportedTensor: a complex, integer, sparse or sharded parameter.
+
+    Source: Wortsman et al., 2023, https://arxiv.org/abs/2304.13013, algorithm 2.
+    """
+
+    rule = STABLE_ADAMW
+
+
+class AdamW(ReleasableOptimizer):
+    """AdamW with a folded decay: p <- p - lr*(m/(sqrt(v)+eps) + weight_decay*p).
+
+    Arguments and errors are those of `StableAdamW`; the defaults of betas, eps and weight_decay are torch's: (0.9, 0.999),
+    1e-8 and 1e-2. In float64 it equals `torch.optim.AdamW`.
+
+    Source: Loshchilov and Hutter, 2019, https://arxiv.org/abs/1711.05101.
+    """
+
+    rule = ADAMW
+
+
+class Adam(ReleasableOptimizer):
+    """Adam with L2 regularisation: g += weight_decay*p, then p <- p - lr*m/(sqrt(v)+eps).
+
+    Arguments and errors are those of `StableAdamW`, except that decouple_lr is refused; the defaults of betas, eps and
+    weight_decay are torch's: (0.9, 0.999), 1e-8 and 0. In float64 it equals `torch.optim.Adam`.
+
+    Source: Kingma and Ba, 2015, https://arxiv.org/abs/1412.6980.
+    """
+
+    rule = ADAM

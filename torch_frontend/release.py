@@ -1,0 +1,131 @@
+"""Setting up gradient release: everything that can be wrong is found here, before a hook is on any parameter."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..core import compensation as compensations
+from ..core.combinations import Combination, require
+from ..core.errors import InvalidArgument, Refused
+from ..core.hyperparameters import Range, check_number
+from ..core.release import Policy
+from .array_ops import dtype_name
+from .hooks import Release, active_releases
+from .optimizers import ReleasableOptimizer
+
+ACCUMULATIONS = (None, "hold", "state")
+CLIPPINGS = ("exact", "per_tensor")
+
+
+def release_gradients(
+    model: nn.Module,
+    optimizer: ReleasableOptimizer,
+    *,
+    max_norm: float | None = None,
+    clipping: str = "exact",
+    accumulation: str | None = None,
+    sync: Callable[[], bool] | None = None,
+    scaler: Any = None,
+) -> Release:
+    """Run the optimizer's step for each parameter inside the backward pass, and free its gradient at once.
+
+    Never more than about one layer's gradient is alive. `optimizer.step()` and `optimizer.zero_grad()` stay in the loop:
+    they close the step. Without micro-batches the result equals that of the plain optimizer, bit for bit.
+
+    Args:
+        model: holds the parameters; hooks that are on them already stay, and run first.
+        optimizer: of this package, over parameters of `model`.
+        max_norm: clip the global norm of the gradient to this, in (0, inf]. Exact: call `release.guard(loss).backward()`
+            (two passes), or use accumulation="hold" (the gradients are there anyway, step() clips them).
+        clipping: "exact", or "per_tensor": each gradient by its own norm, in one pass.
+        accumulation: micro-batches between two step() calls. None: one backward a step; a second one raises.
+            "hold": gradients add up in `.grad`, exact, all of them alive. "state": straight into the moments, one alive;
+            an approximation (AdamA, https://arxiv.org/abs/2305.19982). Micro-batch gradients are summed: divide the loss.
+        sync: called without arguments inside the backward: is this the last micro-batch? Then parameters are released
+            during it. Without `sync`, step() does what waits.
+        scaler: a GradScaler; refused for now.
+
+    Returns:
+        The release: `.guard(loss)`, `.paused()`, `.remove()`, `.last_norm`, `.skipped`, `.ledger`.
+
+    Raises:
+        InvalidArgument: an argument out of its range.
+        Refused: a combination that cannot be met (`core.combinations`), parameters that another release has already,
+            an optimizer without parameters of this model, on_nonfinite="raise" in a single pass.
+    """
+    if accumulation not in ACCUMULATIONS:
+        raise InvalidArgument(f"accumulation={accumulation!r} is not known; it must be None, 'hold' or 'state'.")
+    if clipping not in CLIPPINGS:
+        raise InvalidArgument(f"clipping={clipping!r} is not known; it must be one of {', '.join(CLIPPINGS)}.")
+    if max_norm is not None and max_norm != float("inf"):
+        check_number("max_norm", max_norm, Range(0.0, low_included=False))
+    if clipping == "per_tensor" and max_norm is None:
+        raise InvalidArgument("clipping='per_tensor' needs max_norm, the norm that each gradient is clipped to.")
+    if sync is not None and accumulation is None:
+        raise InvalidArgument("sync tells the last micro-batch from the others; it needs accumulation='hold' or 'state'.")
+    clip = "none" if max_norm is None else {"exact": "global_norm", "per_tensor": "per_tensor"}[clipping]
+    _check_setup(model, optimizer, clip, accumulation or "none", scaler)
+    if optimizer.on_nonfinite == "raise" and not (clip == "global_norm" and accumulation != "state"):
+        raise Refused(
+            "on_nonfinite='raise' promises that nothing was changed, which a single pass cannot keep: earlier layers are "
+            "updated already. Use on_nonfinite='skip', or max_norm=float('inf') with release.guard(loss)."
+        )
+    holds_until_step = sync is None or (clip == "global_norm" and accumulation == "hold")
+    last = (lambda: False) if holds_until_step else sync
+    policy = {None: Policy.RELEASE, "hold": Policy.HOLD, "state": Policy.STATE}[accumulation]
+    assert last is not None
+    return Release(model, optimizer, policy=policy, strict=True, last=last, max_norm=max_norm, clipping=clipping)
+
+
+def lenient_release(model: nn.Module, optimizer: ReleasableOptimizer) -> Release:
+    """The release of `prepare_for_gradient_release`: every backward is an update, unless optimizer_accumulation is on."""
+    _check_setup(model, optimizer, "none", "state", None)
+    if optimizer.on_nonfinite == "raise":
+        raise Refused("on_nonfinite='raise' promises that nothing was changed, which release cannot keep; use 'skip'.")
+    return Release(model, optimizer, policy=Policy.STATE, strict=False, last=lambda: not optimizer.optimizer_accumulation)
+
+
+def _check_setup(model: nn.Module, optimizer: ReleasableOptimizer, clipping: str, accumulation: str, scaler: Any) -> None:
+    if not isinstance(optimizer, ReleasableOptimizer):
+        raise InvalidArgument(
+            f"optimizer is a {type(optimizer).__name__}; gradient release needs penstock.torch_frontend's StableAdamW, AdamW "
+            "or Adam."
+        )
+    if not isinstance(model, nn.Module):
+        raise InvalidArgument(f"model is a {type(model).__name__}; give the torch.nn.Module whose parameters are released.")
+    optimized = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    known = set(model.parameters())
+    if not any(parameter in known and parameter.requires_grad for parameter in optimized):
+        raise Refused("optimizer has no trainable parameter of this model; construct it from model.parameters().")
+    if optimizer.release is not None:
+        raise Refused("this optimizer's gradients are released already; call remove() on that release first.")
+    for release in active_releases():
+        if any(release.hooked(parameter) for parameter in optimized):
+            raise Refused("a parameter is in another optimizer's release already; call remove() on that release first.")
+    for parameter in optimized:
+        group = optimizer.group_of(parameter)
+        require(
+            Combination(
+                clipping=clipping,
+                loss_scaling="none" if scaler is None else "dynamic",
+                accumulation=accumulation,
+                communication=_communication(model),
+                compensation=compensations.resolve(group["compensation"], dtype_name(parameter.dtype)),
+                backend=optimizer.backend,
+            )
+        )
+
+
+def _communication(model: nn.Module) -> str:
+    """Which engine averages the gradients over processes, from what the model is."""
+    if isinstance(model, nn.parallel.DistributedDataParallel):
+        return "ddp"
+    if any(hasattr(parameter, "to_local") for parameter in model.parameters()):
+        return "fsdp2"
+    if torch.distributed.is_available() and torch.distributed.is_initialized():
+        return "local" if torch.distributed.get_world_size() == 1 else "process_group"
+    return "local"

@@ -1,0 +1,69 @@
+"""Saving and loading: every state tensor keeps its dtype, and a file that does not fit changes nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..core.errors import InvalidArgument
+
+MOMENTS = ("exp_avg", "exp_avg_sq")
+PER_ELEMENT = (*MOMENTS, "compensation")
+"""The keys of a parameter's state that have its shape."""
+
+
+def check_loadable(state_dict: Mapping[str, Any], groups: list[dict[str, Any]]) -> None:
+    """Raise `InvalidArgument` if `state_dict` is not one of penstock's, or not one of these parameters'.
+
+    torch.optim keeps moments that are debiased where they are used; penstock's are debiased already. Taken for each other
+    they would be wrong in silence, so a state_dict of another optimizer is refused.
+    """
+    saved_groups = state_dict.get("param_groups")
+    states = state_dict.get("state")
+    if saved_groups is None or states is None:
+        raise InvalidArgument("state_dict has no 'param_groups' and 'state'; give what an optimizer's state_dict() returned.")
+    if states and any("compensation" not in group for group in saved_groups):
+        raise InvalidArgument(
+            "state_dict comes from another optimizer than penstock's: its moments are debiased elsewhere. Start with fresh "
+            "state: load only the model, and construct the optimizer anew."
+        )
+    if len(saved_groups) != len(groups):
+        raise InvalidArgument(
+            f"state_dict has {len(saved_groups)} parameter groups, the optimizer has {len(groups)}; construct it as the "
+            "saved one was."
+        )
+    for number, (saved, group) in enumerate(zip(saved_groups, groups, strict=True)):
+        if len(saved["params"]) != len(group["params"]):
+            raise InvalidArgument(
+                f"parameter group {number} of state_dict has {len(saved['params'])} parameters, the optimizer's has "
+                f"{len(group['params'])}; construct it as the saved one was."
+            )
+        for index, parameter in zip(saved["params"], group["params"], strict=True):
+            _check_tensor_state(states.get(index, {}), parameter, f"parameter {index} of group {number}")
+
+
+def _check_tensor_state(state: Mapping[str, Any], parameter: Tensor, described: str) -> None:
+    for key in PER_ELEMENT:
+        value: Tensor | None = state.get(key)
+        if value is not None and value.shape != parameter.shape:
+            raise InvalidArgument(
+                f"{key} of {described} has shape {tuple(value.shape)} in state_dict, the parameter has "
+                f"{tuple(parameter.shape)}; load the state of this model."
+            )
+    if state and any(key not in state for key in ("step", *MOMENTS)):
+        missing = ", ".join(key for key in ("step", *MOMENTS) if key not in state)
+        raise InvalidArgument(f"the state of {described} lacks {missing}; the file is damaged or of another optimizer.")
+
+
+def restore_dtypes(saved: Mapping[str, Any], groups: list[dict[str, Any]], state: Mapping[Tensor, dict[str, Any]]) -> None:
+    """Put the saved tensors back where torch's loading has cast them to the parameter's dtype."""
+    for saved_group, group in zip(saved["param_groups"], groups, strict=True):
+        for index, parameter in zip(saved_group["params"], group["params"], strict=True):
+            for key in PER_ELEMENT:
+                value = saved["state"].get(index, {}).get(key)
+                if isinstance(value, Tensor) and state[parameter][key].dtype != value.dtype:
+                    layout = torch.empty_like(parameter, dtype=value.dtype, memory_format=torch.preserve_format)
+                    state[parameter][key] = layout.copy_(value)
