@@ -1,0 +1,117 @@
+"""Every cell of the table of combinations: refused with its sentence, or trained and compared with the plain loop."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from tests.torch_support import batches, layers, loss_of
+from torch import nn
+
+from penstock.core.combinations import Combination, Kind, Verdict, table
+from penstock.core.errors import Refused
+from penstock.torch_frontend import StableAdamW, release, release_gradients
+
+CELLS = list(table())
+MAX_NORM = 0.05
+MICRO_BATCHES = 3
+LEARNING_RATE = 1e-2
+
+
+def identify(cell: tuple[Combination, Verdict]) -> str:
+    c = cell[0]
+    return "-".join((c.clipping, c.loss_scaling, c.accumulation, c.communication, c.compensation, c.backend))
+
+
+def build(c: Combination) -> tuple[nn.Module, StableAdamW]:
+    dtype = torch.float32 if c.compensation == "none" else torch.bfloat16
+    model = layers(3, dtype=dtype)
+    return model, StableAdamW(model.parameters(), lr=LEARNING_RATE, compensation=c.compensation, backend=c.backend)
+
+
+def set_up(c: Combination, model: nn.Module, optimizer: StableAdamW):
+    return release_gradients(
+        model,
+        optimizer,
+        max_norm=None if c.clipping == "none" else MAX_NORM,
+        clipping="per_tensor" if c.clipping == "per_tensor" else "exact",
+        accumulation=None if c.accumulation == "none" else c.accumulation,
+        scaler=None if c.loss_scaling == "none" else torch.amp.GradScaler("cpu"),
+    )
+
+
+def run(c: Combination, model: nn.Module, optimizer: StableAdamW, guard: Callable, clip: Callable) -> None:
+    count = 1 if c.accumulation == "none" else MICRO_BATCHES
+    for i, batch in enumerate(batches(6, dtype=next(model.parameters()).dtype)):
+        guard(loss_of(model, batch) / count).backward()
+        if (i + 1) % count == 0:
+            clip()
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+def clip_plainly(c: Combination, model: nn.Module) -> None:
+    parameters = list(model.parameters())
+    if c.clipping == "global_norm":
+        torch.nn.utils.clip_grad_norm_(parameters, MAX_NORM)
+    elif c.clipping == "per_tensor":
+        for parameter in parameters:
+            torch.nn.utils.clip_grad_norm_([parameter], MAX_NORM)
+
+
+def assert_within_one_rounding_a_step(a: torch.Tensor, b: torch.Tensor) -> None:
+    """What goes into a step (gradient or moments) is rounded once differently: six steps of about lr, two such factors each."""
+    eps = torch.finfo(a.dtype).eps
+    torch.testing.assert_close(a, b, rtol=eps, atol=6 * LEARNING_RATE * 2 * eps)
+
+
+@pytest.mark.parametrize("cell", [cell for cell in CELLS if cell[1].kind is Kind.REFUSED], ids=identify)
+def test_a_refused_cell_is_refused_before_anything_changes(cell, monkeypatch: pytest.MonkeyPatch) -> None:
+    c, verdict = cell
+    monkeypatch.setattr(release, "_communication", lambda model: c.communication)
+    if c.backend == "triton":
+        with pytest.raises(Refused, match="Triton kernels are not built yet"):
+            build(c)
+        return
+    model, optimizer = build(c)
+    with pytest.raises(Refused) as raised:
+        set_up(c, model, optimizer)
+    assert str(raised.value) == verdict.why
+    assert optimizer.release is None
+    loss_of(model, batches(1, dtype=next(model.parameters()).dtype)[0]).backward()
+    assert all(p.grad is not None for p in model.parameters())  # no hook was left behind
+
+
+@pytest.mark.parametrize("cell", [cell for cell in CELLS if cell[1].kind is Kind.EXACT], ids=identify)
+def test_an_exact_cell_equals_the_plain_loop(cell) -> None:
+    c, _ = cell
+    plain, plain_optimizer = build(c)
+    run(c, plain, plain_optimizer, lambda loss: loss, lambda: clip_plainly(c, plain))
+    model, optimizer = build(c)
+    release_ = set_up(c, model, optimizer)
+    run(c, model, optimizer, release_.guard, lambda: None)
+    for a, b in zip(plain.parameters(), model.parameters(), strict=True):
+        if c.clipping == "none":
+            assert torch.equal(a, b)
+        else:  # the norm is taken in float32 instead of the gradient's dtype, and in another order
+            assert_within_one_rounding_a_step(a, b)
+
+
+@pytest.mark.parametrize("cell", [cell for cell in CELLS if cell[1].kind is Kind.APPROXIMATE], ids=identify)
+def test_an_approximate_cell_is_exact_with_one_micro_batch_and_trains_with_several(cell, monkeypatch) -> None:
+    c, _ = cell
+    monkeypatch.setattr(f"{__name__}.MICRO_BATCHES", 1)
+    plain, plain_optimizer = build(c)
+    run(c, plain, plain_optimizer, lambda loss: loss, lambda: clip_plainly(c, plain))
+    model, optimizer = build(c)
+    release_ = set_up(c, model, optimizer)
+    run(c, model, optimizer, release_.guard, lambda: None)
+    for a, b in zip(plain.parameters(), model.parameters(), strict=True):
+        # step() applies moments that were rounded to their dtype in between.
+        assert_within_one_rounding_a_step(a, b)
+    monkeypatch.setattr(f"{__name__}.MICRO_BATCHES", 3)
+    before = loss_of(model, batches(1, dtype=next(model.parameters()).dtype)[0])
+    for _ in range(5):
+        run(c, model, optimizer, release_.guard, lambda: None)
+    assert loss_of(model, batches(1, dtype=next(model.parameters()).dtype)[0]) < before

@@ -1,0 +1,135 @@
+"""The compiled backend: the same functions, no recompilation while training, compensation that survives the compiler."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from tests.torch_support import OPTIMIZERS, batches, layers, loss_of, train
+from torch._dynamo.utils import counters
+
+from penstock.torch_frontend import Adam, AdamW, StableAdamW, release_gradients
+from penstock.torch_frontend.backends import compiled
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.mark.parametrize(
+    ("dtype", "compensation"),
+    [
+        (torch.float64, "none"),
+        (torch.float32, "none"),
+        (torch.bfloat16, "none"),
+        (torch.bfloat16, "kahan"),
+        (torch.bfloat16, "split"),
+        (torch.float16, "kahan"),
+    ],
+)
+@pytest.mark.parametrize("optimizer_class", OPTIMIZERS)
+def test_compiled_agrees_with_eager(optimizer_class, dtype: torch.dtype, compensation: str) -> None:
+    """Four steps: each may round sqrt, division and the mean differently, by one unit in the last place of the step."""
+    generator = torch.Generator().manual_seed(0)
+    starts = [torch.randn(shape, generator=generator).to(dtype) for shape in ((), (0,), (3,), (70, 80))]
+    runs = {}
+    for backend in ("eager", "compiled"):
+        parameters = [start.clone().requires_grad_() for start in starts]
+        optimizer = optimizer_class(parameters, lr=1e-2, weight_decay=0.1, compensation=compensation, backend=backend)
+        assert optimizer.backend == backend
+        given = torch.Generator().manual_seed(1)
+        for _ in range(4):
+            for p in parameters:
+                p.grad = torch.randn(p.shape, generator=given).to(dtype)
+            optimizer.step()
+        runs[backend] = (parameters, [optimizer.state[p] for p in parameters])
+    for p, q in zip(runs["eager"][0], runs["compiled"][0], strict=True):
+        torch.testing.assert_close(p, q, rtol=4 * torch.finfo(dtype).eps, atol=4e-2 * torch.finfo(dtype).eps)
+    if compensation != "none":
+        for state in runs["compiled"][1][2:]:
+            assert torch.count_nonzero(state["compensation"]) > 0.9 * state["compensation"].numel()
+
+
+def test_nothing_is_compiled_again_while_training() -> None:
+    model = layers(2)
+    optimizer = StableAdamW(model.parameters(), lr=1e-2, backend="compiled")
+    train(model, optimizer, batches(2))
+    before = counters["stats"]["unique_graphs"]
+    for i, batch in enumerate(batches(6)):
+        group = optimizer.param_groups[0]
+        group["lr"], group["weight_decay"], group["betas"] = 10.0 ** -(i + 2), 0.1 * i, (0.5 + 0.05 * i, 0.9 + 0.01 * i)
+        loss_of(model, batch).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    optimizer.add_param_group({"params": [torch.nn.Parameter(torch.ones(3, 5)), torch.nn.Parameter(torch.ones(77))]})
+    for p in optimizer.param_groups[1]["params"]:
+        p.grad = torch.ones_like(p)
+    optimizer.step()
+    assert counters["stats"]["unique_graphs"] == before
+
+
+@pytest.mark.parametrize("optimizer_class", OPTIMIZERS)
+def test_state_accumulation_agrees_with_eager(optimizer_class) -> None:
+    runs = []
+    for backend in ("eager", "compiled"):
+        model = layers(2)
+        optimizer = optimizer_class(model.parameters(), lr=1e-2, weight_decay=0.1, backend=backend)
+        now = {"i": 0}
+        release_gradients(model, optimizer, accumulation="state", sync=lambda now=now: now["i"] == 2)
+        for i, batch in enumerate(batches(7)):  # the last group is short: step() applies what is in the moments
+            now["i"] = i % 3
+            loss_of(model, batch).backward()
+            if i in (2, 5, 6):
+                optimizer.step()
+        runs.append(model)
+    for p, q in zip(*(model.parameters() for model in runs), strict=True):
+        torch.testing.assert_close(p, q, rtol=1e-6, atol=1e-7)
+
+
+@pytest.mark.parametrize("optimizer_class", [StableAdamW, AdamW, Adam])
+def test_a_float32_trajectory_of_2000_steps(optimizer_class) -> None:
+    """Setting B, as on every backend: 1.5e-6 against float64."""
+    import numpy as np
+
+    from penstock.core.reference import Gradient, Reference, Settings
+
+    generator = np.random.default_rng(3)
+    start = (1 + 0.1 * generator.normal(size=64)).astype(np.float32)
+    p = torch.tensor(start, requires_grad=True)
+    optimizer = optimizer_class([p], lr=1e-4, betas=(0.9, 0.99), eps=1e-6, weight_decay=0.1, backend="compiled")
+    reference = Reference(Settings(optimizer.rule.name, 1e-4, (0.9, 0.99), 1e-6, 0.1), {"p": start})
+    for _ in range(2000):
+        gradient = generator.normal(size=64).astype(np.float32)
+        p.grad = torch.tensor(gradient)
+        optimizer.step()
+        reference.run(Gradient("p", gradient))
+    expected = reference.tensors["p"].parameter
+    assert np.linalg.norm(p.detach().numpy() - expected) / np.linalg.norm(expected) < 1.5e-6
+
+
+def test_auto_starts_at_once_for_a_small_model_and_compiles_for_a_large_one() -> None:
+    assert StableAdamW(layers(2).parameters()).backend == "eager"
+    large = torch.nn.Parameter(torch.zeros(2**24))
+    assert StableAdamW([large]).backend == "compiled"
+    assert compiled.why_not("cpu") is None
+
+
+def test_without_a_compiler_an_explicit_request_raises_and_auto_stays_eager(tmp_path: Path) -> None:
+    code = (
+        "import torch\n"
+        "from penstock.torch_frontend import StableAdamW\n"
+        "print(StableAdamW([torch.nn.Parameter(torch.zeros(2**24))]).backend)\n"
+        "StableAdamW([torch.nn.Parameter(torch.zeros(3))], backend='compiled')\n"
+    )
+    environment = os.environ | {
+        "CXX": str(tmp_path / "no-compiler"),
+        "TORCHINDUCTOR_CACHE_DIR": str(tmp_path),
+        "PYTHONPATH": str(ROOT / "src"),
+    }
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment, check=False)
+    assert done.stdout.split() == ["eager"]
+    last = [line for line in done.stderr.splitlines() if "Refused" in line][-1]
+    assert "backend='compiled': torch.compile does not work here" in last
+    assert "backend='eager'" in last
