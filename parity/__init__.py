@@ -1,0 +1,13 @@
+"""Parity: proof that every backend obeys the specification, and a conformance kit for optimizers of others.
+
+`run` runs cases on backends and compares them with the float64 reference, against the bounds that `parity.bounds`
+derives; `register` adds an optimizer of your own. The command ``penstock parity`` prints and writes what `run` finds.
+Importing this package imports no framework.
+"""
+
+from .backends import Backend, Held, Run, register, unregister
+from .cases import Case, Problem, Storage
+from .compare import Row
+from .suite import run
+
+__all__ = ["Backend", "Case", "Held", "Problem", "Row", "Run", "Storage", "register", "run", "unregister"]

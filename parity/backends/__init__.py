@@ -1,0 +1,91 @@
+"""The backends of the suite: one small file and one registry row each. Importing them imports no framework."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from ...core.errors import InvalidArgument, Refused
+from .jax_transforms import JaxBackend
+from .protocol import Backend, Held, Run
+from .specification import NumpyBackend
+from .torch_optimizers import TorchBackend
+
+_BACKENDS: dict[str, Backend] = {
+    backend.name: backend
+    for backend in (
+        NumpyBackend(),
+        TorchBackend("eager"),
+        TorchBackend("compiled"),
+        JaxBackend(),
+    )
+}
+
+
+NOT_QUICK = {"compiled": "compiling takes seconds a case; leave out --quick, or name it with --backend compiled"}
+"""Backends that a quick run leaves out unless they are asked for, and why."""
+
+
+def register(backend: Backend) -> None:
+    """Add an optimizer of your own to the suite; from then on every run has it, and ``--backend`` knows its name.
+
+        class Mine:
+            name = "mine"
+            def unavailable(self): return None
+            def refuses(self, case): return None if case.storage.compensation == "none" else "it keeps no compensation"
+            def start(self, case): return MyRun(case.problem.hyperparameters, case.problem.initial_parameters())
+
+        register(Mine())
+        rows = penstock.parity.run(["mine"])
+        assert all(row.within for row in rows)
+
+    Args:
+        backend: see `Backend` and `Run` for what the suite calls.
+
+    Raises:
+        InvalidArgument: another backend has this name.
+    """
+    if backend.name in _BACKENDS:
+        raise InvalidArgument(f"name={backend.name!r} is taken by another backend; unregister it first, or choose another.")
+    _BACKENDS[backend.name] = backend
+
+
+def unregister(name: str) -> None:
+    """Take a backend out of the suite."""
+    del _BACKENDS[name]
+
+
+def backend_names() -> tuple[str, ...]:
+    """The names of all backends, available or not."""
+    return tuple(_BACKENDS)
+
+
+def choose(names: Iterable[str] | None, *, quick: bool = False) -> tuple[list[Backend], dict[str, str]]:
+    """The backends of these names; with None, those that are available, and why the others are not.
+
+    Args:
+        names: as ``--backend`` takes them.
+        quick: with names None, leave out those of `NOT_QUICK`.
+
+    Raises:
+        InvalidArgument: an unknown name.
+        Refused: a backend that was asked for is not available; the text says why.
+    """
+    if names is None:
+        left_out = NOT_QUICK if quick else {}
+        reasons = {name: left_out.get(name) or backend.unavailable() for name, backend in _BACKENDS.items()}
+        return (
+            [_BACKENDS[name] for name, reason in reasons.items() if reason is None],
+            {name: reason for name, reason in reasons.items() if reason is not None},
+        )
+    chosen = []
+    for name in dict.fromkeys(names):
+        if name not in _BACKENDS:
+            raise InvalidArgument(f"backend={name!r} is not known; it must be one of {', '.join(_BACKENDS)}.")
+        reason = _BACKENDS[name].unavailable()
+        if reason is not None:
+            raise Refused(f"backend={name!r} cannot run here: {reason}")
+        chosen.append(_BACKENDS[name])
+    return chosen, {}
+
+
+__all__ = ["Backend", "Held", "Run", "backend_names", "choose", "register", "unregister"]

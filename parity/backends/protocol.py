@@ -1,0 +1,64 @@
+"""What an optimizer shows of itself so that the suite can run it: two small classes.
+
+A backend says what it can run and starts runs; a run takes gradients and shows what it holds. Write the two for an
+optimizer of your own, hand an instance to `penstock.parity.register`, and it is judged as penstock's own are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import NamedTuple, Protocol
+
+import numpy as np
+
+from ..cases import Case
+
+
+class Held(NamedTuple):
+    """What a run holds for one tensor: numpy arrays of the tensor's shape, in the dtypes in which they are stored.
+
+    parameter: in the case's dtype (bfloat16 is `ml_dtypes.bfloat16`).
+    compensation: int16 (split) or the parameter's dtype (kahan); None without.
+    exp_avg, exp_avg_sq: the moments, debiased; None where they are not kept in this form: they are not compared then.
+    """
+
+    parameter: np.ndarray
+    compensation: np.ndarray | None = None
+    exp_avg: np.ndarray | None = None
+    exp_avg_sq: np.ndarray | None = None
+
+
+class Run(Protocol):
+    """One case on one backend, from its initial parameters on."""
+
+    def step(self, gradients: Mapping[str, np.ndarray]) -> None:
+        """One update of every tensor; gradients by tensor name, in the case's dtype. They must not be changed."""
+        ...
+
+    def held(self) -> Mapping[str, Held]:
+        """What the run holds now, by tensor name."""
+        ...
+
+
+class Backend(Protocol):
+    """An implementation of the rules.
+
+    name: as ``--backend`` takes it.
+    """
+
+    @property
+    def name(self) -> str:
+        """As ``--backend`` takes it."""
+        ...
+
+    def unavailable(self) -> str | None:
+        """Why it cannot run here (a sentence), or None when it can. Imports its framework here at the earliest."""
+        ...
+
+    def refuses(self, case: Case) -> str | None:
+        """Why it does not run this case (a sentence), or None when it does."""
+        ...
+
+    def start(self, case: Case) -> Run:
+        """A new run at `case.problem.initial_parameters()`, with `case.problem.hyperparameters`."""
+        ...

@@ -1,0 +1,70 @@
+"""The backend "numpy": the specification, run as it is written."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import numpy as np
+
+from ...core.array_ops import numpy_ops
+from ...core.moments import debiased_complements
+from ...core.update import TensorState, init_state, update
+from ..cases import Case
+from .protocol import Held
+
+
+class NumpyRun:
+    """`core.update` on numpy arrays."""
+
+    def __init__(self, case: Case) -> None:
+        self.case = case
+        self.count = 0
+        self.parameters = dict(case.problem.initial_parameters())
+        dtypes = case.storage.moments(case.problem)
+        self.states: dict[str, TensorState] = {
+            name: init_state(numpy_ops, parameter, dtypes, case.storage.compensation)
+            for name, parameter in self.parameters.items()
+        }
+
+    def step(self, gradients: Mapping[str, np.ndarray]) -> None:
+        """See `Run`."""
+        self.count += 1
+        problem = self.case.problem
+        complements = debiased_complements(problem.hyperparameters, self.count, np)
+        for name, gradient in gradients.items():
+            self.parameters[name], self.states[name] = update(
+                numpy_ops,
+                problem.rule,
+                problem.hyperparameters,
+                complements,
+                self.case.storage.compensation,
+                self.parameters[name],
+                gradient,
+                self.states[name],
+            )
+
+    def held(self) -> dict[str, Held]:
+        """See `Run`."""
+        held = {}
+        for name, parameter in self.parameters.items():
+            state = self.states[name]
+            held[name] = Held(parameter, state.compensation, state.exp_avg, state.exp_avg_sq)
+        return held
+
+
+class NumpyBackend:
+    """See the module."""
+
+    name = "numpy"
+
+    def unavailable(self) -> str | None:
+        """See `Backend`."""
+        return None
+
+    def refuses(self, case: Case) -> str | None:
+        """See `Backend`."""
+        return None
+
+    def start(self, case: Case) -> NumpyRun:
+        """See `Backend`."""
+        return NumpyRun(case)

@@ -1,0 +1,209 @@
+"""Propagation: the recursions of `parity.bounds`, carried along the reference's trajectory. The derivation stands there."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+import numpy as np
+
+from ..core.dtypes import StateDtypes, compute_dtype
+from .bounds import (
+    ARITHMETIC,
+    COMPLEMENT,
+    INDEPENDENT_FROM,
+    SIDES,
+    SUMS_OF_REFERENCE,
+    Bound,
+    RoundingErrors,
+    reference_debiasing,
+    spacing,
+    stored_spacing,
+    unit_roundoff,
+)
+from .cases import Problem, Storage
+
+
+@dataclasses.dataclass(frozen=True)
+class Point:
+    """The reference around update number `step`: flat float64 arrays; `before` and `after` it."""
+
+    step: int
+    gradient: np.ndarray  # as the moments take it: with Adam's L2 term
+    exp_avg_before: np.ndarray
+    exp_avg_sq_before: np.ndarray
+    parameter_before: np.ndarray
+    exp_avg: np.ndarray
+    exp_avg_sq: np.ndarray
+    parameter: np.ndarray
+
+
+class MomentErrors:
+    """The rounding errors of exp_avg and exp_avg_sq. Without an L2 term they do not depend on the compensation."""
+
+    def __init__(self, problem: Problem, dtypes: StateDtypes, n: int) -> None:
+        self.problem, self.dtypes = problem, dtypes
+        self.compute = compute_dtype(problem.dtype)
+        self.exp_avg, self.exp_avg_sq = RoundingErrors(n), RoundingErrors(n)
+        self.step = 0
+
+    def advance(self, point: Point, parameter_error: np.ndarray | None) -> None:
+        """One update; `parameter_error` bounds the parameter's error before it, where it enters the gradient (L2)."""
+        if self.step == point.step:  # shared with another storage
+            return
+        self.step = point.step
+        decay, gradient = self.problem.setting.weight_decay, np.abs(point.gradient)
+        square = gradient**2
+        first, second = np.abs(point.gradient - point.exp_avg_before), np.abs(square - point.exp_avg_sq_before)
+        beta1, beta2 = self.problem.rule.betas
+        firsts, seconds = [first, first], [second, second, square]
+        echoes: tuple[np.ndarray | float, np.ndarray | float] = (0.0, 0.0)
+        if parameter_error is not None:
+            l2 = gradient + decay * np.abs(point.parameter_before)
+            firsts += [l2, l2]
+            seconds += [2.0 * gradient * l2] * 2
+            echo = decay * parameter_error
+            echoes = (echo, echo * (2.0 * gradient + echo))
+        self._add(self.exp_avg, "exp_avg", beta1, point, firsts, echoes[0])
+        self._add(self.exp_avg_sq, "exp_avg_sq", beta2, point, seconds, echoes[1])
+
+    def _add(
+        self,
+        errors: RoundingErrors,
+        name: str,
+        beta: float,
+        point: Point,
+        magnitudes: list[np.ndarray],
+        echo: np.ndarray | float,
+    ) -> None:
+        """Roundings of a moment: u times the complement times `magnitudes`; the sum's; the storage's."""
+        complement = (1.0 - beta) / -math.expm1(point.step * math.log(beta))
+        value, dtype = getattr(point, name), getattr(self.dtypes, name)
+        unit, sides = unit_roundoff(self.compute), SIDES[self.compute]
+        increment = value - getattr(point, f"{name}_before")
+        spread = errors.spread(increment)
+        moved = np.abs(increment) + complement * (errors.linear + errors.worst + errors.echo + echo)
+        errors.decay(1.0 - complement)
+        errors.echo += complement * echo
+        errors.linear += COMPLEMENT * sides * unit * complement * magnitudes[0]
+        # where a rounding may have carried the number across a power of two, its spacing is the wider one
+        reach = np.abs(value) + errors.linear + errors.echo
+        halves = np.abs(value) + complement * sum(magnitudes)
+        squares = value**2 + complement**2 * sum(magnitude**2 for magnitude in magnitudes)
+        if self.compute == "float64":
+            errors.passing = np.abs(value) * reference_debiasing(beta, point.step)
+        independent = spread >= INDEPENDENT_FROM * 2.0 * unit * reach
+        errors.add_sums(sides * unit * halves, sides * unit**2 * squares, independent)
+        if dtype != self.compute:
+            stored = spacing(dtype, reach)
+            stored = spacing(dtype, reach + stored / 2.0)
+            # the stored number could have stayed: it never rounds by more than it was to move
+            errors.add(np.minimum(stored / 2.0, moved), spread >= INDEPENDENT_FROM * stored)
+
+
+class Propagation:
+    """Carries the rounding errors of one case along the reference's trajectory.
+
+    Args:
+        problem: rule, hyperparameters, dtype.
+        storage: compensation and state dtype.
+        n: elements of the case.
+        moments: of another propagation of the problem with the same state dtypes; shared unless an L2 term forbids it.
+    """
+
+    def __init__(self, problem: Problem, storage: Storage, n: int, moments: MomentErrors | None = None) -> None:
+        self.problem = problem
+        self.compensation = storage.compensation
+        self.compute = compute_dtype(problem.dtype)
+        if moments is None or problem.rule.l2:
+            moments = MomentErrors(problem, storage.moments(problem), n)
+        self.moments = moments
+        self.parameter = RoundingErrors(n)
+
+    def advance(self, point: Point) -> None:
+        """One update."""
+        l2 = self.problem.rule.l2
+        # an error of the parameter that comes back through the gradient shrinks; only the moments themselves show it
+        self.moments.advance(point, self.parameter.bound().elements if l2 else None)
+        increment = point.parameter - point.parameter_before
+        before = self.parameter.linear + self.parameter.worst
+        step = self._step(point)
+        moved = np.abs(increment) + self.parameter.linear + self.parameter.worst - before
+        self._store(point.parameter, increment, step, moved)
+
+    def bounds(self) -> dict[str, Bound]:
+        """The bounds on parameter, exp_avg and exp_avg_sq after the last update."""
+        return {
+            "parameter": self.parameter.bound(),
+            "exp_avg": self.moments.exp_avg.bound(),
+            "exp_avg_sq": self.moments.exp_avg_sq.bound(),
+        }
+
+    def _step(self, point: Point) -> np.ndarray:
+        """What the errors of the moments, of the scalars and of its own arithmetic do to this step; its magnitude."""
+        setting, rule, unit, sides = self.problem.setting, self.problem.rule, unit_roundoff(self.compute), SIDES[self.compute]
+        parameter, root = np.abs(point.parameter_before), np.sqrt(point.exp_avg_sq)
+        q = root + rule.eps
+        direction = np.abs(point.exp_avg) / q
+        decay = 0.0 if rule.l2 else setting.weight_decay
+        step = setting.lr * (direction + decay * parameter)
+        errors, exp_avg, exp_avg_sq = self.parameter, self.moments.exp_avg, self.moments.exp_avg_sq
+
+        positive = point.exp_avg_sq > 0.0
+        inverse = np.where(positive, 1.0 / np.where(positive, point.exp_avg_sq, 1.0), 0.0)
+        deviation = np.sqrt(exp_avg_sq.variance) * inverse / 2.0
+        worst = _of_inverse_root(exp_avg_sq.worst * inverse)
+        linear = _of_inverse_root(exp_avg_sq.linear * inverse)
+        through_root = direction * root / q
+        errors.persistent += setting.lr * (np.sqrt(exp_avg.variance) / q + through_root * deviation)
+        errors.worst += setting.lr * (exp_avg.worst / q + through_root * worst)
+        errors.linear += setting.lr * (exp_avg.linear / q * (1.0 + linear) + through_root * linear)
+        if rule.clips_update:
+            self._clip(point, step, deviation, worst, linear)
+
+        errors.linear += sides * unit * (step + setting.lr * decay * parameter)  # lr and weight_decay
+        if self.compute == "float64":  # the reference's own 1 - beta^t
+            lost = sum(reference_debiasing(beta, point.step) for beta in rule.betas)
+            errors.linear += setting.lr * direction * lost
+        return step
+
+    def _store(self, parameter: np.ndarray, increment: np.ndarray, step: np.ndarray, moved: np.ndarray) -> None:
+        """The roundings of the step's arithmetic, of the sum, and of the storage."""
+        errors, dtype, unit = self.parameter, self.problem.dtype, unit_roundoff(self.compute)
+        spread = errors.spread(increment)
+        errors.add(unit * step, spread >= INDEPENDENT_FROM * 2.0 * unit * step, ARITHMETIC * SIDES[self.compute])
+        reach = np.abs(parameter) + errors.linear
+        wide = spacing(self.compute, reach)
+        sums = SUMS_OF_REFERENCE + 1 if self.compute == "float64" else 1
+        errors.add(wide / 2.0, spread >= INDEPENDENT_FROM * wide, sums + (self.compensation == "kahan"))
+        if dtype == self.compute or self.compensation == "split":
+            return
+        stored = stored_spacing(dtype, self.compensation, reach)
+        stored = stored_spacing(dtype, self.compensation, reach + stored / 2.0)
+        half = np.minimum(stored / 2.0, moved) if self.compensation == "none" else stored / 2.0
+        errors.add(half, spread >= INDEPENDENT_FROM * stored)
+
+    def _clip(self, point: Point, step: np.ndarray, deviation: np.ndarray, worst: np.ndarray, linear: np.ndarray) -> None:
+        """What the errors of v do to eta of StableAdamW: a weighted mean over the elements of the tensor, halved."""
+        numbers, eps, unit = self.problem.tensor_numbers(), self.problem.rule.eps, unit_roundoff(self.compute)
+        ratio = point.gradient**2 / np.maximum(point.exp_avg_sq, eps**2)
+        sizes = np.maximum(np.bincount(numbers), 1)
+        total = np.bincount(numbers, ratio)
+        clipping = total > 0.25 * sizes  # below, no error of v can bring the mean above 1
+        scale = np.where(clipping, 1.0 / np.where(total > 0.0, total, 1.0), 0.0)
+        ratio = np.where(point.exp_avg_sq > eps**2, ratio, 0.0)
+
+        def mean(values: np.ndarray) -> np.ndarray:
+            return (scale * np.bincount(numbers, ratio * values))[numbers]
+
+        rounding = unit * np.sqrt((sizes + 4) * clipping / 12.0)[numbers]
+        random = np.sqrt(scale**2 * np.bincount(numbers, (ratio * deviation) ** 2))[numbers]
+        errors = self.parameter
+        errors.shared += step * (random + rounding)
+        errors.worst += step * (mean(worst) + unit * ((sizes + 4) * clipping / 2.0)[numbers])
+        errors.linear += step * mean(linear)
+
+
+def _of_inverse_root(relative: np.ndarray) -> np.ndarray:
+    """1/sqrt(1-x) - 1: what a relative error x of v does to 1/sqrt(v), at most."""
+    return 1.0 / np.sqrt(1.0 - np.minimum(relative, 0.9)) - 1.0

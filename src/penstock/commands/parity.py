@@ -1,0 +1,82 @@
+"""``penstock parity``: every case on every backend, against the float64 reference."""
+
+from __future__ import annotations
+
+import argparse
+import pathlib
+import sys
+import time
+from importlib.util import find_spec
+from typing import Any
+
+from ..core.errors import PenstockError
+
+WIDTH = 150  # characters, where the output is no terminal
+
+
+def add_parser(subparsers: Any) -> None:
+    """The command's arguments."""
+    parser = subparsers.add_parser(
+        "parity",
+        help="compare every backend with the float64 reference",
+        description="Run every case on every backend, compare each with the float64 reference, and print the errors with "
+        "their bounds. Exit status: 0 when every bound holds, 1 when one is broken, 2 on bad usage.",
+    )
+    parser.add_argument("--backend", action="append", metavar="NAME", help="only this backend; may be repeated")
+    parser.add_argument(
+        "--cases", metavar="PATTERN", help="only cases that match, as 'B/*/bfloat16/*', or that have this part, as 'adamw'"
+    )
+    parser.add_argument("--quick", action="store_true", help="1 and 100 steps, not 2000, and no compiler")
+    parser.add_argument("--report", type=pathlib.Path, metavar="DIR", help="write parity.json with every number there")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Run the suite; 0, 1 when a bound is broken, 2 on bad usage."""
+    missing = [name for name in ("rich", "ml_dtypes") if find_spec(name) is None]
+    if missing:
+        return _usage(f"this command needs {' and '.join(missing)}; install with: pip install 'penstock[parity]'")
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+    from ..parity import backends, report
+    from ..parity.cases import QUICK_STEP_COUNTS, STEP_COUNTS, Case, select
+    from ..parity.suite import run_cases
+
+    try:
+        cases = select(arguments.cases)
+        if arguments.report is not None:
+            report.prepare(arguments.report)
+        chosen, not_available = backends.choose(arguments.backend, quick=arguments.quick)
+    except PenstockError as error:
+        return _usage(str(error))
+
+    started = time.perf_counter()
+    columns = (TextColumn("{task.description:60}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
+        parts = len({case.problem for case in cases}) + len(cases) * len(chosen)
+        task = progress.add_task("", total=parts, completed=-1)
+
+        def advance(case: Case, part: str) -> None:
+            progress.update(task, advance=1, description=f"{case.name} {part}")
+
+        rows = run_cases(chosen, cases, QUICK_STEP_COUNTS if arguments.quick else STEP_COUNTS, advance)
+        progress.update(task, completed=parts)
+    seconds = time.perf_counter() - started
+
+    console = Console(highlight=False, width=None if sys.stdout.isatty() else WIDTH)
+    if not rows:
+        return _usage("the backends refuse every one of these cases; choose others with --backend or --cases.")
+    console.print(report.table(rows))
+    for name, reason in not_available.items():
+        console.print(f"{name} did not run: {reason}", markup=False)
+    for sentence in report.summary(rows):
+        console.print(sentence, markup=False, soft_wrap=True)
+    if arguments.report is not None:
+        content = report.document(rows, sys.argv, not_available, seconds)
+        console.print(f"written: {report.write_json(arguments.report, content)}", markup=False, soft_wrap=True)
+    return 0 if all(row.within for row in rows) else 1
+
+
+def _usage(sentence: str) -> int:
+    print(f"penstock parity: {sentence}", file=sys.stderr)
+    return 2

@@ -1,0 +1,128 @@
+import json
+import os
+import pathlib
+import subprocess
+import sys
+
+import pytest
+
+from penstock.__main__ import COMMANDS, main
+from penstock.parity import report
+
+SOURCE = pathlib.Path(__file__).parents[2] / "src"
+ONE_CASE = ("parity", "--quick", "--backend", "numpy", "--cases", "B/adamw/float32/*")
+
+
+def python(code: str) -> subprocess.CompletedProcess[str]:
+    environment = {**os.environ, "PYTHONPATH": str(SOURCE)}
+    return subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=False)
+
+
+def test_a_clean_run_prints_a_table_and_exits_with_0(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(ONE_CASE) == 0
+    out = capsys.readouterr().out
+    assert "B/adamw/float32/none/state-default" in out
+    assert "within" in out
+    assert "6 of 6 comparisons are within their bounds, 0 are not." in out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (("--backend", "cuda"), "backend='cuda' is not known; it must be one of numpy, eager, compiled, jax"),
+        (("--cases", "sgd"), "no case matches 'sgd'"),
+        (("--report", "/dev/null/there"), "--report /dev/null/there: cannot write there: Not a directory."),
+        (("--steps", "3"), "unrecognized arguments: --steps 3"),
+    ],
+)
+def test_bad_usage_is_one_sentence_and_exit_status_2(
+    arguments: tuple[str, ...], sentence: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    try:
+        status = main(("parity", *arguments))
+    except SystemExit as exit_:
+        status = exit_.code
+    out, err = capsys.readouterr()
+    assert status == 2
+    assert sentence in err
+    assert err.count("\n") == 1
+    assert out == ""
+
+
+def test_the_json_has_every_row_and_says_where_it_comes_from(tmp_path: pathlib.Path) -> None:
+    assert main((*ONE_CASE, "--report", str(tmp_path / "new" / "folder"))) == 0
+    (file,) = (tmp_path / "new" / "folder").iterdir()
+    content = json.loads(file.read_text())
+    assert file.name == "parity.json"
+    assert content["schema"] == report.SCHEMA
+    assert set(content) == {
+        "schema",
+        "penstock",
+        "command",
+        "versions",
+        "device",
+        "seconds",
+        "not_available",
+        "broken",
+        "rows",
+    }
+    assert content["versions"]["numpy"]
+    assert content["broken"] == 0
+    assert [(row["steps"], row["quantity"]) for row in content["rows"]] == [
+        (steps, quantity) for steps in (1, 100) for quantity in ("parameter", "exp_avg", "exp_avg_sq")
+    ]
+    for row in content["rows"]:
+        assert row["within"] is True
+        assert 0 <= row["relative_error"] <= row["relative_bound"]
+        assert 0 <= row["element_ratio"] <= 1
+        assert row["failure"] is None
+
+
+def test_a_report_that_cannot_be_finished_leaves_the_last_one(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    report.write_json(tmp_path, {"rows": [1]})
+    with pytest.raises(ValueError, match="JSON"):
+        report.write_json(tmp_path, {"rows": [float("nan")]})
+    monkeypatch.setattr(os, "replace", lambda *_: (_ for _ in ()).throw(OSError("disk full")))
+    with pytest.raises(OSError, match="disk full"):
+        report.write_json(tmp_path, {"rows": [2]})
+    assert [path.name for path in tmp_path.iterdir()] == ["parity.json"]
+    assert json.loads((tmp_path / "parity.json").read_text()) == {"rows": [1]}
+
+
+def test_the_numpy_backend_needs_neither_framework() -> None:
+    done = python(
+        "import sys; sys.modules['torch'] = sys.modules['jax'] = None\n"
+        "from penstock.__main__ import main\n"
+        "sys.exit(main(['parity', '--quick', '--backend', 'numpy', '--cases', 'B/adamw/float32/*']))"
+    )
+    assert done.returncode == 0, done.stderr
+    assert "6 of 6 comparisons" in done.stdout
+
+
+def test_a_backend_without_its_framework_is_refused_when_asked_for() -> None:
+    done = python(
+        "import sys; sys.modules['torch'] = None\n"
+        "from penstock.__main__ import main\n"
+        "sys.exit(main(['parity', '--quick', '--backend', 'eager']))"
+    )
+    assert done.returncode == 2
+    assert done.stderr.startswith("penstock parity: backend='eager' cannot run here: ")
+    assert done.stderr.count("\n") == 1
+
+
+def test_parsing_imports_no_framework() -> None:
+    done = python(
+        "import sys, penstock.parity, penstock.__main__ as entry\n"
+        "from importlib import import_module\n"
+        "for name in entry.COMMANDS: import_module('penstock.commands.' + name)\n"
+        "print(sorted({'torch', 'jax', 'optax'} & set(sys.modules)))"
+    )
+    assert done.stdout == "[]\n", done.stderr
+    assert set(COMMANDS) >= {"demo", "parity"}
+
+
+def test_help_names_the_commands(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as exit_:
+        main(["--help"])
+    assert exit_.value.code == 0
+    assert "parity" in capsys.readouterr().out

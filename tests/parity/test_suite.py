@@ -1,0 +1,171 @@
+from collections.abc import Mapping
+
+import numpy as np
+import pytest
+
+from penstock.core.errors import InvalidArgument, Refused
+from penstock.parity import Case, Held, register, run, unregister
+from penstock.parity.backends import choose
+from penstock.parity.backends.specification import NumpyBackend
+from penstock.parity.cases import all_cases, select
+from penstock.parity.truth import truths
+
+
+def test_every_rule_dtype_compensation_and_setting_has_a_case() -> None:
+    names = [case.name for case in all_cases()]
+    assert len(names) == len(set(names))
+    for rule in ("stable_adamw", "adamw", "adam"):
+        for stored in ("float64/none", "float32/none", "bfloat16/none", "bfloat16/kahan", "bfloat16/split", "float16/kahan"):
+            for setting in ("A", "B", "decay", "shapes"):
+                assert f"{setting}/{rule}/{stored}/state-default" in names
+
+
+def test_a_part_of_a_name_selects_and_is_not_mistaken_for_a_longer_one() -> None:
+    assert {case.problem.rule.name for case in select("adam")} == {"adam"}
+    assert {case.problem.dtype for case in select("B/*/float16/*")} == {"float16"}
+    with pytest.raises(InvalidArgument, match="no case matches 'sgd'"):
+        select("sgd")
+
+
+def test_the_specification_is_within_every_bound() -> None:
+    rows = run(["numpy"], None, [1, 20])
+    assert [row for row in rows if not row.within] == []
+    assert len(rows) == 2 * 3 * len(list(all_cases()))
+
+
+@pytest.mark.parametrize("pattern", ["B/*/state-default", "shapes/*/float32/*", "decay/adamw/*"])
+@pytest.mark.parametrize("backend", ["eager", "jax"])
+def test_a_frontend_is_within_every_bound(backend: str, pattern: str) -> None:
+    pytest.importorskip({"eager": "torch", "jax": "jax"}[backend])
+    rows = run([backend], pattern, [1, 100])
+    assert rows
+    assert [row for row in rows if not row.within] == []
+
+
+@pytest.mark.parametrize("stored", ["float32/none", "bfloat16/split", "bfloat16/kahan"])
+def test_the_compiled_backend_is_within_every_bound(stored: str) -> None:
+    pytest.importorskip("torch")
+    try:
+        rows = run(["compiled"], f"B/stable_adamw/{stored}/state-default", [1, 100])
+    except Refused as why:
+        pytest.skip(str(why))
+    assert len(rows) == 6
+    assert [row for row in rows if not row.within] == []
+
+
+def test_a_run_repeats_itself_exactly() -> None:
+    assert run(["numpy"], "B/adamw/*", [5]) == run(["numpy"], "B/adamw/*", [5])
+
+
+def test_gradients_are_those_of_the_dtype_and_the_same_for_all() -> None:
+    (case,) = select("A/adamw/bfloat16/none/state-default")
+    (other,) = select("A/adamw/bfloat16/split/state-default")
+    gradients = case.problem.gradients(7)["matrix"]
+    assert gradients.dtype.name == "bfloat16"
+    assert np.array_equal(gradients, other.problem.gradients(7)["matrix"])
+
+
+def test_the_longest_run_does_not_include_odd_shapes() -> None:
+    (case,) = select("shapes/adamw/float32/*")
+    assert sorted(truths(case.problem, [case.storage], [1, 100, 2000])) == [1, 100]
+
+
+class PlainAdamW:
+    """An optimizer of somebody else: Adam's own formulas, in float32, without compensation, its moments not shown."""
+
+    name = "plain"
+
+    def __init__(self, raises_at: int | None = None, nan_at: int | None = None) -> None:
+        self.raises_at, self.nan_at = raises_at, nan_at
+
+    def unavailable(self) -> str | None:
+        return None
+
+    def refuses(self, case: Case) -> str | None:
+        return None if (case.problem.rule.name, case.problem.dtype) == ("adamw", "float32") else "AdamW in float32 only"
+
+    def start(self, case: Case) -> "PlainRun":
+        return PlainRun(case, self.raises_at, self.nan_at)
+
+
+class PlainRun:
+    def __init__(self, case: Case, raises_at: int | None, nan_at: int | None) -> None:
+        self.given = case.problem.hyperparameters
+        self.parameters = case.problem.initial_parameters()
+        self.m = {name: np.zeros_like(p) for name, p in self.parameters.items()}
+        self.v = {name: np.zeros_like(p) for name, p in self.parameters.items()}
+        self.t, self.raises_at, self.nan_at = 0, raises_at, nan_at
+
+    def step(self, gradients: Mapping[str, np.ndarray]) -> None:
+        self.t += 1
+        if self.t == self.raises_at:
+            raise RuntimeError("out of memory")
+        h = self.given
+        for name, g in gradients.items():
+            self.m[name] = h.beta1 * self.m[name] + (1 - h.beta1) * g
+            self.v[name] = h.beta2 * self.v[name] + (1 - h.beta2) * g * g
+            m, v = self.m[name] / (1 - h.beta1**self.t), self.v[name] / (1 - h.beta2**self.t)
+            direction = m / (np.sqrt(v) + h.eps) + h.weight_decay * self.parameters[name]
+            self.parameters[name] = self.parameters[name] - h.learning_rate * direction
+            if self.t == self.nan_at and self.parameters[name].size:
+                self.parameters[name].flat[-1] = np.nan
+
+    def held(self) -> dict[str, Held]:
+        return {name: Held(parameter) for name, parameter in self.parameters.items()}
+
+
+def run_plain(backend: PlainAdamW, pattern: str | None, steps: list[int]):
+    register(backend)
+    try:
+        return run(["plain"], pattern, steps)
+    finally:
+        unregister("plain")
+
+
+def test_an_optimizer_of_ones_own_is_judged() -> None:
+    rows = run_plain(PlainAdamW(), None, [1, 20])
+    assert {row.case.split("/")[0] for row in rows} == {"A", "B", "decay", "shapes"}
+    assert {row.quantity for row in rows} == {"parameter"}
+    assert [row for row in rows if not row.within] == []
+
+
+def test_what_a_backend_raises_is_reported_and_breaks_only_its_own_rows() -> None:
+    rows = run_plain(PlainAdamW(raises_at=3), "B/adamw/float32/*", [1, 5])
+    assert [row.within for row in rows] == [True, False]
+    assert rows[1].failure == "step 3: RuntimeError: out of memory"
+
+
+def test_a_nan_is_never_within_a_bound() -> None:
+    (row,) = run_plain(PlainAdamW(nan_at=2), "B/adamw/float32/*", [2])
+    assert not row.within
+    assert row.as_json()["relative_error"] is None
+
+
+def test_a_name_is_given_once() -> None:
+    with pytest.raises(InvalidArgument, match="'numpy' is taken"):
+        register(NumpyBackend())
+
+
+class Absent(NumpyBackend):
+    name = "absent"
+
+    def unavailable(self) -> str | None:
+        return "there is no such device"
+
+
+def test_what_is_not_available_is_skipped_unless_asked_for() -> None:
+    register(Absent())
+    try:
+        chosen, reasons = choose(None)
+        assert "absent" not in {backend.name for backend in chosen}
+        assert reasons["absent"] == "there is no such device"
+        with pytest.raises(Refused, match="'absent' cannot run here: there is no such device"):
+            choose(["absent"])
+    finally:
+        unregister("absent")
+
+
+def test_a_quick_run_leaves_the_compiler_out() -> None:
+    chosen, reasons = choose(None, quick=True)
+    assert "compiled" not in {backend.name for backend in chosen}
+    assert "compiled" in reasons
