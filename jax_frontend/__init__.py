@@ -1,0 +1,41 @@
+"""The JAX frontend: the optimizers as ordinary Optax transforms, and training steps that donate what they use up.
+
+    tx = optax.chain(optax.zero_nans(), stable_adamw(1e-3))
+    update = make_update(tx)                       # (grads, state, params) -> (params, state), all three donated
+    step = make_train_step(loss_fn, tx)            # (state, batch) -> (state, metrics), the state donated
+
+XLA interleaves backward pass and update of an *unrolled* model by itself once everything is donated; `make_train_step`
+is that step. Layers scanned over a stacked axis keep all their gradients until the scan ends; the reverse walk over such
+a stack, which releases them layer by layer, has its place in this package beside `train_step` and applies updates
+through the same `direct.apply_directly`.
+"""
+
+from importlib.util import find_spec
+
+from ..core.errors import MissingDependency
+
+for _package in ("jax", "optax"):
+    if find_spec(_package) is None:
+        raise MissingDependency(
+            f"penstock.jax_frontend needs {_package}, which is not installed; run: pip install penstock[jax]"
+        )
+
+from .compensation import compensated  # noqa: E402  (only after the check)
+from .state import AdamState, CompensatedState  # noqa: E402
+from .train_step import TrainState, init_train_state, make_train_step  # noqa: E402
+from .transforms import adam, adamw, scale_by_stable_adam, stable_adamw  # noqa: E402
+from .update import make_update  # noqa: E402
+
+__all__ = [
+    "AdamState",
+    "CompensatedState",
+    "TrainState",
+    "adam",
+    "adamw",
+    "compensated",
+    "init_train_state",
+    "make_train_step",
+    "make_update",
+    "scale_by_stable_adam",
+    "stable_adamw",
+]

@@ -1,0 +1,47 @@
+"""What the specification needs of JAX."""
+
+from __future__ import annotations
+
+import jax.numpy as jnp
+from jax import lax
+
+from ..core.array_ops import Array
+
+_FLOAT16_SMALLEST_NORMAL = 2.0**-14
+_FLOAT16_SUBNORMAL_SPACING = 2.0**-24
+
+
+class JaxOps:
+    """`core.array_ops.ArrayOps` for JAX: every operation can be traced, vectorised and sharded."""
+
+    xp = jnp
+
+    def dtype_name(self, x: Array) -> str:
+        """See `ArrayOps`."""
+        return jnp.asarray(x).dtype.name
+
+    def cast(self, x: Array, dtype: str) -> Array:
+        """See `ArrayOps`."""
+        return jnp.asarray(x).astype(dtype)
+
+    def round_to(self, x: Array, dtype: str) -> Array:
+        """See `ArrayOps`. XLA removes a pair of casts, but never these operations."""
+        if dtype == "bfloat16":
+            return lax.reduce_precision(x, exponent_bits=8, mantissa_bits=7)
+        if dtype == "float16":
+            normal = lax.reduce_precision(x, exponent_bits=5, mantissa_bits=10)
+            # reduce_precision flushes subnormals to zero, which float16 has and a cast keeps.
+            subnormal = jnp.rint(x / _FLOAT16_SUBNORMAL_SPACING) * _FLOAT16_SUBNORMAL_SPACING
+            return jnp.where(jnp.abs(x) < _FLOAT16_SMALLEST_NORMAL, subnormal, normal)
+        return x.astype(dtype).astype(x.dtype)
+
+    def bitcast(self, x: Array, dtype: str) -> Array:
+        """See `ArrayOps`."""
+        return lax.bitcast_convert_type(x, jnp.dtype(dtype))
+
+    def zeros_like(self, x: Array, dtype: str) -> Array:
+        """See `ArrayOps`. A sharded x gives zeros with the same sharding."""
+        return jnp.zeros_like(x, dtype=dtype)
+
+
+jax_ops = JaxOps()

@@ -1,0 +1,241 @@
+"""The update of a whole tree by a rule of the specification: what every transform of this frontend consists of."""
+
+from __future__ import annotations
+
+import dataclasses
+import numbers
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from ..core import compensation as compensations
+from ..core import update as specification
+from ..core.array_ops import Array
+from ..core.compensation import Stored
+from ..core.dtypes import StateDtypes, check_parameter_dtype, compute_dtype, state_dtypes
+from ..core.errors import InvalidArgument
+from ..core.hyperparameters import RANGES, Hyperparameters, Scalar
+from ..core.moments import Complements, debiased_complements
+from ..core.rules import Rule
+from .array_ops import jax_ops
+from .compensation import Stepped, initial_leaf, params_needed, step
+from .direct import Destination, destination_of
+from .state import AdamState, PyTree, initial_compensation
+
+Schedule = Callable[[Any], Any]
+ScalarOrSchedule = Scalar | Schedule
+Mask = PyTree | Callable[[PyTree], PyTree] | None
+
+NAMES = {"beta1": "b1", "beta2": "b2"}
+
+_increment_count = getattr(optax, "safe_increment", None) or optax.safe_int32_increment  # before optax 0.2.4
+
+
+@dataclasses.dataclass(frozen=True)
+class Arguments:
+    """What a transform was built with; Python numbers are validated at once, traced ones and schedules cannot be.
+
+    Fields as in `stable_adamw`; scales_only: return the direction, neither negated nor times a learning rate.
+    """
+
+    learning_rate: ScalarOrSchedule
+    b1: Scalar
+    b2: Scalar
+    eps: Scalar
+    weight_decay: ScalarOrSchedule
+    mask: Mask = None
+    mu_dtype: Any = None
+    nu_dtype: Any = None
+    decouple_lr: bool = False
+    max_lr: Scalar | None = None
+    compensation: str = "auto"
+    scales_only: bool = False
+
+    def __post_init__(self) -> None:
+        self.hyperparameters(0, check_schedules=False)
+        compensations.resolve(self.compensation, "bfloat16")
+        for name, dtype in (("mu_dtype", self.mu_dtype), ("nu_dtype", self.nu_dtype)):
+            if dtype is not None:
+                asked = {"exp_avg" if name == "mu_dtype" else "exp_avg_sq": _dtype_name(dtype)}
+                state_dtypes("float32", self.b2, **asked, argument=name)
+
+    def hyperparameters(self, count: Any, *, check_schedules: bool = True) -> Hyperparameters:
+        """The hyperparameters of the update after `count` others.
+
+        Args:
+            count: as Optax counts for schedules, from 0 on.
+            check_schedules: evaluate the schedules; otherwise 0 stands in for them.
+        """
+        learning_rate, weight_decay = (
+            (value(count) if check_schedules else 0.0) if callable(value) else value
+            for value in (self.learning_rate, self.weight_decay)
+        )
+        highest_by_default = self.decouple_lr and self.max_lr is None and isinstance(self.learning_rate, numbers.Real)
+        return Hyperparameters(
+            learning_rate,
+            self.b1,
+            self.b2,
+            self.eps,
+            weight_decay,
+            decouple_lr=self.decouple_lr,
+            max_lr=self.learning_rate if highest_by_default else self.max_lr,
+            names=NAMES,
+        )
+
+    def dtypes(self, parameter_dtype: str) -> StateDtypes:
+        """The dtypes of a parameter's moments."""
+        mu, nu = (None if dtype is None else _dtype_name(dtype) for dtype in (self.mu_dtype, self.nu_dtype))
+        return state_dtypes(parameter_dtype, self.b2, mu, nu, argument="nu_dtype")
+
+    @property
+    def decays(self) -> bool:
+        """Whether weight_decay may be anything but zero."""
+        return not (isinstance(self.weight_decay, numbers.Real) and self.weight_decay == 0)
+
+
+def _dtype_name(dtype: Any) -> str:
+    return jnp.dtype(dtype).name
+
+
+def _decayed(mask: Mask, params: PyTree) -> PyTree:
+    """A tree like params of Python booleans: whether weight decay applies."""
+    tree = mask(params) if callable(mask) else mask
+
+    def spread(applies: Any, below: PyTree) -> PyTree:
+        if not isinstance(applies, bool | np.bool_):
+            raise InvalidArgument(f"mask has {applies!r} as a leaf; a mask is a tree of True and False.")
+        return jax.tree.map(lambda _: bool(applies), below)
+
+    return jax.tree.map(spread, tree, params)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Numbers:
+    """The numbers of one update in one compute dtype, for parameters with and without decay."""
+
+    decaying: Hyperparameters
+    plain: Hyperparameters
+    complements: Complements
+
+    @classmethod
+    def of(cls, hyperparameters: Hyperparameters, updates: Array, wide: str) -> _Numbers:
+        """Nothing here may widen the arithmetic: arrays are cast, numpy's numbers become Python's, which are weak.
+
+        Args:
+            hyperparameters: of this update.
+            updates: 0-d int32, the number of this update, from 1 on.
+            wide: the compute dtype.
+        """
+        cast: dict[str, Any] = {}
+        for name in RANGES:
+            value = getattr(hyperparameters, name)
+            if value is not None:
+                cast[name] = float(value) if isinstance(value, numbers.Real) else jax_ops.cast(value, wide)
+        decaying = dataclasses.replace(hyperparameters, **cast)
+        return cls(
+            decaying,
+            dataclasses.replace(decaying, weight_decay=0.0),
+            debiased_complements(decaying, jax_ops.cast(updates, wide), jnp),
+        )
+
+
+def transformation(rule: Rule, arguments: Arguments) -> optax.GradientTransformationExtraArgs:
+    """The Optax transform of a rule."""
+
+    def init(params: PyTree) -> AdamState:
+        treedef: Any = jax.tree.structure(params)
+        mu, nu, kept = [], [], []
+        for path, leaf in jax.tree_util.tree_leaves_with_path(params):
+            dtype = jax_ops.dtype_name(leaf)
+            check_parameter_dtype(dtype, f"params{jax.tree_util.keystr(path)}")
+            dtypes = arguments.dtypes(dtype)
+            mu.append(jax_ops.zeros_like(leaf, dtypes.exp_avg))
+            nu.append(jax_ops.zeros_like(leaf, dtypes.exp_avg_sq))
+            kept.append(initial_leaf(arguments.compensation, leaf))
+        return AdamState(
+            count=jnp.zeros([], jnp.int32),
+            mu=treedef.unflatten(mu),
+            nu=treedef.unflatten(nu),
+            compensation=initial_compensation(params, kept),
+        )
+
+    def update(updates: PyTree, state: Any, params: PyTree | None = None, **extra_args: Any) -> tuple[PyTree, AdamState]:
+        destination = destination_of(extra_args)
+        if params is None:
+            _check_without_params(rule, arguments, state)
+        count: Any = _increment_count(state.count)
+        hyperparameters = arguments.hyperparameters(state.count)
+        treedef: Any
+        grads, treedef = jax.tree.flatten(updates, is_leaf=lambda x: x is None)
+        parameters = [None] * len(grads) if params is None else treedef.flatten_up_to(params)
+        if params is None or arguments.mask is None or not arguments.decays:
+            decayed = [True] * len(grads)
+        else:
+            decayed = treedef.flatten_up_to(_decayed(arguments.mask, params))
+        states = [treedef.flatten_up_to(field) for field in (state.mu, state.nu, state.compensation)]
+        by_dtype: dict[str, _Numbers] = {}
+        results = []
+        for gradient, parameter, decays, *kept in zip(grads, parameters, decayed, *states, strict=True):
+            if gradient is None:  # nothing to update with: the state stays as it is
+                if kept[2] is not None and destination is not None:
+                    destination.without_gradient += 1
+                results.append((None, *kept))
+                continue
+            wide = compute_dtype(jax_ops.dtype_name(gradient if parameter is None else parameter))
+            if wide not in by_dtype:
+                by_dtype[wide] = _Numbers.of(hyperparameters, count, wide)
+            results.append(_update_leaf(rule, arguments, by_dtype[wide], decays, gradient, parameter, kept, destination))
+        columns = zip(*results, strict=True) if results else ((), (), (), ())
+        updates, mu, nu, compensation = (treedef.unflatten(column) for column in columns)
+        return updates, AdamState(count, mu, nu, compensation)
+
+    return optax.GradientTransformationExtraArgs(init, update)
+
+
+def _check_without_params(rule: Rule, arguments: Arguments, state: AdamState) -> None:
+    why = None
+    if arguments.decays:
+        why = "for weight_decay"
+    elif jax.tree.leaves(state.compensation):
+        why = f"for compensation={arguments.compensation!r}"
+    if why is not None:
+        raise InvalidArgument(params_needed(rule.name, why))
+
+
+def _update_leaf(
+    rule: Rule,
+    arguments: Arguments,
+    numbers_: _Numbers,
+    decays: bool,
+    gradient: Array,
+    parameter: Array | None,
+    kept: list[Any],
+    destination: Destination | None,
+) -> tuple[Array, Array, Array, Array | None]:
+    """(increment, mu, nu, compensation) of one parameter. `kept` holds the last three, as they were."""
+    compensation = "none"
+    if parameter is None:
+        parameter = jnp.zeros_like(gradient)  # no decay: only its dtype is looked at
+    elif kept[2] is not None:
+        compensation = compensations.resolve(arguments.compensation, jax_ops.dtype_name(parameter))
+    wide = compensations.load(jax_ops, compensation, Stored(parameter, kept[2]))
+    added, state = specification.increment(
+        jax_ops,
+        rule,
+        numbers_.decaying if decays else numbers_.plain,
+        numbers_.complements,
+        wide,
+        gradient,
+        specification.TensorState(*kept),
+    )
+    if arguments.scales_only:
+        stepped = Stepped(jax_ops.cast(-added, jax_ops.dtype_name(parameter)), parameter, None)
+    else:
+        stepped = step(compensation, parameter, wide, added, direct=destination is not None)
+        if destination is not None:
+            destination.put(stepped.update, stepped.parameter, compensated=compensation != "none")
+    return stepped.update, state.exp_avg, state.exp_avg_sq, stepped.compensation

@@ -1,0 +1,227 @@
+r"""The optimizers: ordinary Optax transforms with Optax's argument names.
+
+Each of them is one rule of the specification: arithmetic in float32 (float64 for float64 parameters), decay folded into
+the step, moments debiased as they are written. Updates have the parameter's dtype. Nothing in a state aliases a
+parameter. A transform here negates and scales by the learning rate itself; only `scale_by_stable_adam` leaves both to
+`optax.scale_by_learning_rate`.
+"""
+
+from __future__ import annotations
+
+import numbers
+import warnings
+from typing import Any
+
+import optax
+
+from ..core.errors import InvalidArgument
+from ..core.hyperparameters import HIGH_FULLY_DECOUPLED_DECAY, Scalar
+from ..core.rules import ADAM, ADAMW, STABLE_ADAMW, Rule
+from .step import Arguments, Mask, ScalarOrSchedule, transformation
+
+
+def stable_adamw(
+    learning_rate: ScalarOrSchedule,
+    b1: Scalar = 0.9,
+    b2: Scalar = 0.99,
+    eps: Scalar = 1e-6,
+    weight_decay: ScalarOrSchedule = 1e-2,
+    mask: Mask = None,
+    mu_dtype: Any = None,
+    nu_dtype: Any = None,
+    decouple_lr: bool = False,
+    max_lr: Scalar | None = None,
+    compensation: str = "auto",
+) -> optax.GradientTransformationExtraArgs:
+    r"""StableAdamW: AdamW with Adafactor's update clipping, so that no gradient clipping is needed.
+
+        m += c1*(g-m)    v += c2*(g*g-v)            c = (1-b)/(1-b^t)
+        eta = learning_rate / max(1, sqrt(mean(g*g / max(v, eps^2))))
+        p <- p - eta*(m/(sqrt(v)+eps) + weight_decay*p)
+
+    The mean is over one leaf of the tree. A leaf that stacks several layers is one tensor here; vmap init and update
+    over the layer axis to clip each layer by itself.
+
+    Args:
+        learning_rate: step size, in [0, inf); a number, a 0-d array, or a schedule of the 0-based count of updates.
+        b1: decay of the first moment, in [0, 1).
+        b2: decay of the second moment, in [0, 1).
+        eps: added to the square root of the second moment, in (0, inf).
+        weight_decay: in [0, inf), a number or a schedule; multiplied by the learning rate, unless decouple_lr.
+        mask: where weight decay applies: a tree of booleans like params or a prefix of it, or a function from params to
+            one. None: everywhere.
+        mu_dtype: dtype of the first moment; None: the parameter's.
+        nu_dtype: dtype of the second moment; None: the parameter's, but float32 for float16 parameters, and for
+            bfloat16 ones where 1-b2 < 2^-7 or b2 is not known yet.
+        decouple_lr: fully decoupled decay: scaled by learning_rate/max_lr instead of learning_rate. Choose a
+            correspondingly lower weight_decay.
+        max_lr: the highest learning rate of the schedule, in (0, inf). A plain number as learning_rate is its default;
+            a schedule needs it given.
+        compensation: what keeps the bits that low-precision parameters lose: "auto" (split for bfloat16, kahan for
+            float16), "kahan", "split" (bfloat16 only) or "none". See `compensated`: unless it is "none", the transform
+            must be the last of a chain.
+
+    Returns:
+        A transform with an `AdamState`. Its update needs params, unless weight_decay is 0 and nothing is compensated.
+
+    Raises:
+        InvalidArgument: a value out of its range, named as it was given here; an update without the params it needs.
+        UnsupportedTensor: at init, for a parameter that is no floating-point array.
+
+    References:
+        Wortsman et al., Stable and low-precision training, 2023, https://arxiv.org/abs/2304.13013.
+    """
+    return _alias(
+        STABLE_ADAMW,
+        Arguments(
+            learning_rate,
+            b1,
+            b2,
+            eps,
+            weight_decay,
+            mask,
+            mu_dtype,
+            nu_dtype,
+            decouple_lr,
+            max_lr,
+            compensation,
+        ),
+    )
+
+
+def adamw(
+    learning_rate: ScalarOrSchedule,
+    b1: Scalar = 0.9,
+    b2: Scalar = 0.999,
+    eps: Scalar = 1e-8,
+    weight_decay: ScalarOrSchedule = 1e-2,
+    mask: Mask = None,
+    mu_dtype: Any = None,
+    nu_dtype: Any = None,
+    decouple_lr: bool = False,
+    max_lr: Scalar | None = None,
+    compensation: str = "auto",
+) -> optax.GradientTransformationExtraArgs:
+    r"""AdamW: Adam with decoupled weight decay.
+
+        m += c1*(g-m)    v += c2*(g*g-v)            c = (1-b)/(1-b^t)
+        p <- p - learning_rate*(m/(sqrt(v)+eps) + weight_decay*p)
+
+    The arguments, the returned transform and the errors are those of `stable_adamw`; the defaults are PyTorch's (Optax
+    has weight_decay=1e-4).
+
+    References:
+        Loshchilov and Hutter, Decoupled weight decay regularization, 2019, https://arxiv.org/abs/1711.05101.
+    """
+    return _alias(
+        ADAMW,
+        Arguments(
+            learning_rate,
+            b1,
+            b2,
+            eps,
+            weight_decay,
+            mask,
+            mu_dtype,
+            nu_dtype,
+            decouple_lr,
+            max_lr,
+            compensation,
+        ),
+    )
+
+
+def adam(
+    learning_rate: ScalarOrSchedule,
+    b1: Scalar = 0.9,
+    b2: Scalar = 0.999,
+    eps: Scalar = 1e-8,
+    weight_decay: ScalarOrSchedule = 0.0,
+    mask: Mask = None,
+    mu_dtype: Any = None,
+    nu_dtype: Any = None,
+    decouple_lr: bool = False,
+    max_lr: Scalar | None = None,
+    compensation: str = "auto",
+) -> optax.GradientTransformationExtraArgs:
+    r"""Adam, with weight decay as L2 regularisation.
+
+        g += weight_decay*p    m += c1*(g-m)    v += c2*(g*g-v)            c = (1-b)/(1-b^t)
+        p <- p - learning_rate * m/(sqrt(v)+eps)
+
+    The arguments, the returned transform and the errors are those of `stable_adamw`, but decouple_lr=True is refused:
+    L2 is part of the gradient and is not scaled by a learning rate at all; use `adamw`.
+
+    References:
+        Kingma and Ba, Adam, 2015, https://arxiv.org/abs/1412.6980.
+    """
+    if decouple_lr:
+        raise InvalidArgument(
+            "decouple_lr=True is not possible for adam, whose weight_decay is L2 regularisation inside the gradient; use adamw."
+        )
+    return _alias(
+        ADAM,
+        Arguments(
+            learning_rate,
+            b1,
+            b2,
+            eps,
+            weight_decay,
+            mask,
+            mu_dtype,
+            nu_dtype,
+            max_lr=max_lr,
+            compensation=compensation,
+        ),
+    )
+
+
+def scale_by_stable_adam(
+    b1: Scalar = 0.9,
+    b2: Scalar = 0.99,
+    eps: Scalar = 1e-6,
+    mu_dtype: Any = None,
+    nu_dtype: Any = None,
+    weight_decay: ScalarOrSchedule = 0.0,
+    mask: Mask = None,
+) -> optax.GradientTransformationExtraArgs:
+    r"""The direction of StableAdamW, to be chained with `optax.scale_by_learning_rate`.
+
+        (m/(sqrt(v)+eps) + weight_decay*p) / max(1, sqrt(mean(g*g / max(v, eps^2))))
+
+    The decay belongs inside the clip factor, therefore it is an argument here instead of an
+    `optax.add_decayed_weights` in the chain. The direction is not negated, has the parameter's dtype, and cannot be
+    compensated, since it is not what is added to the parameter; wrap the whole chain in `compensated` for that.
+
+    Args:
+        b1: decay of the first moment, in [0, 1).
+        b2: decay of the second moment, in [0, 1).
+        eps: added to the square root of the second moment, in (0, inf).
+        mu_dtype: dtype of the first moment; see `stable_adamw`.
+        nu_dtype: dtype of the second moment; see `stable_adamw`.
+        weight_decay: in [0, inf), a number or a schedule.
+        mask: where weight decay applies; see `stable_adamw`.
+
+    Returns:
+        A transform with an `AdamState`. Its update needs params, unless weight_decay is 0.
+
+    Raises:
+        InvalidArgument: a value out of its range; an update without the params it needs.
+        UnsupportedTensor: at init, for a parameter that is no floating-point array.
+    """
+    return transformation(
+        STABLE_ADAMW,
+        Arguments(1.0, b1, b2, eps, weight_decay, mask, mu_dtype, nu_dtype, compensation="none", scales_only=True),
+    )
+
+
+def _alias(rule: Rule, arguments: Arguments) -> optax.GradientTransformationExtraArgs:
+    decay = arguments.weight_decay
+    if arguments.decouple_lr and isinstance(decay, numbers.Real) and float(decay) >= HIGH_FULLY_DECOUPLED_DECAY:
+        warnings.warn(
+            f"weight_decay={decay!r} is high for decouple_lr=True, where it is not multiplied by the learning rate; "
+            f"values below {HIGH_FULLY_DECOUPLED_DECAY:g} are usual.",
+            UserWarning,
+            stacklevel=3,
+        )
+    return transformation(rule, arguments)

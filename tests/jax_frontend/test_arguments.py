@@ -1,0 +1,159 @@
+"""What the transforms refuse, and what they say."""
+
+from __future__ import annotations
+
+import warnings
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from tests.jax_support import TRANSFORMS, float64
+
+from penstock.core.errors import InvalidArgument, UnsupportedTensor
+from penstock.jax_frontend import adam, adamw, compensated, scale_by_stable_adam, stable_adamw
+
+
+@pytest.mark.parametrize("rule", TRANSFORMS)
+@pytest.mark.parametrize(
+    ("argument", "value"),
+    [
+        ("learning_rate", -1e-3),
+        ("learning_rate", float("nan")),
+        ("learning_rate", "fast"),
+        ("b1", 1.0),
+        ("b1", -0.1),
+        ("b2", 1.5),
+        ("eps", 0.0),
+        ("weight_decay", -0.1),
+        ("weight_decay", float("inf")),
+    ],
+)
+def test_a_value_out_of_range_is_named_as_it_was_typed(rule, argument, value) -> None:
+    with pytest.raises(InvalidArgument, match=rf"^{argument}={value!r}.*\b(in)\b"):
+        TRANSFORMS[rule](**{"learning_rate": 1e-3, argument: value})
+
+
+@pytest.mark.parametrize("argument", ["mu_dtype", "nu_dtype"])
+def test_state_dtypes_are_checked(argument) -> None:
+    with pytest.raises(InvalidArgument, match=f"{argument}=int32"):
+        adamw(1e-3, **{argument: "int32"})
+    state = adamw(1e-3, **{argument: jnp.float32}).init(jnp.ones(2, jnp.bfloat16))
+    assert {"mu_dtype": state.mu, "nu_dtype": state.nu}[argument].dtype == jnp.float32
+
+
+def test_a_second_moment_that_could_not_decay() -> None:
+    for low in ("float16", "bfloat16"):
+        with pytest.raises(InvalidArgument, match=f"nu_dtype={low} is too low"):
+            adamw(1e-3, b2=0.999, nu_dtype=low)
+    stable_adamw(1e-3, b2=0.99, nu_dtype="bfloat16")
+    with pytest.raises(InvalidArgument, match="nu_dtype=bfloat16 is too low"):
+        stable_adamw(1e-3, b2=jnp.asarray(0.99), nu_dtype="bfloat16")
+
+
+@pytest.mark.parametrize(
+    ("b2", "parameter", "second"),
+    [
+        (0.99, "bfloat16", "bfloat16"),
+        (0.999, "bfloat16", "float32"),
+        (0.9, "float16", "float32"),
+        (jnp.asarray(0.9), "bfloat16", "float32"),
+        (0.999, "float32", "float32"),
+    ],
+)
+def test_default_state_dtypes(b2, parameter, second) -> None:
+    state = stable_adamw(1e-3, b2=b2).init(jnp.ones(2, parameter))
+    assert (state.mu.dtype, state.nu.dtype) == (jnp.dtype(parameter), jnp.dtype(second))
+
+
+def test_max_lr() -> None:
+    with pytest.raises(InvalidArgument, match="max_lr=None is not possible with decouple_lr=True"):
+        stable_adamw(lambda count: 1e-3, weight_decay=1e-5, decouple_lr=True)
+    with pytest.raises(InvalidArgument, match="max_lr=None is not possible with decouple_lr=True"):
+        stable_adamw(jnp.asarray(1e-3), weight_decay=1e-5, decouple_lr=True)
+    with pytest.raises(InvalidArgument, match="max_lr=0"):
+        stable_adamw(0.0, weight_decay=1e-5, decouple_lr=True)
+    stable_adamw(lambda count: 1e-3, weight_decay=1e-5, decouple_lr=True, max_lr=1e-3)
+    by_default = stable_adamw(1e-2, weight_decay=5e-4, decouple_lr=True)
+    updates, _ = by_default.update(jnp.zeros(2), by_default.init(jnp.ones(2)), jnp.ones(2))
+    assert jnp.allclose(updates, -5e-4, rtol=1e-6)
+
+
+def test_high_fully_decoupled_decay_warns_once() -> None:
+    for optimizer in (stable_adamw, adamw):
+        with pytest.warns(UserWarning, match=r"weight_decay=0.01.*decouple_lr=True") as caught:
+            tx = optimizer(1e-3, decouple_lr=True)
+        tx.update(jnp.ones(2), tx.init(jnp.ones(2)), jnp.ones(2))  # a warning here would be an error
+        assert len(caught) == 1
+        assert caught[0].filename == __file__
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        stable_adamw(1e-3, weight_decay=9e-4, decouple_lr=True)
+        optax.inject_hyperparams(stable_adamw)(1e-3, decouple_lr=True, max_lr=1e-3).init(jnp.ones(2))
+
+
+def test_adam_has_no_decoupled_decay() -> None:
+    with pytest.raises(InvalidArgument, match=r"decouple_lr=True.*use adamw"):
+        adam(1e-3, decouple_lr=True)
+
+
+@pytest.mark.parametrize("rule", TRANSFORMS)
+@pytest.mark.parametrize("dtype", ["int32", "complex64", "bool"])
+def test_parameters_that_cannot_be_optimized(rule, dtype) -> None:
+    with pytest.raises(UnsupportedTensor, match=rf"params\['a'\]\[1\] has dtype {dtype}"):
+        TRANSFORMS[rule](1e-3).init({"a": [jnp.ones(2), jnp.ones(2, dtype)]})
+
+
+@pytest.mark.parametrize("rule", TRANSFORMS)
+def test_an_update_without_params(rule) -> None:
+    params, grads = {"w": jnp.ones(3)}, {"w": jnp.full(3, 0.5)}
+    with pytest.raises(InvalidArgument, match=f"{rule} needs the parameters for weight_decay"):
+        TRANSFORMS[rule](1e-3, weight_decay=0.1).update(grads, TRANSFORMS[rule](1e-3).init(params))
+    with pytest.raises(InvalidArgument, match="needs the parameters for weight_decay"):
+        TRANSFORMS[rule](1e-3, weight_decay=lambda count: 0.0).update(grads, TRANSFORMS[rule](1e-3).init(params))
+    low = jnp.ones(3, jnp.bfloat16)
+    tx = TRANSFORMS[rule](1e-3, weight_decay=0.0)
+    with pytest.raises(InvalidArgument, match="needs the parameters for compensation='auto'"):
+        tx.update(low, tx.init(low))
+    without, _ = tx.update(grads, tx.init(params))
+    within, _ = tx.update(grads, tx.init(params), params)
+    assert jnp.array_equal(without["w"], within["w"])
+
+
+def test_a_mask_has_booleans() -> None:
+    for tx in (adamw(1e-3, mask={"w": 1.0}), scale_by_stable_adam(weight_decay=0.1, mask={"w": 1.0})):
+        params = {"w": jnp.ones(3)}
+        with pytest.raises(InvalidArgument, match=r"mask has 1\.0 as a leaf"):
+            tx.update(params, tx.init(params), params)
+
+
+def test_a_schedule_out_of_range_is_named() -> None:
+    tx = adamw(lambda count: -1.0)
+    with pytest.raises(InvalidArgument, match=r"learning_rate=-1\.0"):
+        tx.update(jnp.ones(2), tx.init(jnp.ones(2)), jnp.ones(2))
+
+
+@pytest.mark.parametrize("number", [np.float32, np.float64, jnp.float64])
+def test_a_wide_number_does_not_widen_the_arithmetic(number) -> None:
+    with float64():
+        tx = stable_adamw(number(1e-3), eps=number(1e-6), weight_decay=number(0.1))
+        for dtype in ("float32", "bfloat16"):
+            params = jnp.ones(3, dtype)
+            traced = jax.make_jaxpr(lambda p, s: tx.update(p, s, p))(params, tx.init(params))
+            assert "f64[3]" not in str(traced)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+@pytest.mark.parametrize(
+    "tx",
+    [*[transform(lambda count: 1e-3) for transform in TRANSFORMS.values()], scale_by_stable_adam(),
+     compensated(optax.adam(1e-3))],
+)  # fmt: skip
+def test_dtypes_and_shapes_are_kept(tx, dtype) -> None:
+    params = {"a": jnp.ones((2, 3), dtype), "b": jnp.ones((), dtype), "c": jnp.zeros((0,), dtype)}
+    state = tx.init(params)
+    updates, after = jax.eval_shape(tx.update, params, state, params)
+    described = jax.tree.map(lambda leaf: (leaf.shape, leaf.dtype), (params, state))
+    assert jax.tree.map(lambda leaf: (leaf.shape, leaf.dtype), (updates, after)) == described
+    assert not any(leaf.weak_type for leaf in jax.tree.leaves((updates, after)))

@@ -1,0 +1,170 @@
+"""Composition: what Optax can do with its own optimizers it can do with these."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from tests.jax_support import TRANSFORMS, assert_close, assert_equal, gradients, train, train_directly, tree
+
+from penstock.core.errors import Refused
+from penstock.jax_frontend import adamw, make_update, stable_adamw
+from penstock.jax_frontend.direct import apply_directly
+
+WAYS = pytest.mark.parametrize("way", [train, train_directly])
+RULES = pytest.mark.parametrize("rule", TRANSFORMS)
+CASES_AND_WAYS = pytest.mark.parametrize(
+    ("rule", "dtype", "way"),
+    [
+        ("stable_adamw", "bfloat16", train),
+        ("stable_adamw", "bfloat16", train_directly),
+        ("stable_adamw", "float32", train_directly),
+        ("adamw", "float32", train),
+        ("adam", "float32", train_directly),
+    ],
+)
+CASES = pytest.mark.parametrize(("rule", "dtype"), [("stable_adamw", "bfloat16"), *[(rule, "float32") for rule in TRANSFORMS]])
+
+
+@CASES_AND_WAYS
+def test_chain(rule, way, dtype) -> None:
+    tx = TRANSFORMS[rule](1e-2)
+    chained = optax.chain(optax.zero_nans(), optax.scale(2.0), tx)
+    params, grads = tree(0, dtype), gradients(5, dtype)
+    doubled = [jax.tree.map(lambda leaf: leaf * 2, gradient) for gradient in grads]
+    assert_equal(way(chained, params, grads)[0], way(tx, params, doubled)[0])
+
+
+@CASES_AND_WAYS
+def test_masked_and_partition(rule, way, dtype) -> None:
+    params, grads = tree(0, dtype), gradients(5, dtype)
+    mine = {"matrix": True, "scalar": False, "empty": True, "none": None}
+    alone = {name: params[name] for name in ("matrix", "empty")}
+    tx = TRANSFORMS[rule](1e-2, mask=lambda tree: jax.tree.map(lambda leaf: leaf.ndim > 1, tree))
+    expected, _ = way(tx, alone, [{name: gradient[name] for name in alone} for gradient in grads])
+    rest = jax.tree.map(lambda applies: not applies, mine)
+    masked = optax.chain(optax.masked(tx, mine), optax.masked(optax.set_to_zero(), rest))
+    labels = jax.tree.map(lambda applies: "mine" if applies else "rest", mine)
+    parted = optax.partition({"mine": tx, "rest": optax.sgd(1e-2)}, labels)
+    for combined in (masked, parted):
+        after, _ = way(combined, params, grads)
+        assert_close({name: after[name] for name in alone}, expected, rtol=3e-7, atol=1e-8)
+        assert (after["scalar"] == params["scalar"]) == (combined is masked)
+
+
+@WAYS
+def test_a_mask_tree_under_partition(way) -> None:
+    params, grads = {"a": jnp.ones(3), "b": jnp.ones(3)}, [{"a": jnp.zeros(3), "b": jnp.zeros(3)}]
+    tx = adamw(1.0, weight_decay=0.1, mask={"a": True, "b": False})
+    after, _ = way(optax.partition({"x": tx, "y": tx}, {"a": "x", "b": "y"}), params, grads)
+    assert_close(after, {"a": jnp.full(3, 0.9), "b": jnp.ones(3)}, rtol=1e-6)
+
+
+@CASES_AND_WAYS
+def test_inject_hyperparams(rule, way, dtype) -> None:
+    params, grads = tree(0, dtype), gradients(6, dtype)
+    schedule = optax.linear_schedule(1e-2, 1e-3, 6)
+    options = {"nu_dtype": "float32"}
+    injected = optax.inject_hyperparams(TRANSFORMS[rule], hyperparam_dtype=jnp.float32)(schedule, weight_decay=0.1, **options)
+    plain = TRANSFORMS[rule](schedule, weight_decay=0.1, **options)
+    after, state = way(injected, params, grads)
+    assert_close(after, way(plain, params, grads)[0], rtol=1e-5 if dtype == "float32" else 2**-7, atol=1e-6)
+    assert state.hyperparams["b1"].dtype == jnp.float32
+
+
+def test_injected_decoupled_decay() -> None:
+    params, grads = tree(0), gradients(3)
+    options = {"weight_decay": 1e-4, "decouple_lr": True, "max_lr": 0.02}
+    injected = optax.inject_hyperparams(stable_adamw)(1e-2, **options)
+    assert_close(train(injected, params, grads)[0], train(stable_adamw(1e-2, **options), params, grads)[0], rtol=1e-6)
+
+
+@CASES_AND_WAYS
+def test_multi_steps(rule, way, dtype) -> None:
+    params, grads = tree(0, dtype), gradients(6, dtype)
+    tx = TRANSFORMS[rule](1e-2)
+    steps = optax.MultiSteps(tx, every_k_schedule=2, use_grad_mean=False)
+    summed = [jax.tree.map(jnp.add, *grads[i : i + 2]) for i in (0, 2, 4)]
+    assert_close(way(steps, params, grads)[0], train(tx, params, summed)[0], rtol=1e-6 if dtype == "float32" else 2**-7)
+
+
+@CASES_AND_WAYS
+def test_apply_if_finite(rule, way, dtype) -> None:
+    params, grads = tree(0, dtype), gradients(4, dtype)
+    tx = TRANSFORMS[rule](1e-2)
+    bad = jax.tree.map(lambda leaf: leaf * jnp.nan, grads[0])
+    after, state = way(optax.apply_if_finite(tx, 3), params, [grads[0], bad, *grads[1:]])
+    expected, expected_state = train(tx, params, grads)
+    assert_close(after, expected, rtol=1e-6 if dtype == "float32" else 2**-7)
+    assert_close(state.inner_state.mu, expected_state.mu, rtol=1e-6 if dtype == "float32" else 2**-6, atol=1e-6)
+    assert state.inner_state.count == len(grads)
+
+
+@CASES
+def test_lookahead(rule, dtype) -> None:
+    tx = optax.lookahead(TRANSFORMS[rule](1e-2, compensation="none"), sync_period=2, slow_step_size=0.5)
+    both = optax.LookaheadParams.init_synced(jnp.ones(4, dtype))
+    grads = [optax.LookaheadParams(fast=jnp.full(4, 0.1, dtype), slow=jnp.zeros(4, dtype))] * 2
+    state = tx.init(both)
+    for gradient in grads:
+        updates, state = tx.update(gradient.fast, state, both)
+        both = optax.apply_updates(both, updates)
+    assert both.fast.dtype == jnp.dtype(dtype)
+    plain, _ = train(TRANSFORMS[rule](1e-2, compensation="none"), jnp.ones(4, dtype), [g.fast for g in grads])
+    halfway = (1 + np.asarray(plain, np.float32)) / 2
+    np.testing.assert_allclose(np.asarray(both.fast, np.float32), halfway, rtol=1e-6 if dtype == "float32" else 2**-7)
+    assert_close(both.fast, both.slow, rtol=1e-7 if dtype == "float32" else 2**-7)
+
+
+def test_compensation_under_lookahead_is_refused_where_the_update_is_applied() -> None:
+    tx = optax.lookahead(stable_adamw(1e-2), sync_period=2, slow_step_size=0.5)
+    fast, slow = jnp.ones(4, jnp.bfloat16), jnp.ones(4, jnp.bfloat16)
+    both = optax.LookaheadParams(fast, slow)
+    with pytest.raises(Refused, match="compensation='none'"):
+        make_update(tx)(jnp.ones(4, jnp.bfloat16), tx.init(both), both)
+
+
+@WAYS
+@RULES
+def test_schedule_free(rule, way) -> None:
+    base = TRANSFORMS[rule](5e-2, b1=0.0, weight_decay=0.0)
+    tx = optax.contrib.schedule_free(base, learning_rate=5e-2, b1=0.9)
+    target = jnp.asarray([1.0, -1.0, 0.5, 0.0])
+
+    @jax.jit
+    def trained(params):
+        def body(_, carry):
+            params, state = carry
+            if way is train_directly:
+                return apply_directly(tx, params - target, state, params)
+            updates, state = tx.update(params - target, state, params)
+            return optax.apply_updates(params, updates), state
+
+        params, state = jax.lax.fori_loop(0, 300, body, (params, tx.init(params)))
+        return optax.contrib.schedule_free_eval_params(state, params)
+
+    np.testing.assert_allclose(trained(jnp.zeros(4)), target, atol=0.05)
+
+
+@CASES
+def test_tree_map_params_finds_the_fields_like_parameters(rule, dtype) -> None:
+    params = {"w": jnp.ones((3, 2), dtype), "b": jnp.ones(2, dtype)}
+    state = TRANSFORMS[rule](1e-3).init(params)
+    specs = {"w": "spec of w", "b": "spec of b"}
+    mapped = optax.tree_map_params(TRANSFORMS[rule](1e-3), lambda _, spec: spec, state, specs)
+    assert mapped.mu == specs
+    assert mapped.nu == specs
+    assert mapped.count == 0
+
+
+@CASES
+def test_quadratic_converges(rule, dtype) -> None:
+    target = jnp.asarray([1.0, -0.5, 0.25], dtype)
+    params = jnp.zeros(3, dtype)
+    tx = optax.chain(optax.clip_by_global_norm(5.0), TRANSFORMS[rule](optax.cosine_decay_schedule(0.1, 200)))
+    update, state = make_update(tx), tx.init(params)
+    for _ in range(200):
+        params, state = update(params - target, state, params)
+    np.testing.assert_allclose(np.asarray(params, np.float32), np.asarray(target, np.float32), atol=0.03)
