@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 
 from ..core import compensation as compensations
 from ..core.errors import InvalidArgument, NonFiniteGradient, Refused
+from ..core.hyperparameters import Hyperparameters
 from ..core.moments import debiased_complements
 from ..core.release import Action
 from ..core.rules import ADAM, ADAMW, STABLE_ADAMW, Rule
@@ -19,7 +20,7 @@ from ..core.update import init_state
 from . import state as saved_state
 from .array_ops import dtype_name, torch_ops
 from .backends import TensorSlot, select_backend
-from .groups import Group, check_gradient, check_group, hyperparameters, moment_dtypes
+from .groups import Group, check_gradient, check_group, fingerprint, hyperparameters, moment_dtypes
 
 if TYPE_CHECKING:
     from .hooks import Release
@@ -30,8 +31,8 @@ ON_NONFINITE = ("propagate", "skip", "raise")
 class ReleasableOptimizer(Optimizer):
     """What StableAdamW, AdamW and Adam share: groups, state, the step, and the place where release is attached.
 
-    The unit of work is `perform`: one action of the release state machine on one parameter. `step()` performs "update" on
-    every parameter that has a gradient; gradient release performs the same, from the hooks.
+    The unit of work is one action of the release state machine on one parameter: gradient release calls `perform` from its
+    hooks, and `step()` does "update" for every parameter that has a gradient.
     """
 
     rule: ClassVar[Rule]
@@ -67,6 +68,7 @@ class ReleasableOptimizer(Optimizer):
         self._optimizer_accumulation = False
         self._warned_of_decay = False
         self._group_map: tuple[list[int], dict[Tensor, Group]] | None = None
+        self._validated: dict[int, tuple[tuple[Any, ...], Hyperparameters]] = {}
         defaults = {
             "lr": lr,
             "betas": self.rule.betas if betas is None else betas,
@@ -168,8 +170,10 @@ class ReleasableOptimizer(Optimizer):
                 raise NonFiniteGradient("a gradient holds an infinity or a NaN; the step was not taken.")
             self.skipped += 1
             return loss
-        for parameter, gradient in ready:
-            self.perform(parameter, gradient, Action.UPDATE)
+        pairs = [(self._slot(parameter), gradient) for parameter, gradient in ready]
+        self._backend.update_all(pairs)
+        for slot, _ in pairs:
+            slot.state["step"] += 1
         return loss
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -182,10 +186,10 @@ class ReleasableOptimizer(Optimizer):
     def check_settings(self) -> None:
         """Raise `InvalidArgument` if any group's hyperparameters are out of range now."""
         for group in self.param_groups:
-            hyperparameters(group)
+            self._hyperparameters(group)
 
     def perform(self, parameter: Tensor, gradient: Tensor | None, action: Action) -> None:
-        """The one place where a parameter or its state is changed.
+        """One action on one parameter; step() performs "update" on many at once.
 
         Args:
             parameter: of this optimizer.
@@ -202,9 +206,17 @@ class ReleasableOptimizer(Optimizer):
         if action.steps:
             slot.state["step"] += 1
 
+    def _hyperparameters(self, group: Group) -> Hyperparameters:
+        """Those of the group as it is now; validated again only when a setting has changed."""
+        now = fingerprint(group)
+        known = self._validated.get(id(group))
+        if known is None or known[0] != now:
+            known = self._validated[id(group)] = (now, hyperparameters(group))
+        return known[1]
+
     def _slot(self, parameter: Tensor) -> TensorSlot:
         group = self.group_of(parameter)
-        current = hyperparameters(group)
+        current = self._hyperparameters(group)
         name = dtype_name(parameter.dtype)
         compensation = compensations.resolve(group["compensation"], name)
         state = self.state[parameter]
@@ -259,6 +271,7 @@ class ReleasableOptimizer(Optimizer):
         backend = state.pop("_backend_name", None)
         super().__setstate__(state)
         self._group_map = None
+        self._validated = {}
         if backend is not None:  # a copy or an unpickled optimizer: hooks are on the parameters of the original
             self.release = None
             self._backend = select_backend(backend, self._parameters())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from typing import Any, Protocol
 
 from torch import Tensor
@@ -34,6 +35,10 @@ class Backend(Protocol):
     """In place, without waiting for the device, and leaving the gradient as it is."""
 
     name: str
+
+    def update_all(self, pairs: Sequence[tuple[TensorSlot, Tensor]]) -> None:
+        """`update`, with first=True, of many tensors at once."""
+        ...
 
     def update(self, slot: TensorSlot, gradient: Tensor, *, first: bool) -> None:
         """`core.update.update`: the gradient into the moments, and the step."""

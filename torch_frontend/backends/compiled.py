@@ -2,7 +2,8 @@
 
 Every tensor is handed over as a vector in the order of memory, so that one graph serves all shapes; every number that
 changes while training (lr, betas, decay, the debiased complements) is an element of a small tensor, so that none is
-compiled in. What remains (rule, compensation, dtypes, eps, first micro-batch or later) selects the graph.
+compiled in. What remains (rule, compensation, dtypes, eps, first micro-batch or later) selects the graph. Calling a graph
+costs about as much as updating ten thousand elements: step() hands over `BATCH` tensors at a time, release one.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import functools
 import math
 import types
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -28,7 +29,11 @@ from .backend import TensorSlot
 from .eager import EagerBackend
 from .memory_order import along_memory
 
-Graph = Callable[..., Any]
+BATCH = 8
+"""Tensors in one call of a graph. A graph's compilation takes longer with each; what is left over goes one by one."""
+
+Key = tuple[Any, ...]
+Vectors = tuple[Any, ...]  # tensors; None where there is none
 
 
 class CompiledBackend:
@@ -39,30 +44,40 @@ class CompiledBackend:
     def __init__(self) -> None:
         self._eager = EagerBackend()
 
+    def update_all(self, pairs: Sequence[tuple[TensorSlot, Tensor]]) -> None:
+        """See `Backend`."""
+        by_key: dict[Key, list[tuple[TensorSlot, Tensor]]] = {}
+        for slot, gradient in pairs:
+            if _too_small(slot):
+                self._eager.update(slot, gradient, first=True)
+            else:
+                by_key.setdefault(_key(slot), []).append((slot, gradient))
+        for key, alike in by_key.items():
+            for batch in _batches(alike):
+                _run("update", True, key, [slot for slot, _ in batch], [gradient for _, gradient in batch])
+
     def update(self, slot: TensorSlot, gradient: Tensor, *, first: bool) -> None:
         """See `Backend`."""
         if _too_small(slot):
             self._eager.update(slot, gradient, first=first)
             return
-        total = slot.state.pop("mean_square", None)
-        _graph("update", slot, first)(*_vectors(slot, gradient), _scalars(slot), _as_tensor(slot, total))
+        _run("update", first, _key(slot), [slot], [gradient])
+        slot.state.pop("mean_square", None)
 
     def accumulate(self, slot: TensorSlot, gradient: Tensor, *, first: bool) -> None:
         """See `Backend`."""
         if _too_small(slot):
             self._eager.accumulate(slot, gradient, first=first)
             return
-        total = _as_tensor(slot, slot.state.get("mean_square"))
-        graph = _graph("accumulate", slot, first)
-        slot.state["mean_square"] = graph(*_vectors(slot, gradient), _scalars(slot), total)
+        slot.state["mean_square"] = _run("accumulate", first, _key(slot), [slot], [gradient])[0]
 
     def apply(self, slot: TensorSlot) -> None:
         """See `Backend`."""
         if _too_small(slot):
             self._eager.apply(slot)
             return
-        total = _as_tensor(slot, slot.state.pop("mean_square"))
-        _graph("apply", slot, first=False)(*_vectors(slot, None), _scalars(slot), total)
+        _run("apply", False, _key(slot), [slot], [None])
+        slot.state.pop("mean_square")
 
 
 def _too_small(slot: TensorSlot) -> bool:
@@ -70,7 +85,33 @@ def _too_small(slot: TensorSlot) -> bool:
     return slot.parameter.numel() < 2
 
 
-def _vectors(slot: TensorSlot, gradient: Tensor | None) -> tuple[Tensor | None, ...]:
+def _batches(alike: list[tuple[TensorSlot, Tensor]]) -> Iterator[list[tuple[TensorSlot, Tensor]]]:
+    full = len(alike) - len(alike) % BATCH
+    for start in range(0, full, BATCH):
+        yield alike[start : start + BATCH]
+    for pair in alike[full:]:
+        yield [pair]
+
+
+def _key(slot: TensorSlot) -> Key:
+    """What is compiled in: two slots of one key share a graph."""
+    dtypes = (slot.parameter.dtype, slot.state["exp_avg"].dtype, slot.state["exp_avg_sq"].dtype)
+    settings = (slot.hyperparameters.eps, slot.hyperparameters.maximize)
+    return (slot.rule.name, slot.compensation, *settings, dtypes, slot.parameter.device)
+
+
+def _run(
+    kind: str, first: bool, key: Key, slots: Sequence[TensorSlot], gradients: Sequence[Tensor | None]
+) -> list[Tensor | float]:
+    """One call of a graph; the summed mean square of each slot comes back."""
+    vectors = [_vectors(slot, gradient) for slot, gradient in zip(slots, gradients, strict=True)]
+    pending = kind == "apply" or not first
+    totals = _numbers(slots[0], [[slot.state["mean_square"] for slot in slots]])[0] if pending else None
+    graph = _compiled(kind, first, *key, len(slots))
+    return graph(vectors, _numbers(slots[0], [_scalars(slot) for slot in slots]), totals)
+
+
+def _vectors(slot: TensorSlot, gradient: Tensor | None) -> Vectors:
     """parameter, gradient, exp_avg, exp_avg_sq, compensation; an absent one is None."""
     named = {"parameter": slot.parameter, "gradient": gradient}
     named |= {name: slot.state.get(name) for name in ("exp_avg", "exp_avg_sq", "compensation")}
@@ -78,40 +119,38 @@ def _vectors(slot: TensorSlot, gradient: Tensor | None) -> tuple[Tensor | None, 
     return tuple(present.get(name) for name in named)
 
 
-def _scalars(slot: TensorSlot) -> Tensor:
-    """[c1, c2, lr, decay] in the compute dtype, on the parameter's device."""
+def _scalars(slot: TensorSlot) -> list[Any]:
+    """c1, c2, lr, decay."""
     decay = slot.hyperparameters.weight_decay if slot.rule.l2 else slot.hyperparameters.decay_rate
-    values = [*slot.complements, slot.hyperparameters.learning_rate, decay]
-    place = {"dtype": DTYPES[compute_dtype(dtype_name(slot.parameter.dtype))], "device": slot.parameter.device}
-    if any(isinstance(value, Tensor) for value in values):  # on the device already: no step waits for it
-        return torch.stack([torch.as_tensor(value, **place).reshape(()) for value in values])
-    return torch.tensor(values, **place)
+    return [*slot.complements, slot.hyperparameters.learning_rate, decay]
 
 
-def _as_tensor(slot: TensorSlot, total: Tensor | float | None) -> Tensor:
-    dtype = DTYPES[compute_dtype(dtype_name(slot.parameter.dtype))]
-    return torch.as_tensor(0.0 if total is None else total, dtype=dtype, device=slot.parameter.device)
-
-
-def _graph(kind: str, slot: TensorSlot, first: bool) -> Graph:
-    dtypes = tuple(str(slot.state[name].dtype) for name in ("exp_avg", "exp_avg_sq"))
-    eps, maximize = slot.hyperparameters.eps, slot.hyperparameters.maximize
-    return _compiled(kind, slot.rule.name, slot.compensation, first, eps, maximize, str(slot.parameter.dtype), dtypes)
+def _numbers(slot: TensorSlot, rows: list[list[Any]]) -> Tensor:
+    """Rows of numbers or 0-d tensors as one tensor in the compute dtype, without waiting for the device."""
+    dtype, device = DTYPES[compute_dtype(dtype_name(slot.parameter.dtype))], slot.parameter.device
+    if not any(isinstance(value, Tensor) for row in rows for value in row):
+        return torch.tensor(rows, dtype=dtype, device=device)
+    cast = functools.partial(torch.as_tensor, dtype=dtype, device=device)
+    return torch.stack([torch.stack([cast(value).reshape(()) for value in row]) for row in rows])
 
 
 @functools.cache
 def _compiled(
     kind: str,
+    first: bool,
     rule_name: str,
     compensation: str,
-    first: bool,
     eps: float,
     maximize: bool,
-    parameter_dtype: str,
-    state_dtypes: tuple[str, ...],
-) -> Graph:
-    """One graph. The dtypes are part of the key so that each graph is compiled once: the compiler counts recompilations."""
+    dtypes: tuple[torch.dtype, ...],
+    device: torch.device,
+    count: int,
+) -> Callable[..., Any]:
+    """One graph. `dtypes`, `device` and `count` only keep it apart: each is compiled once, and the compiler counts."""
     rule = RULES[rule_name]
+
+    def steps(vectors: list[Vectors], scalars: Tensor, totals: Tensor | None) -> list[Tensor | float]:
+        return [step(*tensors, scalars[row], 0.0 if totals is None else totals[row]) for row, tensors in enumerate(vectors)]
 
     def step(
         parameter: Tensor,
@@ -120,15 +159,15 @@ def _compiled(
         exp_avg_sq: Tensor,
         kept: Tensor | None,
         scalars: Tensor,
-        total: Tensor,
+        total: Tensor | float,
     ) -> Tensor | float:
         complements = Complements(scalars[0], scalars[1])
         current = Hyperparameters(scalars[2], 0.0, 0.0, eps, scalars[3], maximize=maximize)
         state = TensorState(exp_avg, exp_avg_sq, kept, total)
+        new = parameter
         if kind == "apply":
             new, after = core_update.apply(torch_ops, rule, current, compensation, parameter, state)
         elif kind == "accumulate":
-            new = parameter
             after = core_update.accumulate(
                 torch_ops, rule, current, complements, compensation, parameter, gradient, state, first=first
             )
@@ -138,16 +177,18 @@ def _compiled(
             )
         if kind != "accumulate":
             parameter.copy_(new)
-            if kept is not None:
-                kept.copy_(after.compensation)
+        if kind != "accumulate" and kept is not None and after.compensation is not None:
+            kept.copy_(after.compensation)
         if kind != "apply":
             exp_avg.copy_(after.exp_avg)
             exp_avg_sq.copy_(after.exp_avg_sq)
         return after.mean_square
 
-    # torch.compile keeps its graphs with the code object, and gives up after a number of them: each needs a code of its own.
-    code = step.__code__.replace(co_name=f"{rule_name}_{kind}")
-    own = types.FunctionType(code, step.__globals__, code.co_name, step.__defaults__, step.__closure__)
+    # torch.compile keeps graphs with the code object, and gives up after a number of them: each needs a code of its own.
+    code = steps.__code__.replace(co_name=f"{rule_name}_{kind}")
+    own = types.FunctionType(code, steps.__globals__, code.co_name, steps.__defaults__, steps.__closure__)
+    if compensation != "kahan":
+        return torch.compile(own, dynamic=True, fullgraph=True)
     # Without this option Inductor deletes casts to a low precision and back, and every kahan compensation would be zero.
     return torch.compile(own, dynamic=True, fullgraph=True, options={"emulate_precision_casts": True})
 

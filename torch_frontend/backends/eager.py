@@ -7,7 +7,7 @@ update never allocates a second gradient. `core.moments` says what is computed; 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -31,6 +31,11 @@ class EagerBackend:
     """See `Backend`."""
 
     name = "eager"
+
+    def update_all(self, pairs: Sequence[tuple[TensorSlot, Tensor]]) -> None:
+        """See `Backend`."""
+        for slot, gradient in pairs:
+            self.update(slot, gradient, first=True)
 
     def update(self, slot: TensorSlot, gradient: Tensor, *, first: bool) -> None:
         """See `Backend`. Where the rule clips, the mean square is taken first, from moments not written yet."""
@@ -174,4 +179,3 @@ def _pieces(slot: TensorSlot, gradient: Tensor | None) -> Iterator[_Piece]:
         if not scratch or shape != scratch[0].shape:
             scratch = [torch.empty(shape, dtype=dtype, device=lead.device) for _ in range(2)]
         yield _Piece(slot, part, scratch)
-

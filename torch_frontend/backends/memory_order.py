@@ -12,8 +12,8 @@ def along_memory(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
         tensors: of one shape; "parameter" decides the order.
     """
     lead = tensors["parameter"]
-    if lead.dim() == 0:
-        return {name: tensor.view(1) for name, tensor in tensors.items()}
+    if all(tensor.is_contiguous() for tensor in tensors.values()):
+        return {name: tensor.view(-1) for name, tensor in tensors.items()}
     order = sorted(range(lead.dim()), key=lead.stride, reverse=True)
     permuted = {name: tensor.permute(order) for name, tensor in tensors.items()}
     if all(tensor.is_contiguous() for tensor in permuted.values()):

@@ -1,0 +1,131 @@
+"""The demonstration from beginning to end."""
+
+from __future__ import annotations
+
+import time
+from functools import partial
+from typing import TYPE_CHECKING
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+from . import figure, jax_run, torch_runs
+from .initialisation import initial_parameters, nbytes
+from .results import Run, relative_difference
+from .settings import AGREEMENT, Settings
+from .table import MIB, closing_table
+from .text import Batches, read_text
+
+if TYPE_CHECKING:
+    import numpy as np
+
+WIDTH = 120  # characters, where the output is no terminal
+
+
+def check(settings: Settings) -> np.ndarray:
+    """Everything that can be wrong with the settings is found here, before anything happens.
+
+    Returns:
+        The text, uint8.
+
+    Raises:
+        InvalidArgument: no such device, a text that cannot be read or is too short, or nowhere to write the figure.
+    """
+    figure.check_output(settings.output)
+    text = read_text(settings.text, at_least=settings.shape.context + 1)
+    torch_runs.find_device(settings.device)
+    jax_run.find_device(settings.device)
+    return text
+
+
+def train_all(settings: Settings, text: np.ndarray, console: Console) -> list[Run]:
+    """The four runs, one after the other, from one initialisation and on the same batches, with progress bars."""
+    parameters = initial_parameters(settings.shape, seed=settings.seed, dtype=settings.dtype)
+    batches = Batches(text, batch_size=settings.batch_size, context=settings.shape.context, seed=settings.seed)
+    trainings = {name: partial(torch_runs.train, name) for name in torch_runs.NAMES} | {jax_run.NAME: jax_run.train}
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TextColumn("{task.fields[state]}"),
+        TimeElapsedColumn(),
+    )
+    runs = []
+    with Progress(*columns, console=console) as progress:
+        for name, train in trainings.items():
+            state = "compiling" if name == jax_run.NAME else "starting"
+            task = progress.add_task(f"{name:{max(map(len, trainings))}}", total=settings.steps, state=state)
+            throughput = Throughput(settings.tokens_per_step)
+
+            def report(loss: float, task=task, throughput=throughput) -> None:  # type: ignore[no-untyped-def]
+                state = f"loss {loss:6.4f}  {throughput.after_a_step():7,.0f} tokens/s"
+                progress.update(task, advance=1, state=state)
+
+            runs.append(train(settings, parameters, batches, report))
+    return runs
+
+
+class Throughput:
+    """Tokens per second since the first step, which may have compiled something and is left out.
+
+    Args:
+        tokens_per_step: that one step learns from.
+    """
+
+    def __init__(self, tokens_per_step: int) -> None:
+        self._tokens_per_step = tokens_per_step
+        self._begin = time.perf_counter()
+        self._steps = -1
+
+    def after_a_step(self) -> float:
+        """To be called once after every step."""
+        self._steps += 1
+        now = time.perf_counter()
+        if self._steps == 0:
+            rate = self._tokens_per_step / (now - self._begin)
+            self._begin = now
+            return rate
+        return self._steps * self._tokens_per_step / (now - self._begin)
+
+
+def demonstrate(settings: Settings, console: Console) -> bool:
+    """Train, compare, print the table and write the figure.
+
+    Args:
+        settings: of the demonstration.
+        console: to print on.
+
+    Returns:
+        Whether the runs agree: always for float32, where rounding drives them apart; for float64, whether all parameters
+        of all runs are within `AGREEMENT` of the first run's.
+
+    Raises:
+        InvalidArgument: see `check`; nothing has happened then.
+    """
+    text = check(settings)
+    started = time.perf_counter()
+    size = nbytes(initial_parameters(settings.shape, seed=settings.seed, dtype=settings.dtype))
+    count = size // (8 if settings.dtype == "float64" else 4)
+    model = f"{count / 1e6:.2f} million parameters, {settings.shape.layers} layers, {settings.dtype}, StableAdamW"
+    source = "the source of Python's standard library" if settings.text is None else str(settings.text)
+    console.print(f"{model}; {settings.steps} steps on {source}", markup=False, soft_wrap=True)
+    runs = train_all(settings, text, console)
+    figure.draw(runs, model=model, gradient_bytes=size, output=settings.output)
+    tokens = settings.steps * settings.tokens_per_step
+    console.print(closing_table(runs, tokens=tokens, model=f"{model}: {size / MIB:.2f} MiB of gradient in all"))
+    seconds = time.perf_counter() - started
+    console.print(f"written: {settings.output} ({seconds:.0f} s in all)", markup=False, soft_wrap=True)
+    return settings.dtype != "float64" or verdict(runs, settings.steps, console)
+
+
+def verdict(runs: list[Run], steps: int, console: Console) -> bool:
+    """Print whether all runs agree with the first within `AGREEMENT`, and return it."""
+    largest = max(relative_difference(run.parameters, runs[0].parameters) for run in runs)
+    agreed = largest <= AGREEMENT  # a NaN does not agree
+    console.print(
+        f"{'agreed' if agreed else 'NOT AGREED'}: after {steps} steps in float64 all parameters of all runs are "
+        f"{'within' if agreed else 'not within'} {AGREEMENT:.0e} of the first run's (largest difference {largest:.1e}).",
+        markup=False,
+        soft_wrap=True,
+    )
+    return agreed

@@ -1,0 +1,91 @@
+"""The figure: the loss curves on top of each other, and the gradient memory over one backward pass."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
+
+from ...core.errors import InvalidArgument
+from .results import Run
+
+MIB = 2**20
+# One look for each run, in order. The first is broad and pale, the later ones lie on it and leave it visible.
+STYLES: tuple[dict[str, Any], ...] = (
+    {"color": "#9ecae1", "linewidth": 6.0, "solid_capstyle": "round"},
+    {"color": "#08519c", "linewidth": 2.2},
+    {"color": "#fd8d3c", "linewidth": 1.6, "linestyle": (0, (4, 3))},
+    {"color": "black", "linestyle": "none", "marker": "o", "markersize": 4.5, "markerfacecolor": "none"},
+)
+
+
+def check_output(path: Path) -> None:
+    """Raise `InvalidArgument` unless a figure can be written to this file; an existing one is replaced."""
+    kinds = FigureCanvasAgg.get_supported_filetypes()
+    if path.suffix.lower().removeprefix(".") not in kinds:
+        raise InvalidArgument(f"the output {str(path)!r} must end in one of {', '.join('.' + kind for kind in sorted(kinds))}.")
+    if path.is_dir():
+        raise InvalidArgument(f"the output {str(path)!r} is a directory; name a file.")
+    if not path.parent.is_dir():
+        raise InvalidArgument(f"the output's directory {str(path.parent)!r} does not exist.")
+    if not os.access(path if path.exists() else path.parent, os.W_OK):
+        raise InvalidArgument(f"the output {str(path)!r} cannot be written: permission denied.")
+
+
+def draw(runs: Sequence[Run], *, model: str, gradient_bytes: int, output: Path) -> None:
+    """Write the figure.
+
+    Args:
+        runs: at most as many as there are styles.
+        model: a few words for the title.
+        gradient_bytes: of the gradients of all parameters together.
+        output: file to write; its ending chooses the format.
+    """
+    figure = Figure(figsize=(13, 5.4), dpi=120, layout="constrained")
+    FigureCanvasAgg(figure)
+    figure.suptitle(f"One transformer, one initialisation, the same batches: {model}", fontsize=13)
+    loss_axes, memory_axes = figure.subplots(1, 2)
+    _draw_losses(loss_axes, runs)
+    _draw_memory(memory_axes, runs, gradient_bytes)
+    figure.savefig(output)
+
+
+def _draw_losses(axes: Any, runs: Sequence[Run]) -> None:
+    for run, style in zip(runs, STYLES, strict=False):
+        sparse = {"markevery": max(1, len(run.losses) // 30)} if "marker" in style else {}
+        axes.plot(range(1, len(run.losses) + 1), run.losses, label=run.name, **style, **sparse)
+    axes.set(title="Loss of every step, all runs on top of each other", xlabel="step", ylabel="cross entropy (nats per byte)")
+    axes.grid(alpha=0.3)
+    axes.legend()
+
+
+def _draw_memory(axes: Any, runs: Sequence[Run], gradient_bytes: int) -> None:
+    axes.axhline(gradient_bytes / MIB, color="grey", linewidth=1, linestyle=":")
+    axes.annotate(
+        f"all gradients: {gradient_bytes / MIB:.1f} MiB",
+        (0.01, gradient_bytes / MIB),
+        xycoords=("axes fraction", "data"),
+        xytext=(4, -5),
+        textcoords="offset points",
+        va="top",
+        color="dimgrey",
+    )
+    for run, style in zip(runs, STYLES, strict=False):
+        if run.peak_gradient_bytes is None:
+            continue
+        label = f"{run.name}: peak {run.peak_gradient_bytes / MIB:.2f} MiB"
+        live = [nbytes / MIB for nbytes in run.timeline]
+        axes.plot(range(1, len(live) + 1), live, drawstyle="steps-post", label=label, color=style["color"], linewidth=2)
+    axes.set(
+        title="Gradient alive during the last backward pass (PyTorch, measured)",
+        xlabel="gradients that have arrived, from the last layer to the first",
+        ylabel="gradient alive (MiB)",
+    )
+    axes.set_ylim(0, 1.3 * gradient_bytes / MIB)
+    axes.set_xlim(left=1)
+    axes.grid(alpha=0.3)
+    axes.legend(loc="upper right")

@@ -1,0 +1,63 @@
+"""The transformer in JAX. Its formulas are those of `torch_model`, in the same order; the layers are unrolled."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+
+from .settings import ModelShape
+
+EPSILON = 1e-5  # of the layer norms
+
+
+def make_loss(shape: ModelShape) -> Callable[[Mapping[str, Array], Array], Array]:
+    """The loss of a model of this shape.
+
+    Returns:
+        A function of the parameters, by the names of the initialisation, and a batch, int32, [batch, context + 1]: the mean
+        cross entropy in nats, 0-d, of predicting each next byte.
+    """
+
+    def loss(parameters: Mapping[str, Array], batch: Array) -> Array:
+        log_probabilities = jax.nn.log_softmax(logits(parameters, batch[:, :-1], shape), axis=-1)
+        return -jnp.take_along_axis(log_probabilities, batch[:, 1:, None], axis=-1).mean()
+
+    return loss
+
+
+def logits(parameters: Mapping[str, Array], tokens: Array, shape: ModelShape) -> Array:
+    """Logits, [batch, context, vocabulary], for integer tokens, [batch, context]."""
+    x = parameters["embedding"][tokens] + parameters["positions"]
+    for layer in range(shape.layers):
+        prefix = f"layers.{layer}."
+        x = apply_layer({n.removeprefix(prefix): p for n, p in parameters.items() if n.startswith(prefix)}, x, shape.heads)
+    return normalized(x, parameters["final_scale"], parameters["final_bias"]) @ parameters["head"]
+
+
+def apply_layer(parameters: Mapping[str, Array], x: Array, heads: int) -> Array:
+    """One block, pre-norm:  x += attention(norm(x)),  x += gelu(norm(x) W1) W2.  `x`: [batch, context, width]."""
+    x = x + attention(parameters, normalized(x, parameters["attention_scale"], parameters["attention_bias"]), heads)
+    hidden = normalized(x, parameters["feed_forward_scale"], parameters["feed_forward_bias"]) @ parameters["feed_forward_input"]
+    return x + jax.nn.gelu(hidden, approximate=True) @ parameters["feed_forward_output"]
+
+
+def attention(parameters: Mapping[str, Array], x: Array, heads: int) -> Array:
+    """Causal attention, softmax((q/sqrt(d)) k^T) v, for each head. `x`: [batch, context, width]."""
+    batch, context, width = x.shape
+    split = (x @ parameters["query_key_value"]).reshape(batch, context, 3, heads, width // heads)
+    query, key, value = split.transpose(2, 0, 3, 1, 4)
+    scores = (query * (1 / math.sqrt(width // heads))) @ key.swapaxes(-1, -2)
+    past = jnp.tril(jnp.ones((context, context), dtype=bool))
+    weights = jax.nn.softmax(jnp.where(past, scores, -jnp.inf), axis=-1)
+    return (weights @ value).swapaxes(1, 2).reshape(batch, context, width) @ parameters["attention_output"]
+
+
+def normalized(x: Array, scale: Array, bias: Array) -> Array:
+    """Layer norm over the last axis: (x - mean)/sqrt(var + EPSILON)*scale + bias."""
+    centred = x - x.mean(axis=-1, keepdims=True)
+    variance = (centred * centred).mean(axis=-1, keepdims=True)
+    return centred * jax.lax.rsqrt(variance + EPSILON) * scale + bias

@@ -1,0 +1,49 @@
+"""The closing table."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from rich.table import Table
+
+from .results import Run, relative_difference
+
+MIB = 2**20
+
+
+def closing_table(runs: Sequence[Run], *, tokens: int, model: str) -> Table:
+    """All runs, compared with the first.
+
+    Args:
+        runs: one or more; differences are relative to the first.
+        tokens: that each run has learned from.
+        model: a few words for the title.
+    """
+    reference = runs[0]
+    table = Table(
+        title=model,
+        caption=(
+            "Difference: the largest over all tensors of max|p - p1|/max|p1|, p1 being the parameters of the first run. "
+            "Gradient alive: peak over the whole run, counted by storage. XLA temporaries: all that one compiled step sets "
+            "aside, activations included, so it is no measure of gradients alone and not comparable with the column beside it."
+        ),
+        caption_justify="left",
+    )
+    table.add_column("run")
+    for heading in ("final loss", "tokens/s", "difference\nfrom first run", "gradient alive,\npeak", "XLA\ntemporaries"):
+        table.add_column(heading, justify="right")
+    for run in runs:
+        difference = relative_difference(run.parameters, reference.parameters)
+        table.add_row(
+            run.name,
+            f"{run.losses[-1]:.6f}",
+            f"{tokens / run.seconds:,.0f}",
+            "-" if run is reference else "0 (bitwise)" if difference == 0 else f"{difference:.1e}",
+            _mebibytes(run.peak_gradient_bytes),
+            _mebibytes(run.temporary_bytes),
+        )
+    return table
+
+
+def _mebibytes(nbytes: int | None) -> str:
+    return "-" if nbytes is None else f"{nbytes / MIB:.2f} MiB"

@@ -1,0 +1,72 @@
+"""The three runs in PyTorch: they differ in nothing but how long a gradient lives."""
+
+from __future__ import annotations
+
+import time
+from contextlib import ExitStack
+
+import torch
+
+from ...core.errors import InvalidArgument
+from ...torch_frontend import StableAdamW, release_gradients
+from ..live_gradients import LiveGradientMeter
+from .initialisation import Parameters
+from .results import Report, Run
+from .settings import Settings
+from .text import Batches
+from .torch_model import Transformer
+
+ZEROED = "PyTorch, zero_grad(set_to_none=False)"
+DROPPED = "PyTorch, zero_grad(set_to_none=True)"
+RELEASED = "PyTorch, gradient release"
+NAMES = (ZEROED, DROPPED, RELEASED)
+
+
+def find_device(name: str) -> torch.device:
+    """PyTorch's device of this name, "gpu" standing for "cuda".
+
+    Raises:
+        InvalidArgument: there is no such device here.
+    """
+    wanted = name.replace("gpu", "cuda", 1) if name.startswith("gpu") else name
+    try:
+        device = torch.device(wanted)
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError, NotImplementedError) as error:
+        raise InvalidArgument(f"PyTorch finds no device {name!r} here.") from error
+    if device.type == "meta":
+        raise InvalidArgument("PyTorch cannot train on the device 'meta', which holds no numbers.")
+    return device
+
+
+def train(name: str, settings: Settings, parameters: Parameters, batches: Batches, report: Report) -> Run:
+    """One run.
+
+    Args:
+        name: one of `NAMES`.
+        settings: of the demonstration.
+        parameters: to start from; left as they are.
+        batches: what to train on.
+        report: called after every step with its loss.
+    """
+    device = find_device(settings.device)
+    model = Transformer(parameters, settings.shape).to(device)
+    optimizer = StableAdamW(model.parameters(), lr=settings.learning_rate)
+    losses: list[float] = []
+    timeline: list[int] = []
+    with ExitStack() as stack:
+        meter = stack.enter_context(LiveGradientMeter(model.named_parameters()))
+        if name == RELEASED:
+            stack.enter_context(release_gradients(model, optimizer))
+        start = time.perf_counter()
+        for step in range(settings.steps):
+            meter.start_timeline()
+            loss = model.loss(torch.from_numpy(batches.batch(step)).to(device, torch.int64))
+            loss.backward()  # with release, the parameters are updated here
+            timeline = [*(arrival.live_bytes for arrival in meter.timeline), meter.live()]
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=name != ZEROED)
+            losses.append(loss.item())
+            report(losses[-1])
+        seconds = time.perf_counter() - start
+    return Run(name, losses, model.to_numpy(), seconds, peak_gradient_bytes=meter.peak, timeline=timeline)

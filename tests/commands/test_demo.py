@@ -1,0 +1,113 @@
+"""`penstock demo`: one tiny run from end to end, and every bad usage."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from penstock.__main__ import main
+from penstock.commands import demo
+from penstock.parity.demonstration import demonstrate as demonstration
+from penstock.parity.demonstration.results import Run
+from penstock.parity.demonstration.settings import ModelShape
+
+TINY = ModelShape(width=16, layers=3, heads=2, context=16)
+SOURCE = Path(__file__).resolve().parents[2] / "src"
+PNG = b"\x89PNG\r\n\x1a\n"
+
+
+@pytest.fixture(autouse=True)
+def elsewhere(tmp_path, monkeypatch) -> Iterator[None]:
+    monkeypatch.chdir(tmp_path)
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # tensors this small are slower on several
+    yield
+    torch.set_num_threads(threads)
+
+
+def parse(*arguments: str) -> argparse.Namespace:
+    parser = argparse.ArgumentParser()
+    demo.add_parser(parser.add_subparsers())
+    return parser.parse_args(["demo", *arguments])
+
+
+def test_a_tiny_demo_from_end_to_end(tmp_path, capsys) -> None:
+    assert demo.run(parse("--steps", "3", "--output", "figure.png"), shape=TINY) == 0
+    assert (tmp_path / "figure.png").read_bytes().startswith(PNG)
+    printed, wrong = capsys.readouterr()
+    for wanted in ("set_to_none=False", "set_to_none=True", "gradient release", "JAX", "MiB", "bitwise", "figure.png"):
+        assert wanted in printed
+    assert wrong == ""
+
+
+def test_float64_gives_a_verdict(tmp_path, capsys) -> None:
+    text = tmp_path / "text"
+    text.write_bytes(bytes(range(256)) * 4)
+    assert demo.run(parse("--dtype", "float64", "--steps", "4", "--text", str(text)), shape=TINY) == 0
+    assert "agreed: after 4 steps" in capsys.readouterr().out
+    assert (tmp_path / "demo.png").exists()
+
+
+def test_runs_that_do_not_agree_give_exit_status_1(monkeypatch, capsys) -> None:
+    def train(*arguments) -> Run:
+        run = original(*arguments)
+        run.parameters["head"][0, 0] *= 1 + 1e-5
+        return run
+
+    original = demonstration.jax_run.train
+    monkeypatch.setattr(demonstration.jax_run, "train", train)
+    assert demo.run(parse("--dtype", "float64", "--steps", "2"), shape=TINY) == 1
+    assert "NOT AGREED" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "named"),
+    [
+        (["--steps", "0"], "steps"),
+        (["--steps", "-1"], "steps"),
+        (["--steps", "many"], "steps"),
+        (["--steps", "1.5"], "steps"),
+        (["--dtype", "float16"], "dtype"),
+        (["--device", "abacus"], "abacus"),
+        (["--device", "cuda:99"], "cuda:99"),
+        (["--text", "missing.txt"], "missing.txt"),
+        (["--text", "empty.txt"], "empty.txt"),
+        (["--text", "directory"], "directory"),
+        (["--output", "directory"], "directory"),
+        (["--output", "directory.png"], "is a directory"),
+        (["--output", "nowhere/demo.png"], "nowhere"),
+        (["--output", "demo.xyz"], "demo.xyz"),
+        (["--unknown"], "unknown"),
+    ],
+)
+def test_bad_usage_is_one_sentence_and_exit_status_2(arguments, named, tmp_path, capsys) -> None:
+    (tmp_path / "empty.txt").touch()
+    (tmp_path / "directory").mkdir()
+    (tmp_path / "directory.png").mkdir()
+    before = sorted(tmp_path.rglob("*"))
+    try:
+        status = main(["demo", *arguments])
+    except SystemExit as exit_:
+        status = exit_.code
+    printed, wrong = capsys.readouterr()
+    assert status == 2
+    assert named in wrong
+    assert wrong.count("\n") == 1
+    assert printed == ""
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+def test_the_command_module_imports_no_framework() -> None:
+    code = (
+        "import sys, penstock.commands.demo, penstock.parity.demonstration.settings;"
+        "sys.exit(bool({'torch', 'jax', 'matplotlib', 'rich'} & set(sys.modules)))"
+    )
+    environment = {**os.environ, "PYTHONPATH": str(SOURCE)}
+    assert subprocess.run([sys.executable, "-c", code], env=environment, check=False).returncode == 0

@@ -1,0 +1,8 @@
+"""One thread a worker: the workers share the cores, and threads that wait for each other would take them away."""
+
+from __future__ import annotations
+
+import os
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("MPLBACKEND", "Agg")
