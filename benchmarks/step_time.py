@@ -14,12 +14,12 @@ from collections.abc import Callable
 from pathlib import Path
 
 import torch
-from penstock.torch_frontend import AdamW, StableAdamW
 from rich.console import Console
 from rich.table import Table
 from torch import nn
 
 from benchmarks.record import write_result
+from penstock.torch_frontend import AdamW, StableAdamW
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 BASELINE = "torch AdamW(fused=True)"

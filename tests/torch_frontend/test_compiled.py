@@ -70,6 +70,17 @@ def test_nothing_is_compiled_again_while_training() -> None:
     assert counters["stats"]["unique_graphs"] == before
 
 
+def test_autograd_notices_a_compiled_update() -> None:
+    model = layers(2)
+    optimizer = StableAdamW(model.parameters(), backend="compiled")
+    release_gradients(model, optimizer)
+    first, second = (loss_of(model, batch) for batch in batches(2))
+    first.backward()
+    optimizer.step()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        second.backward()
+
+
 @pytest.mark.parametrize("optimizer_class", OPTIMIZERS)
 def test_state_accumulation_agrees_with_eager(optimizer_class) -> None:
     runs = []

@@ -32,7 +32,7 @@ DTYPES = [
     (torch.float16, "none"),
     (torch.float16, "kahan"),
 ]
-SHAPES = [(), (0,), (1,), (3,), (17,), (5, 0), (4, 5), (3, 1, 7), (70001,)]
+SHAPES = [(), (0,), (1,), (3,), (17,), (5, 0), (4, 5), (3, 1, 7), (140001,)]
 
 
 def gradients(shape: tuple[int, ...], dtype: torch.dtype, count: int, seed: int = 0) -> list[torch.Tensor]:
@@ -56,7 +56,7 @@ def test_eager_is_the_specification_bit_for_bit(optimizer_class, dtype, compensa
         assert torch.equal(bits(p.grad), bits(gradient)), "the caller's gradient was changed"
         complements = debiased_complements(current, step, torch)
         expected, state = update(torch_ops, optimizer.rule, current, complements, compensation, expected, gradient, state)
-        if p.numel() <= 2**16:  # one piece: the mean square is summed in the same order
+        if p.numel() <= 2**17:  # one piece: the mean square is summed in the same order
             assert torch.equal(bits(p), bits(expected))
             assert torch.equal(bits(optimizer.state[p]["exp_avg_sq"]), bits(state.exp_avg_sq))
         else:

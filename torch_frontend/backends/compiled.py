@@ -29,7 +29,7 @@ from .backend import TensorSlot
 from .eager import EagerBackend
 from .memory_order import along_memory
 
-BATCH = 8
+BATCH = 16
 """Tensors in one call of a graph. A graph's compilation takes longer with each; what is left over goes one by one."""
 
 Key = tuple[Any, ...]
@@ -150,17 +150,10 @@ def _compiled(
     rule = RULES[rule_name]
 
     def steps(vectors: list[Vectors], scalars: Tensor, totals: Tensor | None) -> list[Tensor | float]:
-        return [step(*tensors, scalars[row], 0.0 if totals is None else totals[row]) for row, tensors in enumerate(vectors)]
+        return [step(tensors, scalars[row], 0.0 if totals is None else totals[row]) for row, tensors in enumerate(vectors)]
 
-    def step(
-        parameter: Tensor,
-        gradient: Tensor | None,
-        exp_avg: Tensor,
-        exp_avg_sq: Tensor,
-        kept: Tensor | None,
-        scalars: Tensor,
-        total: Tensor | float,
-    ) -> Tensor | float:
+    def step(tensors: Vectors, scalars: Tensor, total: Tensor | float) -> Tensor | float:
+        parameter, gradient, exp_avg, exp_avg_sq, kept = tensors
         complements = Complements(scalars[0], scalars[1])
         current = Hyperparameters(scalars[2], 0.0, 0.0, eps, scalars[3], maximize=maximize)
         state = TensorState(exp_avg, exp_avg_sq, kept, total)

@@ -12,10 +12,12 @@ def along_memory(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
         tensors: of one shape; "parameter" decides the order.
     """
     lead = tensors["parameter"]
-    if all(tensor.is_contiguous() for tensor in tensors.values()):
-        return {name: tensor.view(-1) for name, tensor in tensors.items()}
-    order = sorted(range(lead.dim()), key=lead.stride, reverse=True)
-    permuted = {name: tensor.permute(order) for name, tensor in tensors.items()}
-    if all(tensor.is_contiguous() for tensor in permuted.values()):
-        return {name: tensor.view(-1) for name, tensor in permuted.items()}
-    return tensors
+    if not all(tensor.is_contiguous() for tensor in tensors.values()):
+        order = sorted(range(lead.dim()), key=lead.stride, reverse=True)
+        permuted = {name: tensor.permute(order) for name, tensor in tensors.items()}
+        if not all(tensor.is_contiguous() for tensor in permuted.values()):
+            return tensors
+        tensors = permuted
+    # Detached last, they are vectors and nothing else: a compiler would also look at what they are views of. They share
+    # the parameter's version counter, so that autograd still notices a parameter that changed under a graph.
+    return {name: tensor.view(-1).detach() for name, tensor in tensors.items()}

@@ -28,9 +28,10 @@ def select_backend(name: str, parameters: Iterable[Tensor]) -> Backend:
         raise InvalidArgument(f"backend={name!r} is not known; it must be one of {', '.join(BACKENDS)}.")
     if name == "triton":
         raise Refused("backend='triton': the Triton kernels are not built yet; use backend='compiled', 'eager' or 'auto'.")
-    if name == "eager" or (name == "auto" and not _worth_compiling(given := list(parameters))):
+    given = list(parameters)
+    if name == "eager" or (name == "auto" and not _worth_compiling(given)):
         return EagerBackend()
-    devices = {parameter.device.type for parameter in (given if name == "auto" else parameters)}
+    devices = {parameter.device.type for parameter in given}
     reasons = [reason for device in sorted(devices) if (reason := why_not(device)) is not None]
     if not reasons:
         return CompiledBackend()
