@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import warnings
 from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -13,7 +14,7 @@ from torch.optim import Optimizer
 from ..core import compensation as compensations
 from ..core.errors import InvalidArgument, NonFiniteGradient, Refused
 from ..core.hyperparameters import Hyperparameters
-from ..core.moments import debiased_complements
+from ..core.moments import Complements, debiased_complements
 from ..core.release import Action
 from ..core.rules import ADAM, ADAMW, STABLE_ADAMW, Rule
 from ..core.update import init_state
@@ -171,9 +172,9 @@ class ReleasableOptimizer(Optimizer):
             self.skipped += 1
             return loss
         pairs = [(self._slot(parameter), gradient) for parameter, gradient in ready]
-        self._backend.update_all(pairs)
-        for slot, _ in pairs:
-            slot.state["step"] += 1
+        if pairs:
+            self._backend.update_all(pairs)
+            torch._foreach_add_([slot.state["step"] for slot, _ in pairs], 1)
         return loss
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -227,8 +228,10 @@ class ReleasableOptimizer(Optimizer):
             state["exp_avg"], state["exp_avg_sq"] = fresh.exp_avg, fresh.exp_avg_sq
             if fresh.compensation is not None:
                 state["compensation"] = fresh.compensation
-        step = state["step"] + 1 if group["capturable"] else state["step"].item() + 1
-        complements = debiased_complements(current, step, torch)
+        if group["capturable"]:
+            complements = debiased_complements(current, state["step"] + 1, torch)
+        else:
+            complements = _complements(current, state["step"].item() + 1)
         return TensorSlot(parameter, state, compensation, self.rule, current, complements)
 
     # -- state ----------------------------------------------------------------------------------------------------------
@@ -275,6 +278,12 @@ class ReleasableOptimizer(Optimizer):
         if backend is not None:  # a copy or an unpickled optimizer: hooks are on the parameters of the original
             self.release = None
             self._backend = select_backend(backend, self._parameters())
+
+
+@functools.lru_cache(maxsize=16)
+def _complements(current: Hyperparameters, step: float) -> Complements:
+    """Those of most parameters are the same: they were all updated equally often."""
+    return debiased_complements(current, step, torch)
 
 
 def all_finite(gradients: Iterable[Tensor]) -> bool:
