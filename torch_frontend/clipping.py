@@ -7,16 +7,13 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from ..core.dtypes import compute_dtype
-from .array_ops import DTYPES, dtype_name
-
 NORM_EPS = 1e-6
 """Added to the norm before dividing, as in `torch.nn.utils.clip_grad_norm_`."""
 
 
 def gradient_norm(gradient: Tensor) -> Tensor:
-    """The 2-norm of one gradient, 0-d, in the compute dtype."""
-    return torch.linalg.vector_norm(gradient, dtype=DTYPES[compute_dtype(dtype_name(gradient.dtype))])
+    """The 2-norm of one gradient, 0-d, in float64, where finite elements cannot overflow (float32 on devices without it)."""
+    return torch.linalg.vector_norm(gradient, dtype=torch.float32 if gradient.device.type == "mps" else torch.float64)
 
 
 def total_norm(norms: Sequence[Tensor]) -> Tensor:

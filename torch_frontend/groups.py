@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
@@ -23,26 +24,44 @@ SETTINGS = ("lr", "betas", "eps", "weight_decay", "decouple_lr", "max_lr", "maxi
 Group = dict[str, Any]
 
 
+@dataclasses.dataclass(frozen=True, eq=False)
+class SeenTensor:
+    """A tensor as it was when it was looked at: the same tensor, not written to since, is equal. It is kept alive, as the
+    id of one that is gone may be given to another."""
+
+    tensor: Tensor
+    version: int
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, SeenTensor) and self.tensor is other.tensor and self.version == other.version
+
+    def __hash__(self) -> int:
+        return hash((id(self.tensor), self.version))
+
+
 def hyperparameters(group: Mapping[str, Any]) -> Hyperparameters:
     """The validated hyperparameters of a group as they are now.
 
-    A 0-d `lr` tensor on the CPU is read; one on a device stays there, so that no step waits for it.
+    A 0-d tensor on the CPU is read; one on a device stays there, so that no step waits for it.
     """
     beta1, beta2 = group["betas"]
-    lr = group["lr"]
-    if isinstance(lr, Tensor):
-        lr = float(lr) if lr.device.type == "cpu" else lr.reshape(())
     return Hyperparameters(
-        learning_rate=lr,
-        beta1=beta1,
-        beta2=beta2,
-        eps=group["eps"],
-        weight_decay=group["weight_decay"],
+        learning_rate=_number(group["lr"]),
+        beta1=_number(beta1),
+        beta2=_number(beta2),
+        eps=_number(group["eps"]),
+        weight_decay=_number(group["weight_decay"]),
         decouple_lr=group["decouple_lr"],
-        max_lr=group["max_lr"] if group["decouple_lr"] else None,
+        max_lr=_number(group["max_lr"]) if group["decouple_lr"] else None,
         maximize=group["maximize"],
         names=NAMES,
     )
+
+
+def _number(value: Any) -> Any:
+    if isinstance(value, Tensor):
+        return value.item() if value.device.type == "cpu" and value.numel() == 1 else value.reshape(())
+    return value.item() if hasattr(value, "dtype") and getattr(value, "size", 0) == 1 else value
 
 
 def fingerprint(group: Mapping[str, Any]) -> tuple[Any, ...]:
@@ -50,7 +69,7 @@ def fingerprint(group: Mapping[str, Any]) -> tuple[Any, ...]:
     values = []
     for name in SETTINGS:
         value = group[name]
-        values.append((id(value), value._version) if isinstance(value, Tensor) else value)
+        values.append(SeenTensor(value, value._version) if isinstance(value, Tensor) else value)
     return tuple(values)
 
 
@@ -69,6 +88,9 @@ def check_group(rule: Rule, group: Group) -> None:
     betas = group["betas"]
     if not isinstance(betas, (tuple, list)) or len(betas) != 2:
         raise InvalidArgument(f"betas={betas!r} must be a pair of numbers, each in {RANGES['beta1']}.")
+    for name in ("decouple_lr", "maximize", "capturable"):
+        if not isinstance(group[name], bool):
+            raise InvalidArgument(f"{name}={group[name]!r} must be True or False.")
     lr = group["lr"]
     if isinstance(lr, Tensor) and lr.numel() != 1:
         raise InvalidArgument(f"lr is a tensor of shape {tuple(lr.shape)}; it must be a number or have one element.")

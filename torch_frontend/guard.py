@@ -6,7 +6,8 @@ release saves; walking the graph twice keeps one at a time: the first walk takes
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -34,7 +35,39 @@ class _TwoPasses(torch.autograd.Function):
         return None, None, None
 
 
+def leaves_of(loss: Tensor) -> set[Tensor]:
+    """The leaf tensors that a backward() of `loss` would give a gradient, as far as its graph shows them."""
+    found: set[Tensor] = set()
+    seen: set[Any] = set()
+    stack = [loss.grad_fn]
+    while stack:
+        node = stack.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        variable = getattr(node, "variable", None)
+        if isinstance(variable, Tensor):
+            found.add(variable)
+        stack.extend(following for following, _ in node.next_functions)
+    return found
+
+
+@contextlib.contextmanager
+def without_gradients(leaves: set[Tensor]) -> Iterator[None]:
+    """What is added to the gradients of `leaves` in this context is forgotten."""
+    saved = {leaf: leaf.grad for leaf in leaves}
+    for leaf in leaves:
+        leaf.grad = None
+    try:
+        yield
+    finally:
+        for leaf, gradient in saved.items():
+            leaf.grad = gradient
+
+
 def guarded(loss: Tensor, run: Callable[[Tensor, Tensor], None]) -> Tensor:
     """A tensor of the loss's value whose backward() calls `run(loss, seed)`."""
+    if type(loss.grad_fn).__name__.startswith(_TwoPasses.__name__):
+        raise Refused("the loss is guarded already; one release guards a loss, others use accumulation='hold' with max_norm.")
     anchor = torch.zeros((), device=loss.device, requires_grad=True)
     return _TwoPasses.apply(anchor, [loss], run)

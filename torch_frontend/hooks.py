@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from types import TracebackType
 from typing import Any
 
@@ -20,14 +20,14 @@ from ..core.errors import InvalidArgument, NonFiniteGradient, Refused
 from ..core.release import Action, Decision, Event, GradientReady, Ledger, Policy, Status, Step, ZeroGrad, decide
 from .clipping import clip_by_norm_, clip_coefficient, gradient_norm, total_norm
 from .groups import changed_settings, check_gradient, fingerprint
-from .guard import guarded
+from .guard import guarded, leaves_of, without_gradients
 from .optimizers import ReleasableOptimizer, all_finite
 
 _ACTIVE: weakref.WeakSet[Release] = weakref.WeakSet()
 """Every release in force: a parameter belongs to at most one of them."""
 
-_HANDLES: weakref.WeakKeyDictionary[nn.Module, list[Any]] = weakref.WeakKeyDictionary()
-"""The hooks on each model, so that they can be taken off when the optimizer is gone."""
+_HANDLES: weakref.WeakKeyDictionary[nn.Module, list[tuple[weakref.ref[Release], Any]]] = weakref.WeakKeyDictionary()
+"""The hooks on each model, and whose they are, so that they can be taken off when that optimizer is gone."""
 
 
 class Release:
@@ -36,7 +36,7 @@ class Release:
     Attributes:
         ledger: bytes of gradient alive, now and at most.
         last_norm: 0-d float tensor, the global norm of the last gradient before clipping; None until one was measured, which
-            max_norm makes happen. Reading it does not wait for the device.
+            max_norm with clipping="exact" makes happen. Reading it does not wait for the device.
         skipped: gradients that were not used because they held an infinity or a NaN (on_nonfinite="skip").
     """
 
@@ -66,7 +66,9 @@ class Release:
         self._handles: dict[Tensor, Any] = {}
         self._names: dict[Tensor, str] = {parameter: name for name, parameter in model.named_parameters()}
         self._settings: list[tuple[Any, ...]] | None = None
+        self._stepped = False
         self._norms: dict[Tensor, Tensor] | None = None  # while a measuring pass runs
+        self._finite: list[Tensor] = []  # of the gradients of a measuring pass
         self._coefficient: Tensor | None = None  # while an updating pass runs
         optimizer.release = self
         _ACTIVE.add(self)
@@ -75,15 +77,27 @@ class Release:
     # -- hooks ----------------------------------------------------------------------------------------------------------
 
     def attach(self) -> None:
-        """Put hooks on the optimizer's parameters that require a gradient and have none yet."""
+        """Put hooks on the model's parameters that the optimizer holds, that require a gradient, and have none yet.
+
+        Parameters of the optimizer outside the model are updated by step(), as without release.
+        """
+        model = self.model
+        if model is None:
+            return
+        inside = set(model.parameters())
+        handles = _HANDLES.setdefault(model, [])
         for group in self.optimizer.param_groups:
             for parameter in group["params"]:
-                if parameter.requires_grad and parameter not in self._handles:
+                if parameter.requires_grad and parameter in inside and parameter not in self._handles:
                     hook = torch.compiler.disable(functools.partial(_on_gradient, weakref.ref(self)))
-                    self._handles[parameter] = parameter.register_post_accumulate_grad_hook(hook)
-        model = self.model
-        if model is not None:
-            _HANDLES[model] = list(self._handles.values())
+                    handle = self._handles[parameter] = parameter.register_post_accumulate_grad_hook(hook)
+                    handles.append((weakref.ref(self), handle))
+
+    def check_ownership(self, parameters: Iterable[Tensor]) -> None:
+        """Raise `Refused` if another release has one of these parameters already."""
+        for release in active_releases():
+            if release is not self and any(release.hooked(parameter) for parameter in parameters):
+                raise Refused("a parameter is in another optimizer's release already; call remove() on that release first.")
 
     def hooked(self, parameter: Tensor) -> bool:
         """Whether a hook of this release is on the parameter."""
@@ -111,7 +125,7 @@ class Release:
         self._status.clear()
         model = self.model
         if model is not None:
-            _HANDLES.pop(model, None)
+            _HANDLES[model] = [(owner, handle) for owner, handle in _HANDLES.get(model, []) if owner() is not self]
         if self.optimizer.release is self:
             self.optimizer.release = None
         _ACTIVE.discard(self)
@@ -121,6 +135,8 @@ class Release:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         if kind is not None:  # a step that was cut short is not completed: the exception is what matters
+            for parameter in self._status:
+                self.optimizer.state[parameter].pop("mean_square", None)
             self._status.clear()
         self.remove()
 
@@ -148,15 +164,14 @@ class Release:
         if self._norms is not None:
             self._measure(parameter, gradient)
             return
-        policy, last = (Policy.HOLD, False) if self._paused else (self._policy, self._last())
-        if policy is Policy.HOLD and not last:
+        last = self._policy is Policy.RELEASE or bool(self._last())
+        if self._paused or (self._policy is Policy.HOLD and not last):
             decision = self._decide(parameter, GradientReady(last=False))
         else:
             self._require_guard(parameter)
             check_gradient(parameter, gradient)
             decision = self._decide(parameter, GradientReady(last, self._usable(gradient)))
-        if decision.action.steps:
-            self._remember_settings()
+            self._remember_settings(decision.action.steps)
         self.ledger.arrive(parameter, _storage_bytes(gradient))
         self._carry_out(parameter, gradient, decision)
 
@@ -180,12 +195,14 @@ class Release:
         self.ledger.arrive(parameter, _storage_bytes(gradient))
         assert self._norms is not None
         self._norms[parameter] = gradient_norm(gradient)
+        if self.optimizer.on_nonfinite != "propagate":
+            self._finite.append(torch.isfinite(gradient).all())
         parameter.grad = None
         self.ledger.free(parameter)
 
     def _clip(self, gradient: Tensor) -> None:
         if self._coefficient is not None:
-            gradient.mul_(self._coefficient)
+            gradient.mul_(self._coefficient.to(gradient.device))
         elif self._max_norm is not None and self._clipping == "per_tensor":
             clip_by_norm_(gradient, self._max_norm)
 
@@ -209,19 +226,23 @@ class Release:
     # -- boundaries -----------------------------------------------------------------------------------------------------
 
     def close_step(self) -> None:
-        """optimizer.step(): flush what waits, and close the group. Everything is checked before anything is changed."""
+        """optimizer.step(): flush what waits, and close the group. What can be refused is, before a parameter is changed."""
         self._check_hooks()
         self._check_settings()
         self.optimizer.check_settings()
         waiting = self._waiting()
-        norm = self._norm_of_waiting(waiting)
-        usable = {p: gradient is None or norm is not None or self._usable(gradient) for p, gradient in waiting.items()}
-        decisions = {p: self._decide(p, Step(finite=usable[p])) for p in waiting}
-        if norm is not None and self.optimizer.on_nonfinite != "propagate" and not bool(torch.isfinite(norm)):
+        gradients = [gradient for gradient in waiting.values() if gradient is not None]
+        # Where nothing was updated yet, gradients are judged together, as a plain step() does.
+        together = all(self._status[p] is Status.HELD for p in waiting)
+        if together and self.optimizer.on_nonfinite != "propagate" and not all_finite(gradients):
             self._refuse_nonfinite(waiting)
         else:
+            usable = {p: g is None or together or self._usable(g) for p, g in waiting.items()}
+            decisions = {p: self._decide(p, Step(usable[p], waiting=g is not None)) for p, g in waiting.items()}
             try:
-                self._coefficient = None if norm is None or self._max_norm is None else clip_coefficient(norm, self._max_norm)
+                if gradients and self._max_norm is not None and self._clipping == "exact":
+                    self.last_norm = total_norm([gradient_norm(gradient) for gradient in gradients])
+                    self._coefficient = clip_coefficient(self.last_norm, self._max_norm)
                 for parameter, decision in decisions.items():
                     self._carry_out(parameter, parameter.grad, decision)
             finally:
@@ -235,6 +256,7 @@ class Release:
         for parameter, decision in decisions.items():
             self._carry_out(parameter, None, decision)
         self._close()
+        self.attach()
 
     def require_closed(self, call: str) -> None:
         """Raise `Refused` unless no update is under way."""
@@ -254,22 +276,12 @@ class Release:
                 if gradient is not None:
                     check_gradient(parameter, gradient)
                     if status is Status.RELEASED:
-                        raise Refused(
-                            f"{self._describe(parameter)}: `.grad` was set after it had been updated in this step. Set "
-                            "gradients inside release.paused(), or add the term to the loss."
-                        )
-                    if status is Status.IDLE:  # set by hand, or unfrozen since: what a plain step() would use
+                        self._decide(parameter, Step(waiting=True))  # refuses
+                    if status is Status.IDLE:  # set by hand, unfrozen since, or outside the model: what step() would use
                         self._status[parameter] = Status.HELD
                 if gradient is not None or status is not Status.IDLE:
                     waiting[parameter] = gradient
         return waiting
-
-    def _norm_of_waiting(self, waiting: dict[Tensor, Tensor | None]) -> Tensor | None:
-        gradients = [gradient for gradient in waiting.values() if gradient is not None]
-        if self._max_norm is None or self._clipping != "exact" or not gradients:
-            return None
-        self.last_norm = total_norm([gradient_norm(gradient) for gradient in gradients])
-        return self.last_norm
 
     def _refuse_nonfinite(self, waiting: dict[Tensor, Tensor | None]) -> None:
         if self.optimizer.on_nonfinite == "raise":
@@ -282,18 +294,20 @@ class Release:
 
     def _close(self) -> None:
         self._status = {p: status for p, status in self._status.items() if status is Status.ACCUMULATED and not self._strict}
-        self._settings = None
+        self._settings, self._stepped = None, False
 
     # -- checks ---------------------------------------------------------------------------------------------------------
 
     def _decide(self, parameter: Tensor, event: Event) -> Decision:
-        policy = Policy.HOLD if self._paused and isinstance(event, GradientReady) else self._policy
+        policy = Policy.PAUSE if self._paused and isinstance(event, GradientReady) else self._policy
         try:
             return decide(policy, self._status.get(parameter, Status.IDLE), event, strict=self._strict)
         except Refused as refusal:
             raise Refused(f"{self._describe(parameter)}: {refusal}") from None
 
-    def _remember_settings(self) -> None:
+    def _remember_settings(self, stepped: bool) -> None:
+        """From the first use of the settings in this group on, they must stay; `stepped`: lr was used, too."""
+        self._stepped |= stepped
         if self._settings is None:
             self.optimizer.check_settings()
             self._settings = [fingerprint(group) for group in self.optimizer.param_groups]
@@ -303,6 +317,8 @@ class Release:
             return
         for number, (before, group) in enumerate(zip(self._settings, self.optimizer.param_groups, strict=False)):
             changed = changed_settings(before, group)
+            if not self._stepped:  # micro-batches in the moments: the step itself is still to come
+                changed = [name for name in changed if name in ("betas", "eps", "maximize")]
             if changed:
                 raise Refused(
                     f"{', '.join(changed)} of parameter group {number} changed after the backward pass had updated the "
@@ -315,15 +331,24 @@ class Release:
         model = self.model
         if model is None:
             return
-        hooked = {name: parameter for parameter, name in self._names.items() if parameter in self._handles}
         now = dict(model.named_parameters())
-        for name, parameter in hooked.items():
+        for parameter, handle in self._handles.items():
+            name = self._names.get(parameter)
             if name in now and now[name] is not parameter:
                 raise Refused(
                     f"parameter {name!r} of the model was replaced after release_gradients (load_state_dict(assign=True), "
                     "to_empty, an assignment): the optimizer and its hooks still hold the old one. Call release.remove(), "
                     "construct the optimizer from the new parameters, and call release_gradients again."
                 )
+            if handle.id not in (getattr(parameter, "_post_accumulate_grad_hooks", None) or ()):
+                self._refuse_lost_hook(parameter)
+
+    def _refuse_lost_hook(self, parameter: Tensor) -> None:
+        raise Refused(
+            f"{self._describe(parameter)} has lost its hook since release_gradients (somebody removed it, or a conversion "
+            "swapped the contents of parameters): nothing releases its gradient. Call release.remove() and release_gradients "
+            "again."
+        )
 
     def _describe(self, parameter: Tensor) -> str:
         name = self._names.get(parameter)
@@ -354,20 +379,29 @@ class Release:
         if self._paused:
             torch.autograd.backward(loss, seed)
             return
+        self.attach()
         for parameter in self._handles:
             if parameter.grad is not None:
                 raise Refused(
                     f"{self._describe(parameter)} has a gradient from an earlier backward, which the measuring pass would mix "
                     "up with this one. Call optimizer.zero_grad() first."
                 )
-        self._norms = {}
+        foreign = leaves_of(loss) | set(() if self.model is None else self.model.parameters())
+        foreign -= set(self._handles)
+        self.check_ownership(foreign)
+        self._norms, self._finite = {}, []
         try:
-            torch.autograd.backward(loss, seed, retain_graph=True)
+            with without_gradients(foreign):  # the first pass is not to add anything to what others hold
+                torch.autograd.backward(loss, seed, retain_graph=True)
             norms = [self._norms[p] for group in self.optimizer.param_groups for p in group["params"] if p in self._norms]
         finally:
             self._norms = None
+        for parameter in self._handles:
+            if parameter.grad is not None:  # no hook freed it
+                parameter.grad = None
+                self._refuse_lost_hook(parameter)
         self.last_norm = total_norm(norms)
-        if self.optimizer.on_nonfinite != "propagate" and not bool(torch.isfinite(self.last_norm)):
+        if not all(bool(finite) for finite in self._finite):
             self._refuse_nonfinite({})
             return
         assert self._max_norm is not None
@@ -401,7 +435,9 @@ def active_releases() -> list[Release]:
 
 def remove_orphaned_hooks(model: nn.Module) -> bool:
     """Take off what a release whose optimizer is gone has left on the model; whether there was anything."""
-    handles = _HANDLES.pop(model, [])
-    for handle in handles:
+    entries = _HANDLES.get(model, [])
+    orphaned = [handle for owner, handle in entries if owner() is None]
+    for handle in orphaned:
         handle.remove()
-    return bool(handles)
+    _HANDLES[model] = [(owner, handle) for owner, handle in entries if owner() is not None]
+    return bool(orphaned)

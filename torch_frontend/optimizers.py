@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from ..core import compensation as compensations
+from ..core.dtypes import compute_dtype
 from ..core.errors import InvalidArgument, NonFiniteGradient, Refused
 from ..core.hyperparameters import Hyperparameters
 from ..core.moments import Complements, debiased_complements
@@ -19,7 +20,7 @@ from ..core.release import Action
 from ..core.rules import ADAM, ADAMW, STABLE_ADAMW, Rule
 from ..core.update import init_state
 from . import state as saved_state
-from .array_ops import dtype_name, torch_ops
+from .array_ops import DTYPES, dtype_name, torch_ops
 from .backends import TensorSlot, select_backend
 from .groups import Group, check_gradient, check_group, fingerprint, hyperparameters, moment_dtypes
 
@@ -113,6 +114,8 @@ class ReleasableOptimizer(Optimizer):
         group = self.param_groups[-1]
         try:
             check_group(self.rule, group)
+            if self.release is not None:
+                self.release.check_ownership(group["params"])
         except Exception:
             del self.param_groups[before:]
             raise
@@ -162,6 +165,10 @@ class ReleasableOptimizer(Optimizer):
         if self.release is not None:
             self.release.close_step()
             return loss
+        if self._optimizer_accumulation:
+            raise Refused(
+                "optimizer_accumulation=True has no effect before prepare_for_gradient_release(model, optimizer); call that."
+            )
         self.check_settings()
         ready = [(p, p.grad) for p in self._parameters() if p.grad is not None]
         for parameter, gradient in ready:
@@ -229,7 +236,8 @@ class ReleasableOptimizer(Optimizer):
             if fresh.compensation is not None:
                 state["compensation"] = fresh.compensation
         if group["capturable"]:
-            complements = debiased_complements(current, state["step"] + 1, torch)
+            wide = DTYPES[compute_dtype(name)]
+            complements = debiased_complements(current, state["step"].to(wide) + 1, torch)
         else:
             complements = _complements(current, state["step"].item() + 1)
         return TensorSlot(parameter, state, compensation, self.rule, current, complements)
@@ -254,7 +262,7 @@ class ReleasableOptimizer(Optimizer):
         final: dict[str, Any] = {}
 
         def check(_: Optimizer, given: dict[str, Any]) -> None:
-            saved_state.check_loadable(given, self.param_groups)
+            saved_state.check_loadable(self.rule, given, self.param_groups)
             final.update(given)
 
         handle = self.register_load_state_dict_pre_hook(check)  # runs last: it sees what the user's own hooks made of it

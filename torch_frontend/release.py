@@ -10,7 +10,7 @@ from torch import nn
 
 from ..core import compensation as compensations
 from ..core.combinations import Combination, require
-from ..core.errors import InvalidArgument, Refused
+from ..core.errors import InvalidArgument, Refused, UnsupportedTensor
 from ..core.hyperparameters import Range, check_number
 from ..core.release import Policy
 from .array_ops import dtype_name
@@ -30,6 +30,8 @@ def release_gradients(
     accumulation: str | None = None,
     sync: Callable[[], bool] | None = None,
     scaler: Any = None,
+    process_group: Any = None,
+    keep_bytes: int = 0,
 ) -> Release:
     """Run the optimizer's step for each parameter inside the backward pass, and free its gradient at once.
 
@@ -47,7 +49,10 @@ def release_gradients(
             an approximation (AdamA, https://arxiv.org/abs/2305.19982). Micro-batch gradients are summed: divide the loss.
         sync: called without arguments inside the backward: is this the last micro-batch? Then parameters are released
             during it. Without `sync`, step() does what waits.
+            With max_norm and "hold", step() clips and releases, and `sync` is not asked.
         scaler: a GradScaler; refused for now.
+        process_group: processes to average over; refused for now.
+        keep_bytes: bytes of gradient to keep between the two passes of guard(); only 0 for now.
 
     Returns:
         The release: `.guard(loss)`, `.paused()`, `.remove()`, `.last_norm`, `.skipped`, `.ledger`.
@@ -65,11 +70,16 @@ def release_gradients(
         check_number("max_norm", max_norm, Range(0.0, low_included=False))
     if clipping == "per_tensor" and max_norm is None:
         raise InvalidArgument("clipping='per_tensor' needs max_norm, the norm that each gradient is clipped to.")
+    if sync is not None and not callable(sync):
+        raise InvalidArgument(f"sync={sync!r} must be a function without arguments: is this the last micro-batch?")
+    if keep_bytes != 0:
+        raise Refused(f"keep_bytes={keep_bytes} is not built yet; use keep_bytes=0, two whole passes.")
     if sync is not None and accumulation is None:
         raise InvalidArgument("sync tells the last micro-batch from the others; it needs accumulation='hold' or 'state'.")
     clip = "none" if max_norm is None else {"exact": "global_norm", "per_tensor": "per_tensor"}[clipping]
-    _check_setup(model, optimizer, clip, accumulation or "none", scaler)
-    if optimizer.on_nonfinite == "raise" and not (clip == "global_norm" and accumulation != "state"):
+    _check_setup(model, optimizer, clip, accumulation or "none", scaler, process_group)
+    at_once = (clip == "global_norm" and accumulation != "state") or (accumulation == "hold" and sync is None)
+    if optimizer.on_nonfinite == "raise" and not at_once:
         raise Refused(
             "on_nonfinite='raise' promises that nothing was changed, which a single pass cannot keep: earlier layers are "
             "updated already. Use on_nonfinite='skip', or max_norm=float('inf') with release.guard(loss)."
@@ -83,13 +93,20 @@ def release_gradients(
 
 def lenient_release(model: nn.Module, optimizer: ReleasableOptimizer) -> Release:
     """The release of `prepare_for_gradient_release`: every backward is an update, unless optimizer_accumulation is on."""
-    _check_setup(model, optimizer, "none", "state", None)
+    _check_setup(model, optimizer, "none", "state")
     if optimizer.on_nonfinite == "raise":
         raise Refused("on_nonfinite='raise' promises that nothing was changed, which release cannot keep; use 'skip'.")
     return Release(model, optimizer, policy=Policy.STATE, strict=False, last=lambda: not optimizer.optimizer_accumulation)
 
 
-def _check_setup(model: nn.Module, optimizer: ReleasableOptimizer, clipping: str, accumulation: str, scaler: Any) -> None:
+def _check_setup(
+    model: nn.Module,
+    optimizer: ReleasableOptimizer,
+    clipping: str,
+    accumulation: str,
+    scaler: Any = None,
+    process_group: Any = None,
+) -> None:
     if not isinstance(optimizer, ReleasableOptimizer):
         raise InvalidArgument(
             f"optimizer is a {type(optimizer).__name__}; gradient release needs penstock.torch_frontend's StableAdamW, AdamW "
@@ -103,9 +120,16 @@ def _check_setup(model: nn.Module, optimizer: ReleasableOptimizer, clipping: str
         raise Refused("optimizer has no trainable parameter of this model; construct it from model.parameters().")
     if optimizer.release is not None:
         raise Refused("this optimizer's gradients are released already; call remove() on that release first.")
-    for release in active_releases():
-        if any(release.hooked(parameter) for parameter in optimized):
-            raise Refused("a parameter is in another optimizer's release already; call remove() on that release first.")
+    if any(release.hooked(parameter) for release in active_releases() for parameter in optimized):
+        raise Refused("a parameter is in another optimizer's release already; call remove() on that release first.")
+    if clipping == "global_norm" and any(p.requires_grad and p not in known for p in optimized):
+        raise Refused(
+            "optimizer has parameters outside this model, which max_norm would leave out of the norm; use release_gradients on "
+            "the module that holds all of them."
+        )
+    for name, module in model.named_modules():
+        if getattr(module, "sparse", False) and any(parameter in set(optimized) for parameter in module.parameters()):
+            raise UnsupportedTensor(f"module {name!r} gives sparse gradients; construct it with sparse=False.")
     for parameter in optimized:
         group = optimizer.group_of(parameter)
         require(
@@ -113,7 +137,7 @@ def _check_setup(model: nn.Module, optimizer: ReleasableOptimizer, clipping: str
                 clipping=clipping,
                 loss_scaling="none" if scaler is None else "dynamic",
                 accumulation=accumulation,
-                communication=_communication(model),
+                communication="process_group" if process_group is not None else _communication(model),
                 compensation=compensations.resolve(group["compensation"], dtype_name(parameter.dtype)),
                 backend=optimizer.backend,
             )

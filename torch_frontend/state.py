@@ -8,14 +8,21 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..core import compensation
 from ..core.errors import InvalidArgument
+from ..core.rules import Rule
+from .array_ops import dtype_name
+from .groups import SETTINGS, check_group
+
+REQUIRED = (*SETTINGS, "compensation", "state_dtype", "capturable")
+"""The keys that every parameter group of penstock's has."""
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 PER_ELEMENT = (*MOMENTS, "compensation")
 """The keys of a parameter's state that have its shape."""
 
 
-def check_loadable(state_dict: Mapping[str, Any], groups: list[dict[str, Any]]) -> None:
+def check_loadable(rule: Rule, state_dict: Mapping[str, Any], groups: list[dict[str, Any]]) -> None:
     """Raise `InvalidArgument` if `state_dict` is not one of penstock's, or not one of these parameters'.
 
     torch.optim keeps moments that are debiased where they are used; penstock's are debiased already. Taken for each other
@@ -25,7 +32,7 @@ def check_loadable(state_dict: Mapping[str, Any], groups: list[dict[str, Any]]) 
     states = state_dict.get("state")
     if saved_groups is None or states is None:
         raise InvalidArgument("state_dict has no 'param_groups' and 'state'; give what an optimizer's state_dict() returned.")
-    if states and any("compensation" not in group for group in saved_groups):
+    if any(key not in group for group in saved_groups for key in REQUIRED):
         raise InvalidArgument(
             "state_dict comes from another optimizer than penstock's: its moments are debiased elsewhere. Start with fresh "
             "state: load only the model, and construct the optimizer anew."
@@ -41,11 +48,22 @@ def check_loadable(state_dict: Mapping[str, Any], groups: list[dict[str, Any]]) 
                 f"parameter group {number} of state_dict has {len(saved['params'])} parameters, the optimizer's has "
                 f"{len(group['params'])}; construct it as the saved one was."
             )
+        check_group(rule, {**saved, "params": group["params"]})
         for index, parameter in zip(saved["params"], group["params"], strict=True):
-            _check_tensor_state(states.get(index, {}), parameter, f"parameter {index} of group {number}")
+            described = f"parameter {index} of group {number}"
+            expected = compensation.resolve(saved["compensation"], dtype_name(parameter.dtype))
+            _check_tensor_state(states.get(index, {}), parameter, expected, described)
 
 
-def _check_tensor_state(state: Mapping[str, Any], parameter: Tensor, described: str) -> None:
+def _check_tensor_state(state: Mapping[str, Any], parameter: Tensor, expected: str, described: str) -> None:
+    kept = state.get("compensation")
+    has = None if kept is None else dtype_name(kept.dtype)
+    wants = compensation.compensation_dtype(expected, dtype_name(parameter.dtype))
+    if state and has != wants:
+        raise InvalidArgument(
+            f"the compensation of {described} is {has} in state_dict, and a parameter of dtype {dtype_name(parameter.dtype)} "
+            f"needs {wants}; load it into a model of the dtype that it was saved with."
+        )
     for key in PER_ELEMENT:
         value: Tensor | None = state.get(key)
         if value is not None and value.shape != parameter.shape:

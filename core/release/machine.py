@@ -10,6 +10,7 @@ RELEASE    (there is none: a second one is refused)        update, free  yes
 HOLD       keep the gradient, the next one adds to it      update, free  yes
 STATE      into the moments, free                          update, free  no: AdamA
 MEASURE    norm and finiteness, free                       the same      changes nothing
+PAUSE      keep the gradient, as without release           the same      yes
 =========  ==============================================  ============  =======================
 """
 
@@ -28,6 +29,7 @@ class Policy(enum.Enum):
     HOLD = "hold"
     STATE = "state"
     MEASURE = "measure"
+    PAUSE = "pause"
 
 
 class Status(enum.Enum):
@@ -82,9 +84,13 @@ class GradientReady:
 
 @dataclasses.dataclass(frozen=True)
 class Step:
-    """optimizer.step(): what is pending is flushed, and the group closes. finite: as in `GradientReady`."""
+    """optimizer.step(): what is pending is flushed, and the group closes.
+
+    finite: as in `GradientReady`. waiting: a gradient lies in `.grad`.
+    """
 
     finite: bool = True
+    waiting: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -126,6 +132,8 @@ def decide(policy: Policy, status: Status, event: Event, *, strict: bool = True)
 def _gradient_ready(policy: Policy, status: Status, event: GradientReady, strict: bool) -> Decision:
     if policy is Policy.MEASURE:
         return Decision(Action.MEASURE, status)
+    if policy is Policy.PAUSE:
+        return Decision(Action.KEEP, Status.HELD if status is Status.IDLE else status)
     if status is Status.RELEASED and strict:
         raise Refused(
             "it was already updated in this step, and another gradient arrived before optimizer.step(). "
@@ -151,7 +159,14 @@ def _step(status: Status, event: Step, strict: bool) -> Decision:
     if status is Status.HELD:
         return Decision(Action.UPDATE if event.finite else Action.DISCARD, Status.IDLE)
     if status is Status.ACCUMULATED:
-        return Decision(Action.APPLY, Status.IDLE) if strict else Decision(Action.NOTHING, status)
+        if not strict:
+            return Decision(Action.NOTHING, status)
+        return Decision(Action.UPDATE_LAST if event.waiting and event.finite else Action.APPLY, Status.IDLE)
+    if status is Status.RELEASED and event.waiting:
+        raise Refused(
+            "a gradient lies in `.grad`, set by hand or left by release.paused(), after it was already updated in this step. "
+            "Call optimizer.step() before such a gradient comes; optimizer.zero_grad() discards it."
+        )
     return Decision(Action.NOTHING, Status.IDLE)
 
 

@@ -167,3 +167,16 @@ def test_the_ledger_counts_a_gradient_that_grows_once() -> None:
     assert (ledger.live, ledger.peak) == (50, 150)
     ledger.reset_peak()
     assert ledger.peak == 50
+
+
+@pytest.mark.parametrize("status", list(Status))
+def test_a_paused_gradient_is_kept_and_loses_nothing(status: Status) -> None:
+    decision = decide(Policy.PAUSE, status, GradientReady(last=False))
+    assert decision.action is Action.KEEP
+    assert decision.status is (Status.HELD if status is Status.IDLE else status)
+    if status is Status.ACCUMULATED:
+        assert decide(Policy.STATE, decision.status, Step(waiting=True)).action is Action.UPDATE_LAST
+        assert decide(Policy.STATE, decision.status, Step(waiting=True, finite=False)).action is Action.APPLY
+    if status is Status.RELEASED:
+        with pytest.raises(Refused, match="zero_grad"):
+            decide(Policy.RELEASE, decision.status, Step(waiting=True))

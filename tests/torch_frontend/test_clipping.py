@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from tests.torch_support import LiveGradients, batches, layers, loss_of, same_parameters, snapshot, train, unchanged
+from tests.torch_support import LiveGradients, batches, layers, loss_of, snapshot, train, unchanged
 
 from penstock.core.errors import InvalidArgument, Refused
 from penstock.torch_frontend import AdamW, StableAdamW, release_gradients
@@ -32,8 +32,8 @@ def test_guard_clips_the_global_norm_as_torch_does_with_one_gradient_alive() -> 
     release = release_gradients(models[1], optimizers[1], max_norm=MAX_NORM)
     seen = []
     train(models[1], optimizers[1], batches(20, 32), loss=release.guard, after_step=lambda: seen.append(release.last_norm))
-    # Norms of a few hundred thousand terms, summed in another order: a few roundings.
-    torch.testing.assert_close(torch.stack(seen), torch.stack(norms), rtol=1e-6, atol=0)
+    torch.testing.assert_close(seen[0].float(), norms[0], rtol=1e-6, atol=0)  # of the same gradient, in another order
+    torch.testing.assert_close(torch.stack(seen).float(), torch.stack(norms), rtol=1e-4, atol=0)  # of runs 1e-5 apart
     for a, b in zip(models[0].parameters(), models[1].parameters(), strict=True):
         torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
     assert measured.peak == release.ledger.peak <= 1.1 * (32 * 32 + 32) * 4
@@ -64,7 +64,8 @@ def test_per_tensor_clipping_is_one_pass() -> None:
         optimizers[0].zero_grad()
     release_gradients(models[1], optimizers[1], max_norm=MAX_NORM, clipping="per_tensor")
     train(models[1], optimizers[1], batches(5))
-    assert same_parameters(*models)
+    for a, b in zip(models[0].parameters(), models[1].parameters(), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-6, atol=1e-7)  # norms in float64 against norms in float32
 
 
 def test_a_declared_norm_without_the_guard_raises_before_the_first_update() -> None:
@@ -113,3 +114,70 @@ def test_overflow_under_guard_changes_nothing() -> None:
     handle.remove()
     train(model, optimizer, batches(1), loss=release.guard)
     assert not unchanged(before, snapshot(model, optimizer))
+
+
+def test_guard_adds_nothing_to_gradients_that_are_not_its_own() -> None:
+    """A head with an optimizer of its own, an input that requires a gradient, a layer unfrozen after set-up."""
+    found = []
+    for released in (False, True):
+        model, head = layers(3), torch.nn.Linear(8, 2)
+        torch.nn.init.ones_(head.weight)
+        torch.nn.init.zeros_(head.bias)
+        for p in model[0].parameters():
+            p.requires_grad_(False)
+        optimizer = AdamW(model.parameters(), lr=1e-2)
+        release = release_gradients(model, optimizer, max_norm=MAX_NORM) if released else None
+        for p in model[0].parameters():
+            p.requires_grad_(True)
+        x = batches(1)[0].requires_grad_()
+        loss = head(model(x)).pow(2).mean()
+        (release.guard(loss) if release else loss).backward()
+        if not released:
+            norm = torch.nn.utils.clip_grad_norm_(model.parameters(), MAX_NORM)
+        optimizer.step()
+        found.append((x.grad, head.weight.grad, *model.parameters(), norm if not released else release.last_norm.float()))
+    for a, b in zip(*found, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-7)
+
+
+def test_two_guards_or_a_guard_over_another_release_are_refused_before_anything_changes() -> None:
+    model = layers()
+    first, second = AdamW(model[0].parameters()), AdamW(model[1:].parameters())
+    releases = [release_gradients(model, first, max_norm=1.0), release_gradients(model, second, max_norm=1.0)]
+    before = [p.detach().clone() for p in model.parameters()]
+    with pytest.raises(Refused, match="guarded already"):
+        releases[0].guard(releases[1].guard(loss_of(model, batches(1)[0])))
+    with pytest.raises(Refused, match="another optimizer's release"):
+        releases[0].guard(loss_of(model, batches(1)[0])).backward()
+    assert all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
+
+
+def test_finiteness_is_judged_on_elements_and_norms_do_not_overflow() -> None:
+    model = layers(2)
+    optimizer = AdamW(model.parameters(), on_nonfinite="skip")
+    release = release_gradients(model, optimizer, max_norm=1.0)
+    model[0][0].weight.register_hook(lambda g: torch.full_like(g, 1e25))  # its square is beyond float32
+    before = [p.detach().clone() for p in model.parameters()]
+    train(model, optimizer, batches(1), loss=release.guard)
+    assert release.skipped == 0
+    assert float(release.last_norm) == pytest.approx(8e25, rel=1e-6)
+    assert not torch.equal(before[0], model[0][0].weight)
+
+
+def test_guard_works_with_both_kinds_of_checkpointing() -> None:
+    from torch.utils.checkpoint import checkpoint
+
+    for reentrant in (False, True):
+        models = [layers(), layers()]
+        optimizers = [StableAdamW(m.parameters(), lr=1e-2) for m in models]
+        clipped_plainly(models[0], optimizers[0], batches(3))
+        release = release_gradients(models[1], optimizers[1], max_norm=MAX_NORM)
+        for batch in batches(3):
+            x = batch.clone().requires_grad_()
+            for layer in models[1]:
+                x = checkpoint(layer, x, use_reentrant=reentrant)
+            release.guard(x.pow(2).mean()).backward()
+            optimizers[1].step()
+            optimizers[1].zero_grad()
+        for a, b in zip(models[0].parameters(), models[1].parameters(), strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)

@@ -144,3 +144,21 @@ def test_without_a_compiler_an_explicit_request_raises_and_auto_stays_eager(tmp_
     last = [line for line in done.stderr.splitlines() if "Refused" in line][-1]
     assert "backend='compiled': torch.compile does not work here" in last
     assert "backend='eager'" in last
+
+
+def test_layouts_that_are_no_vectors_need_no_graph_each() -> None:
+    results = []
+    for backend in ("eager", "compiled"):
+        parameters = []
+        for rank in range(1, 12):
+            base = torch.zeros(rank + 1, 4, 2)
+            parameters.append(base[..., :: 1 + rank % 2][:, ::2].copy_(torch.ones(())).requires_grad_())
+        parameters = [p.detach().requires_grad_() for p in parameters]
+        optimizer = StableAdamW(parameters, lr=1e-2, backend=backend)
+        for p in parameters:
+            p.grad = torch.ones(p.shape)
+        optimizer.step()
+        assert all(optimizer.state[p]["step"] == 1 for p in parameters)
+        results.append(parameters)
+    for p, q in zip(*results, strict=True):
+        assert torch.equal(p, q)

@@ -34,6 +34,7 @@ BATCH = 16
 
 Key = tuple[Any, ...]
 Vectors = tuple[Any, ...]  # tensors; None where there is none
+Task = tuple[TensorSlot, Vectors]
 
 
 class CompiledBackend:
@@ -46,51 +47,50 @@ class CompiledBackend:
 
     def update_all(self, pairs: Sequence[tuple[TensorSlot, Tensor]]) -> None:
         """See `Backend`."""
-        by_key: dict[Key, list[tuple[TensorSlot, Tensor]]] = {}
+        by_key: dict[Key, list[Task]] = {}
         for slot, gradient in pairs:
-            if _too_small(slot):
+            vectors = _vectors(slot, gradient)
+            if vectors is None:
                 self._eager.update(slot, gradient, first=True)
             else:
-                by_key.setdefault(_key(slot), []).append((slot, gradient))
+                by_key.setdefault(_key(slot), []).append((slot, vectors))
         for key, alike in by_key.items():
             for batch in _batches(alike):
-                _run("update", True, key, [slot for slot, _ in batch], [gradient for _, gradient in batch])
+                _run("update", True, key, batch)
 
     def update(self, slot: TensorSlot, gradient: Tensor, *, first: bool) -> None:
         """See `Backend`."""
-        if _too_small(slot):
+        vectors = _vectors(slot, gradient)
+        if vectors is None:
             self._eager.update(slot, gradient, first=first)
             return
-        _run("update", first, _key(slot), [slot], [gradient])
+        _run("update", first, _key(slot), [(slot, vectors)])
         slot.state.pop("mean_square", None)
 
     def accumulate(self, slot: TensorSlot, gradient: Tensor, *, first: bool) -> None:
         """See `Backend`."""
-        if _too_small(slot):
+        vectors = _vectors(slot, gradient)
+        if vectors is None:
             self._eager.accumulate(slot, gradient, first=first)
             return
-        slot.state["mean_square"] = _run("accumulate", first, _key(slot), [slot], [gradient])[0]
+        slot.state["mean_square"] = _run("accumulate", first, _key(slot), [(slot, vectors)])[0]
 
     def apply(self, slot: TensorSlot) -> None:
         """See `Backend`."""
-        if _too_small(slot):
+        vectors = _vectors(slot, None)
+        if vectors is None:
             self._eager.apply(slot)
             return
-        _run("apply", False, _key(slot), [slot], [None])
+        _run("apply", False, _key(slot), [(slot, vectors)])
         slot.state.pop("mean_square")
 
 
-def _too_small(slot: TensorSlot) -> bool:
-    """The compiler makes special graphs for the sizes 0 and 1; the eager backend gives the same bits at once."""
-    return slot.parameter.numel() < 2
-
-
-def _batches(alike: list[tuple[TensorSlot, Tensor]]) -> Iterator[list[tuple[TensorSlot, Tensor]]]:
+def _batches(alike: list[Task]) -> Iterator[list[Task]]:
     full = len(alike) - len(alike) % BATCH
     for start in range(0, full, BATCH):
         yield alike[start : start + BATCH]
-    for pair in alike[full:]:
-        yield [pair]
+    for task in alike[full:]:
+        yield [task]
 
 
 def _key(slot: TensorSlot) -> Key:
@@ -100,23 +100,27 @@ def _key(slot: TensorSlot) -> Key:
     return (slot.rule.name, slot.compensation, *settings, dtypes, slot.parameter.device)
 
 
-def _run(
-    kind: str, first: bool, key: Key, slots: Sequence[TensorSlot], gradients: Sequence[Tensor | None]
-) -> list[Tensor | float]:
+def _run(kind: str, first: bool, key: Key, tasks: Sequence[Task]) -> list[Tensor | float]:
     """One call of a graph; the summed mean square of each slot comes back."""
-    vectors = [_vectors(slot, gradient) for slot, gradient in zip(slots, gradients, strict=True)]
+    lead = tasks[0][0]
     pending = kind == "apply" or not first
-    totals = _numbers(slots[0], [[slot.state["mean_square"] for slot in slots]])[0] if pending else None
-    graph = _compiled(kind, first, *key, len(slots))
-    return graph(vectors, _numbers(slots[0], [_scalars(slot) for slot in slots]), totals)
+    totals = _numbers(lead, [[slot.state["mean_square"] for slot, _ in tasks]])[0] if pending else None
+    graph = _compiled(kind, first, *key, len(tasks))
+    return graph([vectors for _, vectors in tasks], _numbers(lead, [_scalars(slot) for slot, _ in tasks]), totals)
 
 
-def _vectors(slot: TensorSlot, gradient: Tensor | None) -> Vectors:
-    """parameter, gradient, exp_avg, exp_avg_sq, compensation; an absent one is None."""
+def _vectors(slot: TensorSlot, gradient: Tensor | None) -> Vectors | None:
+    """parameter, gradient, exp_avg, exp_avg_sq, compensation; an absent one is None.
+
+    None for what the eager backend does, with the same arithmetic: the compiler would make a special graph for each of the
+    sizes 0 and 1, and for every layout that is no vector.
+    """
     named = {"parameter": slot.parameter, "gradient": gradient}
     named |= {name: slot.state.get(name) for name in ("exp_avg", "exp_avg_sq", "compensation")}
+    if slot.parameter.numel() < 2:
+        return None
     present = along_memory({name: tensor for name, tensor in named.items() if tensor is not None})
-    return tuple(present.get(name) for name in named)
+    return None if present is None else tuple(present.get(name) for name in named)
 
 
 def _scalars(slot: TensorSlot) -> list[Any]:

@@ -168,6 +168,8 @@ def _pieces(slot: TensorSlot, gradient: Tensor | None) -> Iterator[_Piece]:
         if name in slot.state:
             tensors[name] = slot.state[name]
     flat = along_memory(tensors)
+    if flat is None:  # rows, as they lie
+        flat = {name: tensor.detach() for name, tensor in tensors.items()}
     lead = next(iter(flat.values()))
     piece = PIECE.get(lead.device.type, PIECE_ELSEWHERE)
     rows = max(1, piece * max(1, lead.shape[0]) // max(1, lead.numel()))
