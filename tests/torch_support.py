@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.multiprocessing.reductions import StorageWeakRef
 
 from penstock.torch_frontend import Adam, AdamW, StableAdamW
 
@@ -70,30 +69,3 @@ def snapshot(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[Tensor]
 
 def unchanged(before: list[Tensor], after: list[Tensor]) -> bool:
     return len(before) == len(after) and all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
-
-
-class LiveGradients:
-    """Bytes of gradient alive, counted by storage at every arrival; believes nobody and keeps nothing alive."""
-
-    def __init__(self, model: nn.Module) -> None:
-        self.peak = 0
-        self._seen: dict[int, tuple[StorageWeakRef, int]] = {}
-        for parameter in model.parameters():
-            parameter.register_post_accumulate_grad_hook(self._arrived)
-
-    def _arrived(self, parameter: Tensor) -> None:
-        assert parameter.grad is not None
-        storage = parameter.grad.untyped_storage()
-        reference = StorageWeakRef(storage)
-        self._seen[reference.cdata] = (reference, storage.nbytes())
-        self.peak = max(self.peak, self.now())
-
-    def now(self) -> int:
-        return sum(size for reference, size in self._seen.values() if not reference.expired())
-
-
-def plain_and_released(make: Callable[[nn.Module], torch.optim.Optimizer], **model: Any) -> Iterator[tuple[nn.Module, Any]]:
-    """Two equal models, each with its optimizer."""
-    for _ in range(2):
-        one = layers(**model)
-        yield one, make(one)

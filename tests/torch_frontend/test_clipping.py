@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
-from tests.torch_support import LiveGradients, batches, layers, loss_of, snapshot, train, unchanged
+from tests.torch_support import batches, layers, loss_of, snapshot, train, unchanged
 
 from penstock.core.errors import InvalidArgument, Refused
+from penstock.parity.live_gradients import LiveGradientMeter
 from penstock.torch_frontend import AdamW, StableAdamW, release_gradients
 
 MAX_NORM = 0.05
@@ -28,10 +29,10 @@ def test_guard_clips_the_global_norm_as_torch_does_with_one_gradient_alive() -> 
     optimizers = [StableAdamW(model.parameters(), lr=1e-2) for model in models]
     norms = clipped_plainly(models[0], optimizers[0], batches(20, 32))
     assert max(norms) > MAX_NORM
-    measured = LiveGradients(models[1])
     release = release_gradients(models[1], optimizers[1], max_norm=MAX_NORM)
     seen = []
-    train(models[1], optimizers[1], batches(20, 32), loss=release.guard, after_step=lambda: seen.append(release.last_norm))
+    with LiveGradientMeter(models[1].named_parameters()) as measured:
+        train(models[1], optimizers[1], batches(20, 32), loss=release.guard, after_step=lambda: seen.append(release.last_norm))
     torch.testing.assert_close(seen[0].float(), norms[0], rtol=1e-6, atol=0)  # of the same gradient, in another order
     torch.testing.assert_close(torch.stack(seen).float(), torch.stack(norms), rtol=1e-4, atol=0)  # of runs 1e-5 apart
     for a, b in zip(models[0].parameters(), models[1].parameters(), strict=True):
