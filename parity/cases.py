@@ -151,6 +151,15 @@ class Case:
         state = storage.state_dtype or "default"
         return f"{problem.setting.name}/{problem.rule.name}/{problem.dtype}/{storage.compensation}/state-{state}"
 
+    @property
+    def quick(self) -> bool:
+        """Whether a quick run has it: every rule, dtype and compensation, but not every combination with the rest.
+
+        Setting A is left out, as its learning rate and decay are those of shapes and its tensor is that of B, and moments
+        in full precision are tried without compensation only.
+        """
+        return self.problem.setting.name != "A" and (self.storage.state_dtype is None or self.storage.compensation == "none")
+
 
 def storages(dtype: str, state_dtypes: bool) -> tuple[Storage, ...]:
     """Every compensation that is possible for a parameter dtype; with `state_dtypes`, also with full-precision moments."""
@@ -169,15 +178,19 @@ def all_cases() -> Iterator[Case]:
                     yield Case(problem, storage)
 
 
-def select(pattern: str | None) -> list[Case]:
+def select(pattern: str | None, *, quick: bool = False) -> list[Case]:
     """The cases whose name matches a shell pattern (``B/*/bfloat16/*``), or has the pattern as one of its parts.
+
+    Args:
+        pattern: None: all cases.
+        quick: with pattern None, those that are `quick` only.
 
     Raises:
         InvalidArgument: no case does.
     """
     cases = list(all_cases())
     if pattern is None:
-        return cases
+        return [case for case in cases if case.quick or not quick]
     chosen = [case for case in cases if fnmatch.fnmatchcase(case.name, pattern) or pattern in case.name.split("/")]
     if not chosen:
         raise InvalidArgument(

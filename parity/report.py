@@ -5,19 +5,19 @@ from __future__ import annotations
 import importlib.metadata
 import itertools
 import json
+import math
 import os
 import pathlib
 import platform
 import sys
 import tempfile
+import uuid
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from rich.table import Table
 
-from penstock import __version__
-
-from ..core.errors import InvalidArgument
+from ..core.errors import InvalidArgument, Refused
 from .compare import Row
 
 SCHEMA = 1
@@ -43,12 +43,13 @@ def table(rows: Sequence[Row]) -> Table:
         for steps, group in itertools.groupby(of_case, key=lambda row: row.steps):
             members = list(group)
             parameters = {row.backend: row for row in members if row.quantity == "parameter"}
-            nearest = max(parameters.values(), key=lambda row: row.element_ratio)
+            known = [row for row in parameters.values() if row.failure is None]  # the others have no bound
+            nearest = max(known, key=_closeness, default=None)
             made.add_row(
                 name if steps == of_case[0].steps else "",
                 str(steps),
                 *(_errors(parameters.get(backend)) for backend in backends),
-                _cell(nearest.relative_bound, nearest.units_bound),
+                "-" if nearest is None else _cell(nearest.relative_bound, nearest.units_bound),
                 "within" if all(row.within for row in members) else "[bold red]BROKEN[/]",
             )
     return made
@@ -62,11 +63,13 @@ def summary(rows: Sequence[Row]) -> list[str]:
     return sentences
 
 
-def document(rows: Sequence[Row], command: Sequence[str], not_available: Mapping[str, str], seconds: float) -> dict[str, Any]:
-    """Everything that the JSON file says."""
+def document(
+    rows: Sequence[Row], *, version: str, command: Sequence[str], not_available: Mapping[str, str], seconds: float
+) -> dict[str, Any]:
+    """Everything that the JSON file says; `version` is penstock's."""
     return {
         "schema": SCHEMA,
-        "penstock": __version__,
+        "penstock": version,
         "command": list(command),
         "versions": {"python": platform.python_version(), **_versions()},
         "device": _device(),
@@ -87,22 +90,28 @@ def prepare(directory: pathlib.Path) -> None:
         directory.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=directory):
             pass
-    except OSError as error:
-        raise InvalidArgument(f"--report {directory}: cannot write there: {error.strerror or error}.") from error
+    except (OSError, ValueError) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise InvalidArgument(f"--report {str(directory)!r}: cannot write there: {reason}.") from error
 
 
 def write_json(directory: pathlib.Path, content: Mapping[str, Any]) -> pathlib.Path:
-    """Write parity.json into a directory, whole or not at all: under a temporary name first, then renamed."""
+    """Write parity.json into a directory, whole or not at all: under a temporary name first, then renamed.
+
+    Raises:
+        Refused: it could not be written; an earlier one is still there.
+    """
     target = directory / "parity.json"
-    handle, temporary = tempfile.mkstemp(dir=directory, prefix="parity.", suffix=".tmp")
+    temporary = directory / f"parity.{uuid.uuid4().hex}.tmp"  # a plain file, so that it has the usual permissions
     try:
-        with os.fdopen(handle, "w", encoding="utf-8") as file:
+        with temporary.open("x", encoding="utf-8") as file:
             json.dump(content, file, indent=1, allow_nan=False)
             file.write("\n")
         os.replace(temporary, target)
-    except BaseException:
-        os.unlink(temporary)
-        raise
+    except (OSError, ValueError) as error:
+        raise Refused(f"the report {str(target)!r} could not be written: {error}") from error
+    finally:
+        temporary.unlink(missing_ok=True)
     return target
 
 
@@ -114,6 +123,11 @@ def _complaint(row: Row) -> str:
         f"{place}: {row.quantity} has relative error {row.relative_error:.2e} (bound {row.relative_bound:.2e}) and at its "
         f"worst element {row.units:.3g} units in the last place (bound {row.units_bound:.3g})"
     )
+
+
+def _closeness(row: Row) -> float:
+    """How near a row comes to its bound; a NaN has no place in that order and goes first."""
+    return -math.inf if math.isnan(row.element_ratio) else row.element_ratio
 
 
 def _errors(row: Row | None) -> str:

@@ -63,9 +63,19 @@ class JaxRun:
         return held
 
     def _precision(self) -> contextlib.AbstractContextManager[Any]:
-        import jax
+        return float64() if self.is_float64 else contextlib.nullcontext()
 
-        return jax.enable_x64(True) if self.is_float64 else contextlib.nullcontext()
+
+def float64() -> contextlib.AbstractContextManager[Any]:
+    """64-bit arrays inside. Older versions of JAX have it among the experimental functions."""
+    import jax
+
+    if hasattr(jax, "enable_x64"):
+        return jax.enable_x64(True)
+    from jax import experimental
+
+    older: Any = experimental
+    return older.enable_x64(True)
 
 
 class JaxBackend:

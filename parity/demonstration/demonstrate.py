@@ -6,18 +6,19 @@ import time
 from functools import partial
 from typing import TYPE_CHECKING
 
+import numpy as np
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from . import figure, jax_run, torch_runs
 from .initialisation import initial_parameters, nbytes
-from .results import Run, relative_difference
+from .results import MIB, Run, relative_difference
 from .settings import AGREEMENT, Settings
-from .table import MIB, closing_table
+from .table import closing_table
 from .text import Batches, read_text
 
 if TYPE_CHECKING:
-    import numpy as np
+    from .initialisation import Parameters
 
 WIDTH = 120  # characters, where the output is no terminal
 
@@ -38,9 +39,8 @@ def check(settings: Settings) -> np.ndarray:
     return text
 
 
-def train_all(settings: Settings, text: np.ndarray, console: Console) -> list[Run]:
-    """The four runs, one after the other, from one initialisation and on the same batches, with progress bars."""
-    parameters = initial_parameters(settings.shape, seed=settings.seed, dtype=settings.dtype)
+def train_all(settings: Settings, parameters: Parameters, text: np.ndarray, console: Console) -> list[Run]:
+    """The four runs, one after the other, from these parameters and on the same batches, with progress bars."""
     batches = Batches(text, batch_size=settings.batch_size, context=settings.shape.context, seed=settings.seed)
     trainings = {name: partial(torch_runs.train, name) for name in torch_runs.NAMES} | {jax_run.NAME: jax_run.train}
     columns = (
@@ -89,7 +89,7 @@ class Throughput:
 
 
 def demonstrate(settings: Settings, console: Console) -> bool:
-    """Train, compare, print the table and write the figure.
+    """Train, compare, print the table and then write the figure.
 
     Args:
         settings: of the demonstration.
@@ -101,27 +101,29 @@ def demonstrate(settings: Settings, console: Console) -> bool:
 
     Raises:
         InvalidArgument: see `check`; nothing has happened then.
+        Refused: the figure could not be written; the table has been printed.
     """
     text = check(settings)
     started = time.perf_counter()
-    size = nbytes(initial_parameters(settings.shape, seed=settings.seed, dtype=settings.dtype))
-    count = size // (8 if settings.dtype == "float64" else 4)
+    parameters = initial_parameters(settings.shape, seed=settings.seed, dtype=settings.dtype)
+    size, count = nbytes(parameters), sum(value.size for value in parameters.values())
     model = f"{count / 1e6:.2f} million parameters, {settings.shape.layers} layers, {settings.dtype}, StableAdamW"
     source = "the source of Python's standard library" if settings.text is None else str(settings.text)
     console.print(f"{model}; {settings.steps} steps on {source}", markup=False, soft_wrap=True)
-    runs = train_all(settings, text, console)
-    figure.draw(runs, model=model, gradient_bytes=size, output=settings.output)
+    runs = train_all(settings, parameters, text, console)
     tokens = settings.steps * settings.tokens_per_step
     console.print(closing_table(runs, tokens=tokens, model=f"{model}: {size / MIB:.2f} MiB of gradient in all"))
+    agreed = settings.dtype != "float64" or verdict(runs, settings.steps, console)
+    figure.draw(runs, model=model, gradient_bytes=size, output=settings.output)
     seconds = time.perf_counter() - started
     console.print(f"written: {settings.output} ({seconds:.0f} s in all)", markup=False, soft_wrap=True)
-    return settings.dtype != "float64" or verdict(runs, settings.steps, console)
+    return agreed
 
 
 def verdict(runs: list[Run], steps: int, console: Console) -> bool:
     """Print whether all runs agree with the first within `AGREEMENT`, and return it."""
-    largest = max(relative_difference(run.parameters, runs[0].parameters) for run in runs)
-    agreed = largest <= AGREEMENT  # a NaN does not agree
+    largest = np.max([relative_difference(run.parameters, runs[0].parameters) for run in runs])  # a NaN stays
+    agreed = bool(largest <= AGREEMENT)  # a NaN does not agree
     console.print(
         f"{'agreed' if agreed else 'NOT AGREED'}: after {steps} steps in float64 all parameters of all runs are "
         f"{'within' if agreed else 'not within'} {AGREEMENT:.0e} of the first run's (largest difference {largest:.1e}).",

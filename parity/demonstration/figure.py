@@ -10,10 +10,9 @@ from typing import Any
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
-from ...core.errors import InvalidArgument
-from .results import Run
+from ...core.errors import InvalidArgument, Refused
+from .results import MIB, Run
 
-MIB = 2**20
 # One look for each run, in order. The first is broad and pale, the later ones lie on it and leave it visible.
 STYLES: tuple[dict[str, Any], ...] = (
     {"color": "#9ecae1", "linewidth": 6.0, "solid_capstyle": "round"},
@@ -26,14 +25,32 @@ STYLES: tuple[dict[str, Any], ...] = (
 def check_output(path: Path) -> None:
     """Raise `InvalidArgument` unless a figure can be written to this file; an existing one is replaced."""
     kinds = FigureCanvasAgg.get_supported_filetypes()
+    wrong = f"the output {str(path)!r} cannot be written: "
     if path.suffix.lower().removeprefix(".") not in kinds:
         raise InvalidArgument(f"the output {str(path)!r} must end in one of {', '.join('.' + kind for kind in sorted(kinds))}.")
-    if path.is_dir():
-        raise InvalidArgument(f"the output {str(path)!r} is a directory; name a file.")
-    if not path.parent.is_dir():
-        raise InvalidArgument(f"the output's directory {str(path.parent)!r} does not exist.")
-    if not os.access(path if path.exists() else path.parent, os.W_OK):
-        raise InvalidArgument(f"the output {str(path)!r} cannot be written: permission denied.")
+    try:
+        if path.is_dir():
+            raise InvalidArgument(f"the output {str(path)!r} is a directory; name a file.")
+        if not path.parent.is_dir():
+            raise InvalidArgument(f"the output's directory {str(path.parent)!r} does not exist.")
+        if path.exists() and not path.is_file():
+            raise InvalidArgument(f"the output {str(path)!r} is no regular file.")
+        _try_to_open(Path(os.path.realpath(path)))
+    except InvalidArgument:
+        raise
+    except OSError as error:
+        raise InvalidArgument(f"{wrong}{(error.strerror or 'unknown error').lower()}.") from error
+    except ValueError as error:
+        raise InvalidArgument(f"{wrong}{error}.") from error
+
+
+def _try_to_open(file: Path) -> None:
+    """Open a file for writing; its content stays, and what was not there before is not there afterwards."""
+    existed = file.exists()
+    with file.open("ab"):
+        pass
+    if not existed:
+        file.unlink()
 
 
 def draw(runs: Sequence[Run], *, model: str, gradient_bytes: int, output: Path) -> None:
@@ -44,6 +61,9 @@ def draw(runs: Sequence[Run], *, model: str, gradient_bytes: int, output: Path) 
         model: a few words for the title.
         gradient_bytes: of the gradients of all parameters together.
         output: file to write; its ending chooses the format.
+
+    Raises:
+        Refused: the file cannot be written after all.
     """
     figure = Figure(figsize=(13, 5.4), dpi=120, layout="constrained")
     FigureCanvasAgg(figure)
@@ -51,7 +71,10 @@ def draw(runs: Sequence[Run], *, model: str, gradient_bytes: int, output: Path) 
     loss_axes, memory_axes = figure.subplots(1, 2)
     _draw_losses(loss_axes, runs)
     _draw_memory(memory_axes, runs, gradient_bytes)
-    figure.savefig(output)
+    try:
+        figure.savefig(output)
+    except (OSError, ValueError, RuntimeError) as error:  # RuntimeError: a format whose helper program fails
+        raise Refused(f"the output {str(output)!r} could not be written: {error}") from error
 
 
 def _draw_losses(axes: Any, runs: Sequence[Run]) -> None:

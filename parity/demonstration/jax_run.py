@@ -27,8 +27,10 @@ def find_device(name: str) -> Any:
     Raises:
         InvalidArgument: there is no such device here.
     """
-    platform, _, index = name.partition(":")
+    platform, colon, index = name.partition(":")
     try:
+        if not platform or (colon and not index.isdecimal()):
+            raise ValueError(name)
         return jax.devices(platform)[int(index or 0)]
     except (RuntimeError, IndexError, ValueError) as error:
         raise InvalidArgument(f"JAX finds no device {name!r} here.") from error

@@ -9,6 +9,7 @@ import numpy as np
 
 from .initialisation import Parameters
 
+MIB = 2**20  # bytes
 Report = Callable[[float], None]  # called after every step with its loss
 
 
@@ -32,8 +33,12 @@ class Run:
 
 
 def relative_difference(parameters: Parameters, reference: Parameters) -> float:
-    """The largest over all tensors of max|p - r| / max|r|: relative to the tensor's largest element in the reference."""
-    return max(
-        float(np.max(np.abs(parameters[name] - value)) / max(np.max(np.abs(value)), np.finfo(value.dtype).tiny))
+    """The largest over all tensors of max|p - r| / max|r|: relative to the tensor's largest element in the reference.
+
+    A NaN anywhere makes it NaN.
+    """
+    differences = [
+        np.max(np.abs(parameters[name] - value)) / max(np.max(np.abs(value)), np.finfo(value.dtype).tiny)
         for name, value in reference.items()
-    )
+    ]
+    return float(np.max(differences))  # Python's max would drop a NaN

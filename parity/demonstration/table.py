@@ -6,9 +6,7 @@ from collections.abc import Sequence
 
 from rich.table import Table
 
-from .results import Run, relative_difference
-
-MIB = 2**20
+from .results import MIB, Run, relative_difference
 
 
 def closing_table(runs: Sequence[Run], *, tokens: int, model: str) -> Table:

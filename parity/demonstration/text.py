@@ -40,6 +40,8 @@ def read_text(path: Path | None, *, at_least: int, at_most: int = MAXIMAL_BYTES)
         except OSError as error:
             reason = (error.strerror or "unknown error").lower()
             raise InvalidArgument(f"the text {str(file)!r} cannot be read: {reason}.") from error
+        except ValueError as error:  # no name of a file at all
+            raise InvalidArgument(f"the text {str(file)!r} cannot be read: {error}.") from error
         if len(text) >= at_most:
             break
     if len(text) < at_least:

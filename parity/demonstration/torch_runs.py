@@ -32,7 +32,7 @@ def find_device(name: str) -> torch.device:
     try:
         device = torch.device(wanted)
         torch.empty(0, device=device)
-    except (RuntimeError, AssertionError, NotImplementedError) as error:
+    except (RuntimeError, AssertionError, ImportError) as error:
         raise InvalidArgument(f"PyTorch finds no device {name!r} here.") from error
     if device.type == "meta":
         raise InvalidArgument("PyTorch cannot train on the device 'meta', which holds no numbers.")

@@ -9,12 +9,15 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
+from rich.console import Console
 
 from penstock.__main__ import main
 from penstock.commands import demo
 from penstock.parity.demonstration import demonstrate as demonstration
+from penstock.parity.demonstration.figure import check_output
 from penstock.parity.demonstration.results import Run
 from penstock.parity.demonstration.settings import ModelShape
 
@@ -85,12 +88,23 @@ def test_runs_that_do_not_agree_give_exit_status_1(monkeypatch, capsys) -> None:
         (["--output", "nowhere/demo.png"], "nowhere"),
         (["--output", "demo.xyz"], "demo.xyz"),
         (["--unknown"], "unknown"),
+        (["--device", "hpu"], "hpu"),
+        (["--device", "privateuseone"], "privateuseone"),
+        (["--device", ""], "''"),
+        (["--device", "cpu:-1"], "cpu:-1"),
+        (["--output", "/proc/demo.png"], "/proc/demo.png"),
+        (["--output", "x" * 300 + ".png"], "too long"),
+        (["--output", "a\0b.png"], "null byte"),
+        (["--output", "pipe.png"], "no regular file"),
+        (["--text", "a\0b"], "null byte"),
+        (["--text", "x" * 300], "too long"),
     ],
 )
 def test_bad_usage_is_one_sentence_and_exit_status_2(arguments, named, tmp_path, capsys) -> None:
     (tmp_path / "empty.txt").touch()
     (tmp_path / "directory").mkdir()
     (tmp_path / "directory.png").mkdir()
+    os.mkfifo(tmp_path / "pipe.png")
     before = sorted(tmp_path.rglob("*"))
     try:
         status = main(["demo", *arguments])
@@ -102,6 +116,38 @@ def test_bad_usage_is_one_sentence_and_exit_status_2(arguments, named, tmp_path,
     assert wrong.count("\n") == 1
     assert printed == ""
     assert sorted(tmp_path.rglob("*")) == before
+
+
+def test_the_probe_leaves_an_existing_figure_as_it_is(tmp_path) -> None:
+    file, link = tmp_path / "old.png", tmp_path / "link.png"
+    file.write_bytes(PNG)
+    link.symlink_to("new.png")
+    check_output(file)
+    check_output(link)
+    assert file.read_bytes() == PNG
+    assert link.is_symlink()
+    assert not (tmp_path / "new.png").exists()
+
+
+def test_a_figure_that_cannot_be_written_is_one_sentence_after_the_table(monkeypatch, capsys) -> None:
+    def savefig(*arguments) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("matplotlib.figure.Figure.savefig", savefig)
+    assert demo.run(parse("--steps", "1"), shape=TINY) == 2
+    printed, wrong = capsys.readouterr()
+    assert "gradient release" in printed
+    assert "written:" not in printed
+    assert wrong.startswith("penstock demo: the output 'demo.png' could not be written: ")
+    assert "No space left on device" in wrong
+    assert wrong.count("\n") == 1
+
+
+def test_a_run_with_a_nan_does_not_agree() -> None:
+    good = Run("good", [1.0], {"a": np.ones(2)}, 1.0)
+    bad = Run("bad", [1.0], {"a": np.array([1.0, np.nan])}, 1.0)
+    assert demonstration.verdict([good, good], 1, Console(quiet=True))
+    assert not demonstration.verdict([good, good, bad], 1, Console(quiet=True))
 
 
 def test_the_command_module_imports_no_framework() -> None:

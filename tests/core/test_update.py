@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from decimal import Decimal, getcontext
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
 import torch
+from tests.jax_support import float64
 
 from penstock.core import compensation as compensations
 from penstock.core.array_ops import numpy_dtype, numpy_ops
@@ -92,7 +92,7 @@ def test_the_reference_equals_torch(rule: Rule, peer: type[torch.optim.Optimizer
 
 def test_the_reference_equals_optax() -> None:
     start = np.random.default_rng(1).normal(size=(7, 5))
-    with jax.enable_x64(True):
+    with float64():
         transform = optax.adamw(LEARNING_RATE, *ADAMW.betas, eps=ADAMW.eps, weight_decay=WEIGHT_DECAY)
         parameter = jnp.asarray(start)
         state = transform.init(parameter)

@@ -7,7 +7,10 @@ import sys
 import pytest
 
 from penstock.__main__ import COMMANDS, main
+from penstock.core.errors import Refused
 from penstock.parity import report
+from penstock.parity.cases import Case, select
+from penstock.parity.compare import Row, failed
 
 SOURCE = pathlib.Path(__file__).parents[2] / "src"
 ONE_CASE = ("parity", "--quick", "--backend", "numpy", "--cases", "B/adamw/float32/*")
@@ -31,7 +34,8 @@ def test_a_clean_run_prints_a_table_and_exits_with_0(capsys: pytest.CaptureFixtu
     [
         (("--backend", "cuda"), "backend='cuda' is not known; it must be one of numpy, eager, compiled, jax"),
         (("--cases", "sgd"), "no case matches 'sgd'"),
-        (("--report", "/dev/null/there"), "--report /dev/null/there: cannot write there: Not a directory."),
+        (("--report", "/dev/null/there"), "--report '/dev/null/there': cannot write there: Not a directory."),
+        (("--report", "a\0b"), "--report 'a\\x00b': cannot write there: embedded null byte."),
         (("--steps", "3"), "unrecognized arguments: --steps 3"),
     ],
 )
@@ -80,13 +84,58 @@ def test_the_json_has_every_row_and_says_where_it_comes_from(tmp_path: pathlib.P
 
 def test_a_report_that_cannot_be_finished_leaves_the_last_one(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
     report.write_json(tmp_path, {"rows": [1]})
-    with pytest.raises(ValueError, match="JSON"):
+    with pytest.raises(Refused, match="JSON"):
         report.write_json(tmp_path, {"rows": [float("nan")]})
     monkeypatch.setattr(os, "replace", lambda *_: (_ for _ in ()).throw(OSError("disk full")))
-    with pytest.raises(OSError, match="disk full"):
+    with pytest.raises(Refused, match=r"parity\.json' could not be written: disk full"):
         report.write_json(tmp_path, {"rows": [2]})
     assert [path.name for path in tmp_path.iterdir()] == ["parity.json"]
     assert json.loads((tmp_path / "parity.json").read_text()) == {"rows": [1]}
+
+
+def test_a_report_that_cannot_be_finished_is_one_sentence_and_exit_status_2_after_the_table(
+    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(os, "replace", lambda *_: (_ for _ in ()).throw(OSError("disk full")))
+    assert main((*ONE_CASE, "--report", str(tmp_path))) == 2
+    out, err = capsys.readouterr()
+    assert "6 of 6 comparisons are within their bounds" in out
+    assert err.startswith("penstock parity: the report ")
+    assert err.endswith("disk full\n")
+    assert err.count("\n") == 1
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(("mask", "mode"), [(0o022, 0o644), (0o077, 0o600)])
+def test_the_json_has_the_usual_permissions(tmp_path: pathlib.Path, mask: int, mode: int) -> None:
+    before = os.umask(mask)
+    try:
+        written = report.write_json(tmp_path, {})
+    finally:
+        os.umask(before)
+    assert written.stat().st_mode & 0o777 == mode
+
+
+def test_the_table_shows_the_bound_when_a_backend_has_no_number() -> None:
+    (case,) = select("B/adamw/float32/*")
+    nan = float("nan")
+    bad = failed(case, "broken", 1, "step 1: it fell over")
+    poisoned = Row(case.name, "poisoned", 1, "parameter", nan, 2.5e-7, nan, 3.0, nan)
+    good = Row(case.name, "good", 1, "parameter", 1e-8, 2.5e-7, 0.5, 4.0, 0.125)
+    for rows, bound in (([bad, poisoned, good], "2.5e-07 | 4"), ([bad, poisoned], "2.5e-07 | 3"), ([bad], "-")):
+        made = report.table(rows)
+        assert list(made.columns[-2].cells) == [bound]
+
+
+def test_a_quick_run_has_every_rule_dtype_and_compensation() -> None:
+    def kinds(cases: list[Case]) -> set[tuple[str, str, str]]:
+        return {(case.problem.rule.name, case.problem.dtype, case.storage.compensation) for case in cases}
+
+    quick, full = select(None, quick=True), select(None)
+    assert kinds(quick) == kinds(full)
+    assert {case.storage.state_dtype for case in quick} == {case.storage.state_dtype for case in full}
+    assert len(quick) < 0.7 * len(full)
+    assert select("A/*", quick=True) == select("A/*")  # what is asked for is not left out
 
 
 def test_the_numpy_backend_needs_neither_framework() -> None:

@@ -127,7 +127,7 @@ def test_float32_runs_start_together_in_both_frameworks() -> None:
     assert theirs.parameters["head"].dtype == np.float32
 
 
-@pytest.mark.parametrize("name", ["abacus", "cuda:99", "cpu:x", "meta"])
+@pytest.mark.parametrize("name", ["abacus", "cuda:99", "cpu:x", "cpu:-1", "", "meta"])
 def test_a_device_that_is_not_there_is_refused(name: str) -> None:
     with pytest.raises(InvalidArgument, match=f"PyTorch .* device '{name}'"):
         torch_runs.find_device(name)
@@ -141,3 +141,9 @@ def test_relative_difference_is_relative_to_the_largest_element() -> None:
     assert relative_difference(reference, reference) == 0
     assert relative_difference({"a": np.zeros(2)}, {"a": np.zeros(2)}) == 0
     assert np.isnan(relative_difference({"a": np.array([np.nan])}, {"a": np.ones(1)}))
+
+
+def test_relative_difference_does_not_lose_a_nan() -> None:
+    reference = {"a": np.array([1.0, -4.0]), "b": np.array([10.0])}
+    assert np.isnan(relative_difference({**reference, "b": np.array([np.nan])}, reference))
+    assert np.isnan(relative_difference({**reference, "a": np.array([1.0, np.nan])}, reference))

@@ -6,6 +6,7 @@ import pytest
 from penstock.core.errors import InvalidArgument, Refused
 from penstock.parity import Case, Held, register, run, unregister
 from penstock.parity.backends import choose
+from penstock.parity.backends.jax_transforms import float64
 from penstock.parity.backends.specification import NumpyBackend
 from penstock.parity.cases import all_cases, select
 from penstock.parity.truth import truths
@@ -169,3 +170,16 @@ def test_a_quick_run_leaves_the_compiler_out() -> None:
     chosen, reasons = choose(None, quick=True)
     assert "compiled" not in {backend.name for backend in chosen}
     assert "compiled" in reasons
+
+
+@pytest.mark.parametrize("older", [False, True])
+def test_float64_is_switched_on_for_a_while_in_older_versions_of_jax_too(older: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    jax = pytest.importorskip("jax")
+    experimental = pytest.importorskip("jax.experimental")
+    if older:
+        if not hasattr(experimental, "enable_x64"):
+            monkeypatch.setattr(experimental, "enable_x64", jax.enable_x64, raising=False)
+        monkeypatch.delattr(jax, "enable_x64", raising=False)
+    with float64():
+        assert jax.numpy.zeros(()).dtype == np.float64
+    assert jax.numpy.zeros(()).dtype == np.float32

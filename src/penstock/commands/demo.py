@@ -12,6 +12,7 @@ from typing import Any
 
 from ..core.errors import PenstockError
 from ..parity.demonstration.settings import DEFAULT_STEPS, DTYPES, ModelShape, Settings
+from . import refuse
 
 NEEDED = ("torch", "jax", "optax", "rich", "matplotlib")
 
@@ -24,7 +25,7 @@ def add_parser(subparsers: Any) -> None:
         description="Train a byte-level transformer on real text, from one initialisation and on the same batches: in PyTorch "
         "with zero_grad(set_to_none=False), with set_to_none=True and with gradient release, and in JAX. Print how far the "
         "runs are apart and how much gradient was alive, and draw both. Exit status: 0, 1 when --dtype float64 finds that "
-        "the runs do not agree, 2 on bad usage.",
+        "the runs do not agree, 2 on bad usage or when the figure cannot be written.",
     )
     steps = ", ".join(f"{count} in {dtype}" for dtype, count in DEFAULT_STEPS.items())
     parser.add_argument("--text", type=pathlib.Path, metavar="FILE", help="train on this file, not on Python's own source")
@@ -35,7 +36,7 @@ def add_parser(subparsers: Any) -> None:
 
 
 def run(arguments: argparse.Namespace, *, shape: ModelShape | None = None) -> int:
-    """Run the demonstration; 0, 1 when float64 runs do not agree, 2 on bad usage.
+    """Run the demonstration; 0, 1 when float64 runs do not agree, 2 on bad usage or without a figure.
 
     Args:
         arguments: parsed.
@@ -43,7 +44,7 @@ def run(arguments: argparse.Namespace, *, shape: ModelShape | None = None) -> in
     """
     missing = [name for name in NEEDED if find_spec(name) is None]
     if missing:
-        return _usage(f"this command needs {' and '.join(missing)}; install with: pip install 'penstock[parity]'")
+        return refuse("demo", f"this command needs {' and '.join(missing)}; install with: pip install 'penstock[parity]'")
     try:
         settings = Settings(
             steps=DEFAULT_STEPS.get(arguments.dtype, 1) if arguments.steps is None else arguments.steps,
@@ -66,9 +67,4 @@ def run(arguments: argparse.Namespace, *, shape: ModelShape | None = None) -> in
         console = Console(highlight=False, width=None if sys.stdout.isatty() else WIDTH)
         return 0 if demonstrate(settings, console) else 1
     except PenstockError as error:
-        return _usage(str(error))
-
-
-def _usage(sentence: str) -> int:
-    print(f"penstock demo: {sentence}", file=sys.stderr)
-    return 2
+        return refuse("demo", str(error))

@@ -9,7 +9,9 @@ import time
 from importlib.util import find_spec
 from typing import Any
 
+from .. import __version__
 from ..core.errors import PenstockError
+from . import refuse
 
 WIDTH = 150  # characters, where the output is no terminal
 
@@ -20,21 +22,22 @@ def add_parser(subparsers: Any) -> None:
         "parity",
         help="compare every backend with the float64 reference",
         description="Run every case on every backend, compare each with the float64 reference, and print the errors with "
-        "their bounds. Exit status: 0 when every bound holds, 1 when one is broken, 2 on bad usage.",
+        "their bounds. Exit status: 0 when every bound holds, 1 when one is broken, 2 on bad usage or when the report "
+        "cannot be written.",
     )
     parser.add_argument("--backend", action="append", metavar="NAME", help="only this backend; may be repeated")
     parser.add_argument(
         "--cases", metavar="PATTERN", help="only cases that match, as 'B/*/bfloat16/*', or that have this part, as 'adamw'"
     )
-    parser.add_argument("--quick", action="store_true", help="1 and 100 steps, not 2000, and no compiler")
+    parser.add_argument("--quick", action="store_true", help="1 and 100 steps, not 2000, fewer cases, and no compiler")
     parser.add_argument("--report", type=pathlib.Path, metavar="DIR", help="write parity.json with every number there")
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Run the suite; 0, 1 when a bound is broken, 2 on bad usage."""
+    """Run the suite; 0, 1 when a bound is broken, 2 on bad usage or without the report."""
     missing = [name for name in ("rich", "ml_dtypes") if find_spec(name) is None]
     if missing:
-        return _usage(f"this command needs {' and '.join(missing)}; install with: pip install 'penstock[parity]'")
+        return refuse("parity", f"this command needs {' and '.join(missing)}; install with: pip install 'penstock[parity]'")
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
@@ -43,16 +46,17 @@ def run(arguments: argparse.Namespace) -> int:
     from ..parity.suite import run_cases
 
     try:
-        cases = select(arguments.cases)
+        cases = select(arguments.cases, quick=arguments.quick)
         if arguments.report is not None:
             report.prepare(arguments.report)
         chosen, not_available = backends.choose(arguments.backend, quick=arguments.quick)
     except PenstockError as error:
-        return _usage(str(error))
+        return refuse("parity", str(error))
 
     started = time.perf_counter()
     columns = (TextColumn("{task.description:60}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
+    errors = Console(stderr=True)
+    with Progress(*columns, console=errors, transient=True, disable=not errors.is_terminal) as progress:
         parts = len({case.problem for case in cases}) + len(cases) * len(chosen)
         task = progress.add_task("", total=parts, completed=-1)
 
@@ -65,18 +69,17 @@ def run(arguments: argparse.Namespace) -> int:
 
     console = Console(highlight=False, width=None if sys.stdout.isatty() else WIDTH)
     if not rows:
-        return _usage("the backends refuse every one of these cases; choose others with --backend or --cases.")
+        return refuse("parity", "the backends refuse every one of these cases; choose others with --backend or --cases.")
     console.print(report.table(rows))
     for name, reason in not_available.items():
         console.print(f"{name} did not run: {reason}", markup=False)
     for sentence in report.summary(rows):
         console.print(sentence, markup=False, soft_wrap=True)
     if arguments.report is not None:
-        content = report.document(rows, sys.argv, not_available, seconds)
-        console.print(f"written: {report.write_json(arguments.report, content)}", markup=False, soft_wrap=True)
+        content = report.document(rows, version=__version__, command=sys.argv, not_available=not_available, seconds=seconds)
+        try:
+            written = report.write_json(arguments.report, content)
+        except PenstockError as error:
+            return refuse("parity", str(error))
+        console.print(f"written: {written}", markup=False, soft_wrap=True)
     return 0 if all(row.within for row in rows) else 1
-
-
-def _usage(sentence: str) -> int:
-    print(f"penstock parity: {sentence}", file=sys.stderr)
-    return 2
