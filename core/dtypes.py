@@ -54,6 +54,7 @@ def state_dtypes(
     exp_avg_sq: str | None = None,
     *,
     argument: str = "state_dtype",
+    beta2_argument: str = "beta2",
 ) -> StateDtypes:
     """The dtypes of a parameter's moments: the parameter's own, where they can be held in it.
 
@@ -63,6 +64,7 @@ def state_dtypes(
         exp_avg: asked for explicitly; None takes the parameter's.
         exp_avg_sq: asked for explicitly; None takes the parameter's, or float32 where that is too low.
         argument: the name of the argument behind `exp_avg_sq`, for the error.
+        beta2_argument: the name of the argument behind `beta2`, for the error.
 
     Raises:
         InvalidArgument: the dtype asked for cannot hold the second moment, or is no floating-point dtype.
@@ -74,7 +76,9 @@ def state_dtypes(
         highest = 1 - BFLOAT16_SECOND_MOMENT_LIMIT
         why = {
             "float16": "a float16 second moment underflows",
-            "bfloat16": f"a bfloat16 second moment never decays with beta2={beta2} (it needs beta2 <= {highest})",
+            "bfloat16": (
+                f"a bfloat16 second moment never decays with {beta2_argument}={beta2} (it needs {beta2_argument} <= {highest})"
+            ),
         }[exp_avg_sq]
         raise InvalidArgument(f"{argument}={exp_avg_sq} is too low: {why}. Use {argument}=float32, or leave it out.")
     second = exp_avg_sq

@@ -96,8 +96,9 @@ def compensated(tx: optax.GradientTransformation, compensation: str = "auto") ->
     float32 and float64 parameters are left alone. The updates stay in the parameters' dtype. With `optax.apply_updates`
     the result is exact while p/2 <= p' <= 2p and saturates beyond; in `make_update` and `make_train_step` it always is.
 
-    It must be the last transform in a chain: whatever changes the updates afterwards makes the kept bits wrong
-    (`make_update` and `make_train_step` refuse that; a chain alone cannot see it).
+    It must be the last transform in a chain: whatever changes the updates afterwards makes the kept bits wrong. So do
+    wrappers such as `optax.lookahead` and `optax.contrib.schedule_free`; under them use compensation="none". `make_update`
+    and `make_train_step` refuse both; with `optax.apply_updates` alone nothing can see it.
 
     Args:
         tx: any Optax transform whose updates are added to parameters. It sees the parameters, not the kept bits.

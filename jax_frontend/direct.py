@@ -15,17 +15,32 @@ import jax
 import optax
 
 from ..core.errors import Refused
-from .state import PyTree, compensated_leaves
+from .state import AdamState, CompensatedState, PyTree, compensated_leaves
 
 ARGUMENT = "penstock_destination"
 """Name of the extra argument that carries the `Destination` through chains."""
 
-_DECIDING_STATES = tuple(
-    getattr(optax, name)
-    for name in ("ApplyIfFiniteState", "MultiStepsState", "ConditionallyTransformState", "ConditionallyMaskState")
-    if hasattr(optax, name)
-)
+
+def _states(*names: str) -> tuple[type, ...]:
+    return tuple(getattr(optax, name) for name in names if hasattr(optax, name))
+
+
+_DECIDING_STATES = _states("ApplyIfFiniteState", "MultiStepsState", "ConditionallyTransformState", "ConditionallyMaskState")
 """States of the wrappers that hand out either their inner transform's increment or none, through a conditional."""
+
+_PASSING_STATES = _states("InjectHyperparamsState", "InjectStatefulHyperparamsState", "MaskedState", "PartitionState")
+"""States of the wrappers that hand out their inner transforms' increments as they are."""
+
+_INNER_STATES = ("inner_state", "inner_opt_state", "inner_states")
+"""What these states call the state of what they wrap; the last one is a dict, one for each group of parameters."""
+
+
+_NOT_LAST = (
+    "a compensated transform must be the last one to touch its updates, but here a later transform in a chain or a wrapper "
+    "around it (such as optax.lookahead or optax.contrib.schedule_free) changes them, or hides whether it does. Put it "
+    "last, a wrapper that decides whether to update (optax.apply_if_finite, optax.MultiSteps) directly around it or around "
+    "the chain that ends with it; or turn its compensation off with compensation='none'."
+)
 
 
 class _Deposit(NamedTuple):
@@ -62,6 +77,18 @@ def _contains(state: PyTree, kinds: tuple[type, ...]) -> bool:
     return any(isinstance(node, kinds) for node in nodes)
 
 
+def _compensates_last(state: PyTree) -> bool:
+    """Whether nothing follows a compensated transform, as far as the states of chains (tuples) and wrappers tell."""
+    if isinstance(state, AdamState | CompensatedState) or not compensated_leaves(state):
+        return True
+    if type(state) is tuple:
+        return not compensated_leaves(state[:-1]) and _compensates_last(state[-1])
+    if not isinstance(state, (*_DECIDING_STATES, *_PASSING_STATES)):
+        return False
+    inner = next(getattr(state, name) for name in _INNER_STATES if hasattr(state, name))
+    return all(_compensates_last(each) for each in (inner.values() if isinstance(inner, dict) else (inner,)))
+
+
 def as_transformation(tx: Any) -> optax.GradientTransformationExtraArgs:
     """tx, or what an object such as optax.MultiSteps stands for, taking extra arguments."""
     if not isinstance(tx, optax.GradientTransformation) and hasattr(tx, "gradient_transformation"):
@@ -77,7 +104,7 @@ def apply_directly(
     Of penstock's transforms the new parameters are taken as the specification has them, rounded once and with the exact
     compensation. Increments of other transforms are added. Under a wrapper that decides whether there is an update
     (optax.apply_if_finite, optax.MultiSteps) the increment is added, too, and a compensation is exact while
-    p/2 <= p' <= 2p.
+    p/2 <= p' <= 2p; its place is then read off the state, where a stateless wrapper of one's own cannot be seen.
 
     Args:
         tx: any Optax transform.
@@ -90,9 +117,11 @@ def apply_directly(
         The new parameters and the new state.
 
     Raises:
-        Refused: a later transform changes, or a wrapper hides, the increment of a compensated one.
+        Refused: a later transform or a wrapper changes or hides the increment of a compensated one.
     """
     destination = None if _contains(state, _DECIDING_STATES) else Destination()
+    if destination is None and not _compensates_last(state):
+        raise Refused(_NOT_LAST)
     passed = extra_args if destination is None else {**extra_args, ARGUMENT: destination}
     updates, new_state = as_transformation(tx).update(grads, state, params, **passed)
     treedef: Any
@@ -103,10 +132,6 @@ def apply_directly(
         deposits = [destination.take(update) for update in increments]
         taken = sum(d.compensated for d in deposits if d is not None)
         if taken + destination.without_gradient != compensated_leaves(state):
-            raise Refused(
-                "a compensated transform must be the last one to touch its updates, but here a later transform changes "
-                "them or a wrapper around it does not pass on extra arguments. Put it last in the chain, or turn its "
-                "compensation off with compensation='none'."
-            )
+            raise Refused(_NOT_LAST)
         new = [added if d is None else d.parameter for added, d in zip(new, deposits, strict=True)]
     return treedef.unflatten(new), new_state

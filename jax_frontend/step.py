@@ -17,7 +17,7 @@ from ..core import update as specification
 from ..core.array_ops import Array
 from ..core.compensation import Stored
 from ..core.dtypes import StateDtypes, check_parameter_dtype, compute_dtype, state_dtypes
-from ..core.errors import InvalidArgument
+from ..core.errors import InvalidArgument, UnsupportedTensor
 from ..core.hyperparameters import RANGES, Hyperparameters, Scalar
 from ..core.moments import Complements, debiased_complements
 from ..core.rules import Rule
@@ -32,7 +32,7 @@ Mask = PyTree | Callable[[PyTree], PyTree] | None
 
 NAMES = {"beta1": "b1", "beta2": "b2"}
 
-_increment_count = getattr(optax, "safe_increment", None) or optax.safe_int32_increment  # before optax 0.2.4
+_LOW_PRECISION = ("bfloat16", "float16")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -60,8 +60,8 @@ class Arguments:
         compensations.resolve(self.compensation, "bfloat16")
         for name, dtype in (("mu_dtype", self.mu_dtype), ("nu_dtype", self.nu_dtype)):
             if dtype is not None:
-                asked = {"exp_avg" if name == "mu_dtype" else "exp_avg_sq": _dtype_name(dtype)}
-                state_dtypes("float32", self.b2, **asked, argument=name)
+                asked = {"exp_avg" if name == "mu_dtype" else "exp_avg_sq": _dtype_name(dtype, name)}
+                state_dtypes("float32", self.b2, **asked, argument=name, beta2_argument=NAMES["beta2"])
 
     def hyperparameters(self, count: Any, *, check_schedules: bool = True) -> Hyperparameters:
         """The hyperparameters of the update after `count` others.
@@ -74,8 +74,14 @@ class Arguments:
             (value(count) if check_schedules else 0.0) if callable(value) else value
             for value in (self.learning_rate, self.weight_decay)
         )
+        for name, value in (("b1", self.b1), ("b2", self.b2), ("eps", self.eps)):
+            if not isinstance(value, numbers.Real) and getattr(value, "dtype", None) in _LOW_PRECISION:
+                raise InvalidArgument(
+                    f"{name} is a {value.dtype} array, in which it may round to a value out of its range; give a Python "
+                    "number or a float32 array: optax.inject_hyperparams(..., hyperparam_dtype=jnp.float32)."
+                )
         highest_by_default = self.decouple_lr and self.max_lr is None and isinstance(self.learning_rate, numbers.Real)
-        return Hyperparameters(
+        hyperparameters = Hyperparameters(
             learning_rate,
             self.b1,
             self.b2,
@@ -85,11 +91,16 @@ class Arguments:
             max_lr=self.learning_rate if highest_by_default else self.max_lr,
             names=NAMES,
         )
+        for field in RANGES:
+            if shape := getattr(getattr(hyperparameters, field), "shape", ()):
+                raise InvalidArgument(f"{NAMES.get(field, field)} has shape {shape}; it must be a number or a 0-d array.")
+        return hyperparameters
 
     def dtypes(self, parameter_dtype: str) -> StateDtypes:
         """The dtypes of a parameter's moments."""
-        mu, nu = (None if dtype is None else _dtype_name(dtype) for dtype in (self.mu_dtype, self.nu_dtype))
-        return state_dtypes(parameter_dtype, self.b2, mu, nu, argument="nu_dtype")
+        mu = None if self.mu_dtype is None else _dtype_name(self.mu_dtype, "mu_dtype")
+        nu = None if self.nu_dtype is None else _dtype_name(self.nu_dtype, "nu_dtype")
+        return state_dtypes(parameter_dtype, self.b2, mu, nu, argument="nu_dtype", beta2_argument=NAMES["beta2"])
 
     @property
     def decays(self) -> bool:
@@ -97,8 +108,11 @@ class Arguments:
         return not (isinstance(self.weight_decay, numbers.Real) and self.weight_decay == 0)
 
 
-def _dtype_name(dtype: Any) -> str:
-    return jnp.dtype(dtype).name
+def _dtype_name(dtype: Any, argument: str) -> str:
+    try:
+        return jnp.dtype(dtype).name
+    except TypeError as error:
+        raise InvalidArgument(f"{argument}={dtype!r} is not a dtype.") from error
 
 
 def _decayed(mask: Mask, params: PyTree) -> PyTree:
@@ -167,10 +181,10 @@ def transformation(rule: Rule, arguments: Arguments) -> optax.GradientTransforma
         destination = destination_of(extra_args)
         if params is None:
             _check_without_params(rule, arguments, state)
-        count: Any = _increment_count(state.count)
+        count: Any = optax.safe_increment(state.count)
         hyperparameters = arguments.hyperparameters(state.count)
         treedef: Any
-        grads, treedef = jax.tree.flatten(updates, is_leaf=lambda x: x is None)
+        grads, treedef = jax.tree_util.tree_flatten_with_path(updates, is_leaf=lambda x: x is None)
         parameters = [None] * len(grads) if params is None else treedef.flatten_up_to(params)
         if params is None or arguments.mask is None or not arguments.decays:
             decayed = [True] * len(grads)
@@ -179,12 +193,13 @@ def transformation(rule: Rule, arguments: Arguments) -> optax.GradientTransforma
         states = [treedef.flatten_up_to(field) for field in (state.mu, state.nu, state.compensation)]
         by_dtype: dict[str, _Numbers] = {}
         results = []
-        for gradient, parameter, decays, *kept in zip(grads, parameters, decayed, *states, strict=True):
+        for (path, gradient), parameter, decays, *kept in zip(grads, parameters, decayed, *states, strict=True):
             if gradient is None:  # nothing to update with: the state stays as it is
                 if kept[2] is not None and destination is not None:
                     destination.without_gradient += 1
                 results.append((None, *kept))
                 continue
+            _check_gradient(gradient, kept[0], path)
             wide = compute_dtype(jax_ops.dtype_name(gradient if parameter is None else parameter))
             if wide not in by_dtype:
                 by_dtype[wide] = _Numbers.of(hyperparameters, count, wide)
@@ -204,6 +219,15 @@ def _check_without_params(rule: Rule, arguments: Arguments, state: AdamState) ->
         why = f"for compensation={arguments.compensation!r}"
     if why is not None:
         raise InvalidArgument(params_needed(rule.name, why))
+
+
+def _check_gradient(gradient: Array, mu: Array, path: Any) -> None:
+    name = f"the gradient of params{jax.tree_util.keystr(path)}"
+    dtype = jax_ops.dtype_name(gradient)
+    if not jnp.issubdtype(dtype, jnp.floating):
+        raise UnsupportedTensor(f"{name} has dtype {dtype}; it must be a floating-point array.")
+    if jnp.shape(gradient) != jnp.shape(mu):
+        raise InvalidArgument(f"{name} has shape {jnp.shape(gradient)}, but its state has {jnp.shape(mu)}; they must be equal.")
 
 
 def _update_leaf(

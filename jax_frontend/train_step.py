@@ -9,16 +9,18 @@ import jax
 import jax.numpy as jnp
 import optax
 from jax import lax
-from jax.core import Tracer
 
 from ..core.dtypes import compute_dtype
 from ..core.errors import InvalidArgument
 from ..core.hyperparameters import Range, check_number
 from .array_ops import jax_ops
+from .buffers import buffers, strong
 from .direct import apply_directly, as_transformation
 from .state import PyTree
 
 LossFunction = Callable[[PyTree, PyTree], Any]
+
+_LARGEST_SCALE = 2.0**14  # its reciprocal is float16's smallest normal number
 
 
 class TrainState(NamedTuple):
@@ -35,26 +37,17 @@ def init_train_state(tx: optax.GradientTransformation, params: PyTree) -> TrainS
         tx: any Optax transform.
         params: copied.
     """
-    copied = jax.tree.map(jnp.copy, params)
-    taken: set[int] = set()
+    copied = jax.tree.map(lambda leaf: strong(jnp.copy(leaf)), params)
+    taken: set[Any] = set()
 
     def own(leaf: Any) -> Any:
         # Some transforms start from the parameters themselves (averages of them); a buffer can be donated only once.
-        buffers = _buffers(leaf)
-        shared = not taken.isdisjoint(buffers)
-        taken.update(buffers)
+        held = buffers(leaf)
+        shared = not taken.isdisjoint(held)
+        taken.update(held)
         return jnp.copy(leaf) if shared else leaf
 
     return jax.tree.map(own, TrainState(copied, as_transformation(tx).init(copied)))
-
-
-def _buffers(leaf: Any) -> set[int]:
-    """Where a concrete array lies in memory, on each of its devices."""
-    if not isinstance(leaf, jax.Array) or isinstance(leaf, Tracer) or leaf.size == 0:
-        return set()
-    if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
-        leaf = jax.random.key_data(leaf)
-    return {shard.data.unsafe_buffer_pointer() for shard in leaf.addressable_shards}
 
 
 def make_train_step(
@@ -78,13 +71,15 @@ def make_train_step(
         tx: any Optax transform.
         microbatches: into how many equal chunks the leading axis of every leaf of the batch is cut. They run one after
             the other; their gradients are averaged in float32 (float64 for float64 parameters).
-        max_norm: largest global norm of the gradient, in (0, inf); None: no clipping.
+        max_norm: largest global norm of the gradient, in (0, inf); None: no clipping. The norm of finite gradients is
+            finite wherever float32 can hold it. What is not finite propagates: a NaN makes all gradients NaN, an
+            infinity becomes NaN and the others 0.
 
     Returns:
         A jitted function (it has .lower). metrics are 0-d arrays: "loss", before the update; "grad_norm", the global
-        norm before clipping; "skipped", a boolean: True when loss_fn gave (sum, weight) with a weight of 0 in total, so
-        that there was no mean to descend; state is then unchanged. An update that a wrapper inside tx drops
-        (optax.apply_if_finite) is told by that wrapper's state, not here.
+        norm before clipping; "skipped", a boolean: True when loss_fn gave (sum, weight) with a total weight that is not
+        positive (0, NaN), so that there was no mean to descend; state is then unchanged. An update that a wrapper inside
+        tx drops (optax.apply_if_finite) is told by that wrapper's state, not here.
 
     Raises:
         InvalidArgument: microbatches or max_norm out of range; when traced, a loss that is not a scalar, or a batch that
@@ -100,12 +95,13 @@ def make_train_step(
         loss, weight, grads = _mean_gradient(loss_fn, state.params, batch, microbatches)
         norm = _global_norm(grads)
         if max_norm is not None:
-            scale = jnp.where(norm > max_norm, max_norm / norm, 1.0)
-            grads = jax.tree.map(lambda g: (_widened(g) * scale).astype(g.dtype), grads)
+            # One division after the other: max_norm/norm may be below the smallest number.
+            divisor, factor = jnp.where(norm <= max_norm, 1.0, norm), jnp.where(norm <= max_norm, 1.0, max_norm)
+            grads = jax.tree.map(lambda g: (_widened(g) / divisor * factor).astype(g.dtype), grads)
         new = TrainState(*apply_directly(tx, grads, state.opt_state, state.params))
         skipped = jnp.asarray(False)
         if weight is not None:
-            skipped = weight == 0
+            skipped = ~(weight > 0)  # true of NaN
             new = jax.tree.map(lambda old, updated: jnp.where(skipped, old, updated), state, new)
         return new, {"loss": loss, "grad_norm": norm, "skipped": skipped}
 
@@ -117,8 +113,29 @@ def _widened(x: jax.Array) -> jax.Array:
 
 
 def _global_norm(grads: PyTree) -> jax.Array:
-    """The Euclidean norm of all gradients together, in the compute dtype."""
-    return jnp.sqrt(sum((jnp.sum(jnp.square(_widened(g))) for g in jax.tree.leaves(grads)), start=jnp.zeros(())))
+    """The Euclidean norm of all gradients together, in the compute dtype.
+
+    Each gradient is read by itself, once, and released: no largest element is waited for. The squares are summed twice, as
+    they are and scaled down; the second sum counts where the first overflows.
+    """
+    leaves = [_widened(g) for g in jax.tree.leaves(grads)]
+    dtype = jnp.result_type(*leaves, jnp.float32)
+    scale = 2.0 ** (jnp.finfo(dtype).maxexp // 2 + 20)
+    zero = jnp.zeros((), dtype)
+
+    def add(these: Any, those: Any) -> Any:
+        return these[0] + those[0], these[1] + those[1]
+
+    sums = (zero, zero)
+    for leaf in leaves:
+        wide = leaf.astype(dtype)
+        # Small elements do not count there; without this choice XLA would square first, and overflow.
+        lowered = jnp.where(jnp.abs(wide) <= 1, 0.0, wide / scale)
+        squares = (jnp.square(wide), jnp.square(lowered))
+        sums = add(sums, lax.reduce(squares, (zero, zero), add, tuple(range(wide.ndim))))  # two sums in one pass
+    plain, scaled = sums
+    fits = plain < jnp.inf  # false of NaN
+    return jnp.sqrt(jnp.where(fits, plain, scaled)) * jnp.where(fits, 1.0, scale)
 
 
 def _checked(loss_fn: LossFunction) -> Callable[[PyTree, PyTree], tuple[jax.Array, jax.Array | None]]:
@@ -160,24 +177,47 @@ def _chunks(batch: PyTree, microbatches: int) -> PyTree:
     return jax.tree_util.tree_map_with_path(cut, batch)
 
 
+def _scaled(loss_fn: LossFunction) -> Callable[[PyTree, PyTree], tuple[jax.Array, tuple[jax.Array, Any, Any]]]:
+    """loss_fn as a function to sum/scale, and (sum, weight, scale); weight and scale None for a mean.
+
+    The gradient of a sum over many tokens leaves the range of float16 where the mean's does not. The scale is the power
+    of two next to the weight, at most one that float16 can divide by; dividing by it changes no digit.
+    """
+    checked = _checked(loss_fn)
+
+    def scaled(params: PyTree, batch: PyTree) -> tuple[jax.Array, tuple[jax.Array, Any, Any]]:
+        total, weight = checked(params, batch)
+        if weight is None:
+            return total, (total, None, None)
+        near = jnp.clip(lax.stop_gradient(weight), 1.0, _LARGEST_SCALE)
+        scale = lax.reduce_precision(near, exponent_bits=8, mantissa_bits=0)
+        return total / scale, (total, weight, scale)
+
+    return scaled
+
+
 def _mean_gradient(
     loss_fn: LossFunction, params: PyTree, batch: PyTree, microbatches: int
 ) -> tuple[jax.Array, jax.Array | None, PyTree]:
     """The mean loss over the whole batch, the total weight (None for a loss that is a mean), the mean's gradient."""
-    value_and_grad = jax.value_and_grad(_checked(loss_fn), has_aux=True)
+    value_and_grad = jax.value_and_grad(_scaled(loss_fn), has_aux=True)
     if microbatches == 1:
-        (loss, weight), grads = value_and_grad(params, batch)
+        (_, (loss, weight, scale)), grads = value_and_grad(params, batch)
         if weight is None:
             return loss, None, grads
-        return loss / weight, weight, _divided(grads, weight, params)
+        return loss / weight, weight, _divided(grads, weight / scale, params)
+
+    def of_chunk(chunk: PyTree) -> PyTree:
+        (_, (loss, weight, scale)), grads = value_and_grad(params, chunk)
+        grads = jax.tree.map(lambda g: _widened(g) if scale is None else _widened(g) * scale, grads)
+        return (loss, weight), grads
 
     def accumulate(sums: PyTree, chunk: PyTree) -> tuple[PyTree, None]:
-        new = value_and_grad(params, chunk)
-        return jax.tree.map(lambda total, value: total + value.astype(total.dtype), sums, new), None
+        return jax.tree.map(lambda total, value: total + value.astype(total.dtype), sums, of_chunk(chunk)), None
 
     chunks = _chunks(batch, microbatches)
-    kinds = jax.eval_shape(value_and_grad, params, jax.tree.map(lambda leaf: leaf[0], chunks))
-    zeros = jax.tree.map(lambda kind: jnp.zeros(kind.shape, compute_dtype(kind.dtype.name)), kinds)
+    kinds = jax.eval_shape(of_chunk, jax.tree.map(lambda leaf: leaf[0], chunks))
+    zeros = jax.tree.map(lambda kind: jnp.zeros(kind.shape, kind.dtype), kinds)
     ((loss, weight), grads), _ = lax.scan(accumulate, zeros, chunks)
     denominator = microbatches if weight is None else weight
     return loss / denominator, weight, _divided(grads, denominator, params)

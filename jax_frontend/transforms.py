@@ -59,14 +59,20 @@ def stable_adamw(
             a schedule needs it given.
         compensation: what keeps the bits that low-precision parameters lose: "auto" (split for bfloat16, kahan for
             float16), "kahan", "split" (bfloat16 only) or "none". See `compensated`: unless it is "none", the transform
-            must be the last of a chain.
+            must be the last of a chain, and with low-precision parameters stand under no wrapper that changes its
+            updates (`optax.lookahead`, `optax.contrib.schedule_free`).
+
+    `optax.inject_hyperparams` turns the numbers into arrays of the parameters' dtype: give it
+    hyperparam_dtype=jnp.float32 where that is bfloat16 or float16. Such a b1, b2 or eps is refused; a learning_rate,
+    weight_decay or max_lr is taken as it was rounded.
 
     Returns:
         A transform with an `AdamState`. Its update needs params, unless weight_decay is 0 and nothing is compensated.
 
     Raises:
-        InvalidArgument: a value out of its range, named as it was given here; an update without the params it needs.
-        UnsupportedTensor: at init, for a parameter that is no floating-point array.
+        InvalidArgument: a value out of its range, named as it was given here; an update without the params it needs, or
+            with a gradient of another shape than its parameter.
+        UnsupportedTensor: at init, for a parameter that is no floating-point array; at an update, for such a gradient.
 
     References:
         Wortsman et al., Stable and low-precision training, 2023, https://arxiv.org/abs/2304.13013.

@@ -7,6 +7,7 @@ from typing import Any
 import jax
 import optax
 
+from .buffers import check_donated, strong
 from .direct import apply_directly
 from .state import PyTree
 
@@ -26,6 +27,8 @@ class Update:
 
     def __call__(self, grads: PyTree, state: PyTree, params: PyTree, **extra_args: Any) -> tuple[PyTree, PyTree]:
         """The new parameters and the new state. The arrays given are deleted; extra_args go to tx.update, and stay."""
+        check_donated({"grads": grads, "state": state, "params": params}, extra_args)
+        grads, state, params = jax.tree.map(strong, (grads, state, params))
         _, state, params = self._jitted(grads, state, params, extra_args)
         return params, state
 
@@ -50,6 +53,7 @@ def make_update(tx: optax.GradientTransformation) -> Update:
         no two of them may share a buffer. tx.init never aliases params in penstock's own transforms.
 
     Raises:
-        Refused: when traced, if a transform after a compensated one changes its updates.
+        InvalidArgument: before an update, if two of its arrays share a buffer, or one was donated already.
+        Refused: when traced, if a transform after a compensated one, or a wrapper around it, changes its updates.
     """
     return Update(tx)

@@ -67,6 +67,60 @@ def test_default_state_dtypes(b2, parameter, second) -> None:
     assert (state.mu.dtype, state.nu.dtype) == (jnp.dtype(parameter), jnp.dtype(second))
 
 
+def test_the_second_moment_error_names_b2() -> None:
+    with pytest.raises(InvalidArgument, match=r"decays with b2=0\.999 \(it needs b2 <="):
+        adamw(1e-3, b2=0.999, nu_dtype="bfloat16")
+
+
+@pytest.mark.parametrize("argument", ["mu_dtype", "nu_dtype"])
+def test_what_is_no_dtype(argument) -> None:
+    with pytest.raises(InvalidArgument, match=f"{argument}='nonsense' is not a dtype"):
+        adamw(1e-3, **{argument: "nonsense"})
+
+
+@pytest.mark.parametrize("argument", ["learning_rate", "b1", "eps", "weight_decay", "max_lr"])
+def test_numbers_are_scalars(argument) -> None:
+    with pytest.raises(InvalidArgument, match=rf"{argument} has shape \(3,\)"):
+        stable_adamw(**{"learning_rate": 1e-3, argument: jnp.ones(3)})
+
+
+def test_a_schedule_of_arrays() -> None:
+    tx = stable_adamw(lambda count: jnp.ones(3))
+    with pytest.raises(InvalidArgument, match=r"learning_rate has shape \(3,\)"):
+        tx.update(jnp.ones(3), tx.init(jnp.ones(3)), jnp.ones(3))
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("argument", ["b1", "b2", "eps"])
+def test_numbers_in_low_precision(argument, dtype) -> None:
+    with pytest.raises(InvalidArgument, match=rf"{argument} is a {dtype} array.*hyperparam_dtype=jnp\.float32"):
+        adamw(1e-3, **{argument: jnp.asarray(0.5, dtype)})
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_injected_numbers_in_low_precision(dtype) -> None:
+    params = jnp.ones(3, dtype)
+    with pytest.raises(InvalidArgument, match="hyperparam_dtype"):
+        optax.inject_hyperparams(adamw)(1e-3).init(params)
+    tx = optax.inject_hyperparams(adamw, hyperparam_dtype=jnp.float32)(1e-3, compensation="none")
+    updates, _ = tx.update(params, tx.init(params), params)
+    np.testing.assert_allclose(np.asarray(updates, np.float32), -1e-3, rtol=0.02)
+
+
+@pytest.mark.parametrize("with_params", [True, False])
+def test_gradients_are_floating_and_shaped_like_parameters(with_params) -> None:
+    params = {"a": [jnp.ones(3), jnp.ones(1)]}
+    tx = adamw(1e-3, weight_decay=0.0)
+    given = params if with_params else None
+    for dtype in ("complex64", "int32", "bool"):
+        with pytest.raises(UnsupportedTensor, match=rf"gradient of params\['a'\]\[0\] has dtype {dtype}"):
+            tx.update({"a": [jnp.ones(3, dtype), jnp.ones(1)]}, tx.init(params), given)
+    with pytest.raises(InvalidArgument, match=r"params\['a'\]\[0\] has shape \(1,\)"):
+        tx.update({"a": [jnp.ones(1), jnp.ones(1)]}, tx.init(params), given)
+    with pytest.raises(InvalidArgument, match=r"params\['a'\]\[1\] has shape \(5,\)"):
+        tx.update({"a": [jnp.ones(3), jnp.ones(5)]}, tx.init(params), given)
+
+
 def test_max_lr() -> None:
     with pytest.raises(InvalidArgument, match="max_lr=None is not possible with decouple_lr=True"):
         stable_adamw(lambda count: 1e-3, weight_decay=1e-5, decouple_lr=True)

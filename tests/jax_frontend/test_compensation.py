@@ -16,6 +16,7 @@ from penstock.core.errors import InvalidArgument, Refused
 from penstock.jax_frontend import CompensatedState, adamw, compensated, make_update, stable_adamw
 from penstock.jax_frontend.array_ops import jax_ops
 from penstock.jax_frontend.compensation import lacking, step
+from penstock.jax_frontend.direct import as_transformation
 
 MODES = [("bfloat16", "split"), ("bfloat16", "kahan"), ("float16", "kahan")]
 
@@ -210,3 +211,42 @@ def test_a_later_transform_is_refused_where_the_update_is_applied(tx) -> None:
         make_update(chained)(jnp.ones_like(params), chained.init(params), params)
     after, _ = train_directly(chained, params.astype("float32"), [jnp.ones(3)])  # nothing compensated, nothing refused
     assert_close(after, train(chained, params.astype("float32"), [jnp.ones(3)])[0], rtol=1e-7)
+
+
+REFUSED = {
+    "a chain around": optax.chain(optax.apply_if_finite(stable_adamw(1e-3), 3), optax.scale(0.5)),
+    "a chain within": optax.MultiSteps(optax.chain(stable_adamw(1e-3), optax.scale(0.5)), 1),
+    "another wrapper": optax.apply_if_finite(optax.contrib.schedule_free(stable_adamw(1e-3, b1=0.0), 1e-3), 3),
+    "a group": optax.MultiSteps(
+        optax.partition({"a": optax.chain(compensated(optax.sgd(1e-3)), optax.scale(0.5)), "b": optax.sgd(1e-3)}, "a"), 2
+    ),
+}
+ALLOWED = {
+    "apply_if_finite": (optax.apply_if_finite(stable_adamw(1e-3), 3), 1),
+    "MultiSteps": (optax.MultiSteps(stable_adamw(1e-3), 2), 2),
+    "a chain around": (optax.chain(optax.zero_nans(), optax.apply_if_finite(stable_adamw(1e-3), 3)), 1),
+    "a chain within": (optax.MultiSteps(optax.chain(optax.zero_nans(), stable_adamw(1e-3)), 1), 1),
+    "injected": (
+        optax.apply_if_finite(optax.inject_hyperparams(stable_adamw, hyperparam_dtype=jnp.float32)(1e-3), 3),
+        1,
+    ),
+    "a group": (optax.apply_if_finite(optax.partition({"a": stable_adamw(1e-3), "b": optax.sgd(1e-3)}, "a"), 3), 1),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_under_a_wrapper_that_decides_it_must_be_last_too(name) -> None:
+    tx = as_transformation(REFUSED[name])
+    params = jnp.ones(3, jnp.bfloat16)
+    with pytest.raises(Refused, match=r"must be the last.*apply_if_finite.*compensation='none'"):
+        make_update(tx)(jnp.ones_like(params), tx.init(params), params)
+    wide = jnp.ones(3)  # nothing compensated, nothing refused
+    make_update(tx)(jnp.ones(3), jax.tree.map(jnp.copy, tx.init(wide)), wide)
+
+
+@pytest.mark.parametrize("name", ALLOWED)
+def test_under_a_wrapper_that_decides_nothing_is_lost(name) -> None:
+    tx, every = as_transformation(ALLOWED[name][0]), ALLOWED[name][1]
+    expected, _ = train(stable_adamw(1e-3), jnp.ones(3), [jnp.ones(3)] * 20)
+    reached, _ = train_directly(tx, jnp.ones(3, jnp.bfloat16), [jnp.ones(3, jnp.bfloat16)] * 20 * every)
+    np.testing.assert_allclose(np.asarray(reached, np.float32), expected, rtol=2**-8)

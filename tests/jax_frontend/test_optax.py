@@ -126,6 +126,17 @@ def test_compensation_under_lookahead_is_refused_where_the_update_is_applied() -
         make_update(tx)(jnp.ones(4, jnp.bfloat16), tx.init(both), both)
 
 
+def test_compensation_under_schedule_free_is_refused_where_the_update_is_applied() -> None:
+    params, gradient = jnp.ones(4, jnp.bfloat16), jnp.ones(4, jnp.bfloat16)
+    refused, plain = (
+        optax.contrib.schedule_free(stable_adamw(1e-2, b1=0.0, compensation=compensation), learning_rate=1e-2)
+        for compensation in ("auto", "none")
+    )
+    with pytest.raises(Refused, match=r"schedule_free.*compensation='none'"):
+        make_update(refused)(gradient, jax.tree.map(jnp.copy, refused.init(params)), params)
+    make_update(plain)(gradient, jax.tree.map(jnp.copy, plain.init(params)), params)
+
+
 @WAYS
 @RULES
 def test_schedule_free(rule, way) -> None:

@@ -128,6 +128,54 @@ def test_no_weight_at_all_skips_the_update() -> None:
     assert state.opt_state.count == 1
 
 
+@pytest.mark.parametrize("weight", [jnp.nan, -1.0])
+def test_a_weight_that_is_not_positive_skips_the_update(weight) -> None:
+    params, tx = jnp.ones(3), stable_adamw(1e-2)
+    state, metrics = make_train_step(lambda p, b: (jnp.sum(p * b), weight), tx)(init_train_state(tx, params), jnp.ones(3))
+    assert metrics["skipped"]
+    assert_equal(state, init_train_state(tx, params))
+
+
+@pytest.mark.parametrize("microbatches", [1, 2])
+@pytest.mark.parametrize("weight", [1e-2, 3.0, 5e4, 1e6])
+def test_the_sum_of_a_float16_loss_may_overflow(weight, microbatches) -> None:
+    tx, size = optax.sgd(1.0), 6e4 * min(weight / 5e4, 1.0)
+    data = jnp.full((2, 3), size, jnp.float16)
+    step = make_train_step(lambda p, b: (jnp.sum(2 * p * b), weight / microbatches), tx, microbatches=microbatches)
+    state, metrics = step(init_train_state(tx, jnp.zeros(3, jnp.float16)), data)
+    expected = 4 * size / weight
+    np.testing.assert_allclose(np.asarray(state.params, np.float32), -expected, rtol=2e-3)
+    np.testing.assert_allclose(metrics["grad_norm"], 3**0.5 * expected, rtol=2e-3)
+
+
+@pytest.mark.parametrize("size", [1e25, 3.0, 1e-15])
+def test_clipping_does_not_overflow(size) -> None:
+    tx, data = optax.sgd(1.0), jnp.asarray([3.0, 4.0]) * size
+    step = make_train_step(lambda p, b: jnp.sum(p["a"] * b[0] + p["b"] * b[1]), tx, max_norm=size)
+    state, metrics = step(init_train_state(tx, {"a": jnp.zeros(()), "b": jnp.zeros(1)}), data)
+    np.testing.assert_allclose(metrics["grad_norm"], 5 * size, rtol=1e-6)
+    assert_close(state.params, {"a": jnp.asarray(-0.6 * size), "b": jnp.asarray([-0.8 * size])}, rtol=1e-6)
+    none = make_train_step(lambda p, b: 0.0 * jnp.sum(p), tx, max_norm=1.0)(init_train_state(tx, jnp.ones(3)), data)
+    assert_equal((none[0].params, none[1]["grad_norm"]), (jnp.ones(3), jnp.zeros(())))
+
+
+@pytest.mark.parametrize(("value", "others"), [(jnp.nan, jnp.nan), (jnp.inf, 0.0)])
+def test_clipping_lets_through_what_is_not_finite(value, others) -> None:
+    tx = optax.sgd(1.0)
+    step = make_train_step(lambda p, b: jnp.sum(p * b), tx, max_norm=1.0)
+    state, metrics = step(init_train_state(tx, jnp.zeros(2)), jnp.asarray([1.0, value]))
+    np.testing.assert_array_equal(state.params, [others, jnp.nan])
+    np.testing.assert_array_equal(metrics["grad_norm"], value)
+
+
+def test_weakly_typed_parameters_compile_once() -> None:
+    tx = stable_adamw(1e-2)
+    state, step = init_train_state(tx, jnp.asarray(1.0)), make_train_step(lambda p, b: p * b, tx)
+    for _ in range(3):
+        state, _ = step(state, jnp.ones(()))
+    assert step._cache_size() == 1
+
+
 @pytest.mark.parametrize("tx", [stable_adamw(1e-2), optax.contrib.schedule_free_sgd(), optax.adam(1e-2)])
 def test_the_state_owns_its_memory(tx) -> None:
     params = model()
