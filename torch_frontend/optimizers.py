@@ -181,7 +181,8 @@ class ReleasableOptimizer(Optimizer):
         pairs = [(self._slot(parameter), gradient) for parameter, gradient in ready]
         if pairs:
             self._backend.update_all(pairs)
-            torch._foreach_add_([slot.state["step"] for slot, _ in pairs], 1)
+            for slot, _ in pairs:
+                slot.state["step"].add_(1)
         return loss
 
     def zero_grad(self, set_to_none: bool = True) -> None:
