@@ -29,8 +29,8 @@ from .backend import TensorSlot
 from .eager import EagerBackend
 from .memory_order import along_memory
 
-BATCH = 16
-"""Tensors in one call of a graph. A graph's compilation takes longer with each; what is left over goes one by one."""
+BATCH = 25
+"""Tensors in one call of a graph. Its compilation takes longer with each (about a second); what is left over goes alone."""
 
 Key = tuple[Any, ...]
 Vectors = tuple[Any, ...]  # tensors; None where there is none
