@@ -2,11 +2,6 @@
 
 from __future__ import annotations
 
-import copy
-import gc
-import io
-import weakref
-
 import pytest
 import torch
 from tests.torch_support import (
@@ -21,12 +16,11 @@ from tests.torch_support import (
 )
 from torch import nn
 from torch.optim import lr_scheduler
-from torch.optim.lr_scheduler import CosineAnnealingLR
 
-from penstock.core.errors import InvalidArgument, NonFiniteGradient, Refused, UnsupportedTensor
+from penstock.core.errors import NonFiniteGradient, Refused
 from penstock.core.reference import EndOfStep, Gradient, Reference, Settings
 from penstock.parity.live_gradients import LiveGradientMeter
-from penstock.torch_frontend import Adam, AdamW, StableAdamW, release_gradients, remove_gradient_release
+from penstock.torch_frontend import AdamW, StableAdamW, release_gradients
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
@@ -177,34 +171,6 @@ def test_a_setting_changed_too_late_raises_at_step() -> None:
         optimizer.step()
 
 
-def test_state_dict_in_the_middle_of_a_step_raises() -> None:
-    for accumulation in (None, "hold", "state"):
-        model = layers()
-        optimizer = AdamW(model.parameters())
-        release_gradients(model, optimizer, accumulation=accumulation)
-        whole = copy.deepcopy(optimizer.state_dict())
-        loss_of(model, batches(1)[0]).backward()
-        with pytest.raises(Refused, match=r"state_dict\(\) in the middle of a step.*optimizer\.step\(\)"):
-            optimizer.state_dict()
-        with pytest.raises(Refused, match=r"load_state_dict\(\) in the middle of a step"):
-            optimizer.load_state_dict(whole)
-        optimizer.step()
-        assert optimizer.state_dict()["state"]
-
-
-def test_hooks_that_were_there_stay_and_run_first() -> None:
-    model = layers(2)
-    seen = []
-    for p in model.parameters():
-        p.register_post_accumulate_grad_hook(lambda q: seen.append(q.grad is not None))
-    optimizer = AdamW(model.parameters())
-    release = release_gradients(model, optimizer)
-    train(model, optimizer, batches(1))
-    release.remove()
-    train(model, optimizer, batches(1))
-    assert seen == [True] * 8
-
-
 def test_paused_leaves_gradients_as_plain_torch_does() -> None:
     """A second optimizer trains through the model: the loop of a generator and a discriminator."""
     results = []
@@ -321,74 +287,6 @@ def test_tied_reused_frozen_and_unused_parameters() -> None:
     assert same_parameters(*models)
 
 
-def test_parameters_replaced_after_set_up_are_noticed() -> None:
-    for replace in (
-        lambda m: m.load_state_dict(m.state_dict(), assign=True),
-        lambda m: setattr(m[0][0], "weight", nn.Parameter(torch.ones(8, 8))),
-    ):
-        model = layers()
-        optimizer = AdamW(model.parameters())
-        release_gradients(model, optimizer)
-        train(model, optimizer, batches(1))
-        replace(model)
-        loss_of(model, batches(1)[0]).backward()
-        with pytest.raises(Refused, match=r"'0\.0\.weight'.*replaced.*release\.remove\(\)"):
-            optimizer.step()
-
-
-def test_added_groups_are_hooked_at_once() -> None:
-    model = layers()
-    optimizer = AdamW(model[0].parameters())
-    release = release_gradients(model, optimizer)
-    optimizer.add_param_group({"params": list(model[1].parameters())})
-    loss_of(model, batches(1)[0]).backward()
-    assert [p.grad is None for p in model.parameters()] == [True] * 4 + [False] * 4
-    assert release.ledger.live == 0
-
-
-def test_set_up_refuses_what_cannot_work() -> None:
-    model, other = layers(), layers()
-    optimizer = AdamW(model.parameters())
-    with pytest.raises(InvalidArgument, match=r"accumulation='sum'.*'hold' or 'state'"):
-        release_gradients(model, optimizer, accumulation="sum")
-    with pytest.raises(InvalidArgument, match=r"clipping='norm'.*exact, per_tensor"):
-        release_gradients(model, optimizer, clipping="norm")
-    with pytest.raises(InvalidArgument, match=r"max_norm=-1.*\(0, inf\)"):
-        release_gradients(model, optimizer, max_norm=-1)
-    with pytest.raises(InvalidArgument, match=r"clipping='per_tensor' needs max_norm"):
-        release_gradients(model, optimizer, clipping="per_tensor")
-    with pytest.raises(InvalidArgument, match=r"sync.*accumulation"):
-        release_gradients(model, optimizer, sync=lambda: True)
-    with pytest.raises(InvalidArgument, match=r"optimizer is a AdamW.*penstock"):
-        release_gradients(model, torch.optim.AdamW(model.parameters()))
-    with pytest.raises(InvalidArgument, match=r"model is a list"):
-        release_gradients(list(model.parameters()), optimizer)
-    with pytest.raises(Refused, match=r"no trainable parameter of this model"):
-        release_gradients(other, optimizer)
-    with pytest.raises(Refused, match=r"on_nonfinite='raise'.*on_nonfinite='skip'"):
-        release_gradients(model, AdamW(model.parameters(), on_nonfinite="raise"))
-    for arguments in ({"max_norm": 1.0}, {"scaler": torch.amp.GradScaler("cpu")}):
-        with pytest.raises(Refused, match=r"accumulation='state'.*use accumulation='hold'"):
-            release_gradients(model, optimizer, accumulation="state", **arguments)
-    with pytest.raises(Refused, match=r"loss scaling.*bfloat16"):
-        release_gradients(model, optimizer, scaler=torch.amp.GradScaler("cpu"))
-    assert optimizer.release is None
-    release_gradients(model, optimizer)
-    with pytest.raises(Refused, match=r"released already.*remove\(\)"):
-        release_gradients(model, optimizer)
-    with pytest.raises(Refused, match=r"another optimizer's release"):
-        release_gradients(model, StableAdamW(model[0].parameters()))
-    optimizer.release.remove()
-    release_gradients(model, StableAdamW(model[0].parameters()))
-
-
-def test_sparse_gradients_are_refused_at_set_up_and_never_half_way() -> None:
-    model = nn.Sequential(nn.Embedding(5, 4, sparse=True), nn.Linear(4, 4))
-    with pytest.raises(UnsupportedTensor, match=r"module '0'.*sparse=False"):
-        release_gradients(model, AdamW(model.parameters()))
-    release_gradients(model, AdamW(model[1].parameters()))  # the embedding is somebody else's
-
-
 def test_non_finite_gradients_are_skipped_one_by_one_and_counted() -> None:
     model = layers(3)
     optimizer = StableAdamW(model.parameters(), on_nonfinite="skip")
@@ -432,99 +330,6 @@ def test_a_backward_that_fails_can_be_recovered_from() -> None:
     train(model, optimizer, batches(2))
 
 
-def test_model_and_optimizer_are_collected_when_nobody_holds_them() -> None:
-    model = layers(2)
-    optimizer = AdamW(model.parameters())
-    release_gradients(model, optimizer)
-    train(model, optimizer, batches(1))
-    references = [weakref.ref(model), weakref.ref(optimizer), weakref.ref(next(model.parameters()))]
-    del model, optimizer
-    gc.collect()
-    assert [reference() for reference in references] == [None] * 3
-
-
-def test_a_model_whose_optimizer_is_gone_says_so() -> None:
-    model = layers(2)
-    release_gradients(model, AdamW(model.parameters()))
-    gc.collect()
-    with pytest.raises(Refused, match=r"no longer exists.*remove_gradient_release\(model\)"):
-        loss_of(model, batches(1)[0]).backward()
-    remove_gradient_release(model)
-    model.zero_grad()
-    loss_of(model, batches(1)[0]).backward()
-    assert all(p.grad is not None for p in model.parameters())
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("optimizer_class", OPTIMIZERS)
-def test_released_training_resumes_bit_for_bit(optimizer_class, dtype: torch.dtype) -> None:
-    """Through torch.save and a weights_only load; every state dtype is kept; a schedule goes on."""
-
-    def build():
-        model = layers(dtype=dtype)
-        optimizer = optimizer_class(model.parameters(), lr=1e-2, betas=(0.9, 0.999), weight_decay=0.1)
-        release_gradients(model, optimizer)
-        return model, optimizer, CosineAnnealingLR(optimizer, 20)
-
-    given = batches(12, dtype=dtype)
-    model, optimizer, scheduler = build()
-    train(model, optimizer, given[:5], after_step=scheduler.step)
-    saved = io.BytesIO()
-    torch.save([x.state_dict() for x in (model, optimizer, scheduler)], saved)
-    train(model, optimizer, given[5:], after_step=scheduler.step)
-    saved.seek(0)
-    resumed = build()
-    for part, state in zip(resumed, torch.load(saved, weights_only=True), strict=True):
-        part.load_state_dict(state)
-    for p, q in zip(model.parameters(), resumed[0].parameters(), strict=True):
-        ours, theirs = optimizer.state[p], resumed[1].state[q]
-        assert {key: value.dtype for key, value in ours.items()} == {key: value.dtype for key, value in theirs.items()}
-    train(*resumed[:2], given[5:], after_step=resumed[2].step)
-    assert unchanged(snapshot(model, optimizer), snapshot(*resumed[:2]))
-
-
-def test_settings_changed_after_a_load_are_used() -> None:
-    """The hooks look groups up live: lr = 0 and weight_decay = 0 after load_state_dict freeze the weights."""
-    model = layers()
-    optimizer = StableAdamW(model.parameters(), lr=1e-2)
-    release_gradients(model, optimizer)
-    train(model, optimizer, batches(2))
-    optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
-    for group in optimizer.param_groups:
-        group["lr"] = group["weight_decay"] = 0.0
-    before = [p.detach().clone() for p in model.parameters()]
-    train(model, optimizer, batches(2))
-    assert all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
-
-
-def test_a_state_that_does_not_fit_changes_nothing() -> None:
-    model = layers(2)
-    optimizer = StableAdamW(model.parameters())
-    train(model, optimizer, batches(1))
-    before = snapshot(model, optimizer)
-    foreign = torch.optim.AdamW(model.parameters())
-    train(layers(2), foreign, batches(1))
-    loss_of(model, batches(1)[0]).backward()
-    foreign.step()
-    model.zero_grad()
-    before = snapshot(model, optimizer)
-    wrong_shape, incomplete, fewer = (copy.deepcopy(optimizer.state_dict()) for _ in range(3))
-    wrong_shape["state"][0]["exp_avg"] = torch.ones(3)
-    del incomplete["state"][1]["exp_avg_sq"]
-    del fewer["param_groups"][0]["params"][0]
-    for bad, said in [
-        (foreign.state_dict(), r"another optimizer"),
-        (wrong_shape, r"exp_avg of parameter 0 of group 0 has shape \(3,\)"),
-        (incomplete, r"lacks exp_avg_sq"),
-        (fewer, r"3 parameters"),
-        ({"param_groups": [], "state": {}}, r"0 parameter groups"),
-        ({}, r"no 'param_groups'"),
-    ]:
-        with pytest.raises(InvalidArgument, match=said):
-            optimizer.load_state_dict(bad)
-        assert unchanged(before, snapshot(model, optimizer))
-
-
 def test_exact_non_finite_handling_needs_the_guard() -> None:
     model = layers(3)
     optimizer = StableAdamW(model.parameters(), on_nonfinite="raise")
@@ -533,34 +338,6 @@ def test_exact_non_finite_handling_needs_the_guard() -> None:
     model[0][0].weight.register_hook(lambda g: g * float("inf"))  # the last gradient to arrive
     with pytest.raises(NonFiniteGradient):
         release.guard(loss_of(model, batches(1)[0])).backward()
-    assert unchanged(before, snapshot(model, optimizer))
-
-
-def swapped_to_double(model: nn.Module) -> None:
-    before = torch.__future__.get_swap_module_params_on_conversion()
-    torch.__future__.set_swap_module_params_on_conversion(True)
-    try:
-        model.double()
-    finally:
-        torch.__future__.set_swap_module_params_on_conversion(before)
-
-
-def test_hooks_lost_by_a_swapping_conversion_never_change_the_numbers() -> None:
-    """The parameters stay the same objects: step() then updates them as a plain one, and guard() refuses."""
-    models = [layers(), layers()]
-    optimizers = [StableAdamW(m.parameters(), lr=1e-2) for m in models]
-    release_gradients(models[1], optimizers[1])
-    for model, optimizer in zip(models, optimizers, strict=True):
-        swapped_to_double(model)
-        train(model, optimizer, batches(3, dtype=torch.float64))
-    assert same_parameters(*models)
-    model = layers()
-    optimizer = AdamW(model.parameters())
-    release = release_gradients(model, optimizer, max_norm=1.0)
-    swapped_to_double(model)
-    before = snapshot(model, optimizer)
-    with pytest.raises(Refused, match=r"lost its hook.*release\.remove\(\)"):
-        release.guard(loss_of(model, batches(1, dtype=torch.float64)[0])).backward()
     assert unchanged(before, snapshot(model, optimizer))
 
 
@@ -619,32 +396,6 @@ def test_a_new_tensor_as_learning_rate_is_seen() -> None:
         assert optimizer._hyperparameters(optimizer.param_groups[0]).learning_rate == value
 
 
-def test_ownership_is_checked_when_groups_are_added() -> None:
-    model = layers()
-    first, second = AdamW(model[0].parameters()), AdamW(model[1].parameters())
-    for optimizer in (first, second):
-        release_gradients(model, optimizer)
-    with pytest.raises(Refused, match="another optimizer's release"):
-        second.add_param_group({"params": list(model[0].parameters())})
-    assert len(second.param_groups) == 1
-
-
-def test_release_of_a_part_leaves_the_rest_to_step() -> None:
-    models = [layers(), layers()]
-    optimizers = [StableAdamW(m.parameters(), lr=1e-2) for m in models]
-    release_gradients(models[1][1], optimizers[1])
-    for model, optimizer in zip(models, optimizers, strict=True):
-        for batch in batches(3):
-            loss_of(model, batch).backward()
-            if optimizer.release:
-                assert [p.grad is None for p in model.parameters()] == [False] * 2 + [True] * 2 + [False] * 4
-            optimizer.step()
-            optimizer.zero_grad()
-    assert same_parameters(*models)
-    with pytest.raises(Refused, match="outside this model"):
-        release_gradients(models[0][1], optimizers[0], max_norm=1.0)
-
-
 def test_held_gradients_are_judged_together_as_a_plain_step_does() -> None:
     models = [layers(), layers()]
     optimizers = [StableAdamW(m.parameters(), lr=1e-2, on_nonfinite="skip") for m in models]
@@ -665,41 +416,3 @@ def test_held_gradients_are_judged_together_as_a_plain_step_does() -> None:
     with pytest.raises(NonFiniteGradient):
         train(model, optimizer, batches(1))
     assert unchanged(before, snapshot(model, optimizer))
-
-
-def test_two_releases_on_one_model_and_one_optimizer_gone() -> None:
-    model = layers(2)
-    first, second = AdamW(model[0].parameters()), AdamW(model[1].parameters())
-    for optimizer in (first, second):
-        release_gradients(model, optimizer)
-    del first, optimizer
-    gc.collect()
-    with pytest.raises(Refused, match="no longer exists"):
-        loss_of(model, batches(1)[0]).backward()
-    second.zero_grad()
-    second.release.remove()
-    remove_gradient_release(model)
-    model.zero_grad()
-    loss_of(model, batches(1)[0]).backward()
-
-
-def test_a_state_of_another_precision_or_rule_is_refused() -> None:
-    def stepped(optimizer_class, dtype=torch.float32, **arguments):
-        model = layers(2, dtype=dtype)
-        optimizer = optimizer_class(model.parameters(), **arguments)
-        train(model, optimizer, batches(1, dtype=dtype))
-        return optimizer
-
-    wide, low = stepped(StableAdamW), stepped(StableAdamW, torch.bfloat16)
-    with pytest.raises(InvalidArgument, match=r"compensation of parameter 0.*bfloat16.*int16"):
-        low.load_state_dict(wide.state_dict())
-    with pytest.raises(InvalidArgument, match=r"compensation of parameter 0.*int16.*float32"):
-        wide.load_state_dict(low.state_dict())
-    with pytest.raises(InvalidArgument, match=r"decouple_lr=True.*adam"):
-        stepped(Adam).load_state_dict(stepped(StableAdamW, decouple_lr=True, weight_decay=1e-5).state_dict())
-    with pytest.raises(InvalidArgument, match="another optimizer"):
-        wide.load_state_dict(torch.optim.AdamW(layers(2).parameters()).state_dict())
-    bad = copy.deepcopy(wide.state_dict())
-    bad["param_groups"][0]["lr"] = -1.0
-    with pytest.raises(InvalidArgument, match=r"lr=-1\.0"):
-        wide.load_state_dict(bad)
