@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from ..core.errors import InvalidArgument, NonFiniteGradient, Refused
 from ..core.release import Action, Decision, Event, GradientReady, Ledger, Policy, Status, Step, ZeroGrad, decide
+from .backward_pass import current_pass
 from .clipping import clip_by_norm_, clip_coefficient, gradient_norm, total_norm
 from .groups import changed_settings, check_gradient, fingerprint
 from .guard import guarded, leaves_of, without_gradients
@@ -67,6 +68,7 @@ class Release:
         self._names: dict[Tensor, str] = {parameter: name for name, parameter in model.named_parameters()}
         self._settings: list[tuple[Any, ...]] | None = None
         self._stepped = False
+        self._pass: int | None = None  # the backward pass that updated parameters in this group
         self._norms: dict[Tensor, Tensor] | None = None  # while a measuring pass runs
         self._finite: list[Tensor] = []  # of the gradients of a measuring pass
         self._coefficient: Tensor | None = None  # while an updating pass runs
@@ -169,6 +171,7 @@ class Release:
             decision = self._decide(parameter, GradientReady(last=False))
         else:
             self._require_guard(parameter)
+            self._require_same_pass(parameter)
             check_gradient(parameter, gradient)
             decision = self._decide(parameter, GradientReady(last, self._usable(gradient)))
             self._remember_settings(decision.action.steps)
@@ -222,6 +225,21 @@ class Release:
                 f"{self._describe(parameter)}: max_norm={self._max_norm} needs the norm of the whole gradient before the first "
                 "update. Call release.guard(loss).backward(), or use accumulation='hold', or clipping='per_tensor'."
             )
+
+    def _require_same_pass(self, parameter: Tensor) -> None:
+        """Refuse a second backward at its first gradient, even where that is of a parameter which was not updated yet."""
+        if not self._strict or self._policy is not Policy.RELEASE:
+            return
+        now = current_pass()
+        if now is None:
+            return
+        if self._pass is not None and now != self._pass:
+            raise Refused(
+                f"{self._describe(parameter)}: a second backward() before optimizer.step(), after the first has updated "
+                "parameters. Call optimizer.step() after each backward; or add the losses up and call backward() once; or "
+                "declare the micro-batches with accumulation='hold' or 'state'."
+            )
+        self._pass = now
 
     # -- boundaries -----------------------------------------------------------------------------------------------------
 
@@ -294,7 +312,7 @@ class Release:
 
     def _close(self) -> None:
         self._status = {p: status for p, status in self._status.items() if status is Status.ACCUMULATED and not self._strict}
-        self._settings, self._stepped = None, False
+        self._settings, self._stepped, self._pass = None, False, None
 
     # -- checks ---------------------------------------------------------------------------------------------------------
 

@@ -16,6 +16,7 @@ from tests.torch_support import (
 )
 from torch import nn
 from torch.optim import lr_scheduler
+from torch.utils.checkpoint import checkpoint
 
 from penstock.core.errors import NonFiniteGradient, Refused
 from penstock.core.reference import EndOfStep, Gradient, Reference, Settings
@@ -416,3 +417,38 @@ def test_held_gradients_are_judged_together_as_a_plain_step_does() -> None:
     with pytest.raises(NonFiniteGradient):
         train(model, optimizer, batches(1))
     assert unchanged(before, snapshot(model, optimizer))
+
+
+def test_a_second_backward_over_another_part_raises_before_that_part_changes() -> None:
+    """One trunk, two heads: the second loss reaches its own head first, which was not updated yet."""
+    trunk, heads = layers(2), nn.ModuleList([nn.Linear(8, 2), nn.Linear(8, 2)])
+    model = nn.ModuleList([trunk, heads])
+    optimizer = StableAdamW(model.parameters())
+    release_gradients(model, optimizer)
+    x = batches(1)[0]
+    heads[0](trunk(x)).pow(2).mean().backward()
+    before = snapshot(model, optimizer)
+    with pytest.raises(Refused, match=r"'1\.1\.\w+': a second backward.*optimizer\.step\(\)"):
+        heads[1](trunk(x)).pow(2).mean().backward()
+    assert unchanged(before, snapshot(model, optimizer))
+    optimizer.zero_grad()
+    heads[1](trunk(x)).pow(2).mean().backward()
+    optimizer.step()
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+@pytest.mark.parametrize("head", [False, True])
+def test_passes_inside_the_pass_of_reentrant_checkpointing_are_no_second_backward(reentrant: bool, head: bool) -> None:
+    models = [layers(), layers()]
+    optimizers = [StableAdamW(m.parameters(), lr=1e-2) for m in models]
+    release_gradients(models[1], optimizers[1])
+    for model, optimizer in zip(models, optimizers, strict=True):
+        for batch in batches(3):
+            x = batch.clone().requires_grad_()
+            for layer in model[:-1]:
+                x = checkpoint(layer, x, use_reentrant=reentrant)
+            x = model[-1](x) if head else checkpoint(model[-1], x, use_reentrant=reentrant)
+            x.pow(2).mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    assert same_parameters(*models)
