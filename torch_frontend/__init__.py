@@ -13,9 +13,8 @@ from .compatibility import (
     remove_gradient_release,
     to_low_precision,
 )
-from .hooks import Release
 from .optimizers import Adam, AdamW, StableAdamW
-from .release import release_gradients
+from .release import Release, release_gradients
 
 __all__ = [
     "Adam",

@@ -25,7 +25,7 @@ from .backends import TensorSlot, select_backend
 from .groups import Group, check_gradient, check_group, fingerprint, hyperparameters, moment_dtypes
 
 if TYPE_CHECKING:
-    from .hooks import Release
+    from .release import Release
 
 ON_NONFINITE = ("propagate", "skip", "raise")
 
@@ -115,7 +115,7 @@ class ReleasableOptimizer(Optimizer):
         try:
             check_group(self.rule, group)
             if self.release is not None:
-                self.release.check_ownership(group["params"])
+                self.release.hooks.check_ownership(group["params"])
         except Exception:
             del self.param_groups[before:]
             raise

@@ -11,7 +11,8 @@ from torch import nn
 
 from penstock.core.combinations import Combination, Kind, Verdict, table
 from penstock.core.errors import Refused
-from penstock.torch_frontend import StableAdamW, release, release_gradients
+from penstock.torch_frontend import StableAdamW, release_gradients
+from penstock.torch_frontend.release import set_up as release_set_up
 
 CELLS = list(table())
 MAX_NORM = 0.05
@@ -72,7 +73,7 @@ def assert_within_one_rounding_a_step(a: torch.Tensor, b: torch.Tensor) -> None:
 @pytest.mark.parametrize("cell", [cell for cell in CELLS if cell[1].kind is Kind.REFUSED], ids=identify)
 def test_a_refused_cell_is_refused_before_anything_changes(cell, monkeypatch: pytest.MonkeyPatch) -> None:
     c, verdict = cell
-    monkeypatch.setattr(release, "_communication", lambda model: c.communication)
+    monkeypatch.setattr(release_set_up, "communication_name", lambda model, group: c.communication)
     if c.backend == "triton":
         with pytest.raises(Refused, match="Triton kernels are not built yet"):
             build(c)

@@ -5,17 +5,18 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import torch
 from torch import nn
 
-from ..core import compensation as compensations
-from ..core.combinations import Combination, require
-from ..core.errors import InvalidArgument, Refused, UnsupportedTensor
-from ..core.hyperparameters import Range, check_number
-from ..core.release import Policy
-from .array_ops import dtype_name
-from .hooks import Release, active_releases
-from .optimizers import ReleasableOptimizer
+from ...core import compensation as compensations
+from ...core.combinations import Combination, require
+from ...core.errors import InvalidArgument, Refused, UnsupportedTensor
+from ...core.hyperparameters import Range, check_number
+from ...core.release import Policy
+from ..array_ops import dtype_name
+from ..communication import communication_name, select_communication
+from .hooks import active_releases
+from .release import Release
+from ..optimizers import ReleasableOptimizer
 
 ACCUMULATIONS = (None, "hold", "state")
 CLIPPINGS = ("exact", "per_tensor")
@@ -88,7 +89,8 @@ def release_gradients(
     last = (lambda: False) if holds_until_step else sync
     policy = {None: Policy.RELEASE, "hold": Policy.HOLD, "state": Policy.STATE}[accumulation]
     assert last is not None
-    return Release(model, optimizer, policy=policy, strict=True, last=last, max_norm=max_norm, clipping=clipping)
+    communication = select_communication(model, process_group)
+    return Release(model, optimizer, communication, policy=policy, strict=True, last=last, max_norm=max_norm, clipping=clipping)
 
 
 def lenient_release(model: nn.Module, optimizer: ReleasableOptimizer) -> Release:
@@ -96,7 +98,14 @@ def lenient_release(model: nn.Module, optimizer: ReleasableOptimizer) -> Release
     _check_setup(model, optimizer, "none", "state")
     if optimizer.on_nonfinite == "raise":
         raise Refused("on_nonfinite='raise' promises that nothing was changed, which release cannot keep; use 'skip'.")
-    return Release(model, optimizer, policy=Policy.STATE, strict=False, last=lambda: not optimizer.optimizer_accumulation)
+    return Release(
+        model,
+        optimizer,
+        select_communication(model),
+        policy=Policy.STATE,
+        strict=False,
+        last=lambda: not optimizer.optimizer_accumulation,
+    )
 
 
 def _check_setup(
@@ -137,19 +146,8 @@ def _check_setup(
                 clipping=clipping,
                 loss_scaling="none" if scaler is None else "dynamic",
                 accumulation=accumulation,
-                communication="process_group" if process_group is not None else _communication(model),
+                communication=communication_name(model, process_group),
                 compensation=compensations.resolve(group["compensation"], dtype_name(parameter.dtype)),
                 backend=optimizer.backend,
             )
         )
-
-
-def _communication(model: nn.Module) -> str:
-    """Which engine averages the gradients over processes, from what the model is."""
-    if isinstance(model, nn.parallel.DistributedDataParallel):
-        return "ddp"
-    if any(hasattr(parameter, "to_local") for parameter in model.parameters()):
-        return "fsdp2"
-    if torch.distributed.is_available() and torch.distributed.is_initialized():
-        return "local" if torch.distributed.get_world_size() == 1 else "process_group"
-    return "local"

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..core.errors import Refused
+from ...core.errors import Refused
 
 
 class _TwoPasses(torch.autograd.Function):

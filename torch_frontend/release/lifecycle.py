@@ -1,0 +1,98 @@
+"""Where every tensor stands in its step: asks `core.release` what is to be done, does it, and books the bytes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from torch import Tensor
+
+from ...core.errors import Refused
+from ...core.release import Action, Decision, Event, Ledger, Policy, Status, Step, decide
+from ..groups import check_gradient
+from ..optimizers import ReleasableOptimizer
+
+
+class Lifecycle:
+    """The status of every parameter, and the ledger of the gradients that are alive.
+
+    Args:
+        policy: what is done with a gradient.
+        strict: see `core.release.decide`.
+        describe: how an error names a parameter.
+    """
+
+    def __init__(
+        self, optimizer: ReleasableOptimizer, policy: Policy, *, strict: bool, describe: Callable[[Tensor], str]
+    ) -> None:
+        self.policy = policy
+        self.strict = strict
+        self.ledger = Ledger()
+        self._optimizer = optimizer
+        self._describe = describe
+        self._status: dict[Tensor, Status] = {}
+
+    def status(self, parameter: Tensor) -> Status:
+        """Where it stands."""
+        return self._status.get(parameter, Status.IDLE)
+
+    def tensors(self) -> list[Tensor]:
+        """Those that an event of this step has touched."""
+        return list(self._status)
+
+    def arrive(self, parameter: Tensor, gradient: Tensor) -> None:
+        """The gradient exists."""
+        self.ledger.arrive(parameter, gradient.untyped_storage().nbytes())
+
+    def free(self, parameter: Tensor) -> None:
+        """Free its gradient, whatever becomes of it."""
+        parameter.grad = None
+        self.ledger.free(parameter)
+
+    def decide(self, parameter: Tensor, event: Event, *, paused: bool = False) -> Decision:
+        """What is to be done; changes nothing.
+
+        Raises:
+            Refused: nothing exact can be done; the text names the parameter.
+        """
+        try:
+            policy = Policy.PAUSE if paused else self.policy
+            return decide(policy, self.status(parameter), event, strict=self.strict)
+        except Refused as refusal:
+            raise Refused(f"{self._describe(parameter)}: {refusal}") from None
+
+    def carry_out(self, parameter: Tensor, gradient: Tensor | None, decision: Decision) -> None:
+        """Do it: the gradient is ready to be used as it is."""
+        action = decision.action
+        if action.steps or action in (Action.ACCUMULATE, Action.ACCUMULATE_FIRST):
+            self._optimizer.perform(parameter, gradient, action)
+            self._optimizer._opt_called = True
+        if action.frees:
+            self.free(parameter)
+        self._status[parameter] = decision.status
+
+    def waiting(self) -> dict[Tensor, Tensor | None]:
+        """The parameters that a step() has to look at, with the gradients that wait in `.grad`."""
+        waiting: dict[Tensor, Tensor | None] = {}
+        for group in self._optimizer.param_groups:
+            for parameter in group["params"]:
+                gradient, status = parameter.grad, self.status(parameter)
+                if gradient is not None:
+                    check_gradient(parameter, gradient)
+                    if status is Status.RELEASED:
+                        self.decide(parameter, Step(waiting=True))  # refuses
+                    if status is Status.IDLE:  # set by hand, unfrozen since, or outside the model: what step() would use
+                        self._status[parameter] = Status.HELD
+                if gradient is not None or status is not Status.IDLE:
+                    waiting[parameter] = gradient
+        return waiting
+
+    def close(self) -> None:
+        """The step is over. Leniently, micro-batches in the moments stay for the update that ends them."""
+        kept = {p: status for p, status in self._status.items() if status is Status.ACCUMULATED and not self.strict}
+        self._status = kept
+
+    def abandon(self) -> None:
+        """The step was cut short and is not completed."""
+        for parameter in self._status:
+            self._optimizer.state[parameter].pop("mean_square", None)
+        self._status.clear()

@@ -1,0 +1,370 @@
+"""A release in force: what happens to a gradient from the moment it exists, and what step() and zero_grad() close.
+
+What is done at every event is decided by `core.release`; here it is carried out. The way of a gradient: the hook that is
+called inside the backward pass, the engine of communication, the optimizer's step, freed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Callable, Iterator
+from types import TracebackType
+
+import torch
+from torch import Tensor, nn
+
+from ...core.errors import InvalidArgument, NonFiniteGradient, Refused
+from ...core.release import Action, GradientReady, Ledger, Policy, Status, Step, ZeroGrad
+from ..clipping import clip_by_norm_, clip_coefficient
+from ..communication import Communication
+from ..groups import check_gradient
+from ..optimizers import ReleasableOptimizer, all_finite
+from .backward_pass import current_pass
+from .guard import guarded
+from .hooks import Hooks, weakly
+from .lifecycle import Lifecycle
+from .settings import Settings
+from .two_passes import Measurement, two_passes
+
+
+class Release:
+    """Gradient release in force; made by `release_gradients`. Use it as a context manager to remove it at the end.
+
+    Attributes:
+        last_norm: 0-d float tensor, the global norm of the last gradient before clipping; None until one was measured, which
+            max_norm with clipping="exact" makes happen. Reading it does not wait for the device.
+        skipped: gradients that were not used because they held an infinity or a NaN (on_nonfinite="skip").
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: ReleasableOptimizer,
+        communication: Communication,
+        *,
+        policy: Policy,
+        strict: bool,
+        last: Callable[[], bool],
+        max_norm: float | None = None,
+        clipping: str = "exact",
+    ) -> None:
+        self.optimizer = optimizer
+        self.last_norm: Tensor | None = None
+        self.skipped = 0
+        self.hooks = Hooks(self, model)
+        self._lifecycle = Lifecycle(optimizer, policy, strict=strict, describe=self.hooks.describe)
+        self._settings = Settings(optimizer)
+        self._communication = communication
+        self._last = last
+        self._max_norm = max_norm
+        self._clipping = clipping
+        self._lock = threading.RLock()  # autograd runs the hooks of several devices in several threads
+        self._paused = 0
+        self._pass: int | None = None  # the backward pass that updated parameters in this step
+        self._is_last = True  # of the micro-batch whose gradients are under way
+        self._sent: set[Tensor] = set()  # handed to communication, and not delivered yet
+        self._gathered: set[Tensor] | None = None  # while step() has held gradients averaged
+        self._measurement: Measurement | None = None  # while a measuring pass runs
+        self._factors: tuple[Tensor | float, ...] | None = None  # while an updating pass runs: what gradients are multiplied by
+        optimizer.release = self
+        self.attach()
+
+    # -- the public face ------------------------------------------------------------------------------------------------
+
+    @property
+    def ledger(self) -> Ledger:
+        """Bytes of gradient alive, now and at most."""
+        return self._lifecycle.ledger
+
+    @property
+    def model(self) -> nn.Module | None:
+        """The model, or None once nobody else holds it."""
+        return self.hooks.model
+
+    def guard(self, loss: Tensor) -> Tensor:
+        """The loss, with a backward() that measures first and updates second: exact clipping with one gradient alive.
+
+        Costs a second walk through the graph. A loss without a graph, or a release without exact max_norm, or one that
+        holds its gradients anyway, needs no second pass and gets its loss back as it is.
+
+        Args:
+            loss: 0-d.
+
+        Raises:
+            Refused: in backward(), before anything is changed, if gradients of an earlier backward are still there.
+        """
+        if not (self._needs_two_passes and loss.requires_grad and torch.is_grad_enabled()):
+            return loss
+        if loss.dim() != 0:
+            raise InvalidArgument(f"loss has shape {tuple(loss.shape)}; guard() takes a scalar, for instance loss.mean().")
+        return guarded(loss, self._backward_of_guarded)
+
+    @contextlib.contextmanager
+    def paused(self) -> Iterator[None]:
+        """Backwards in this context leave gradients in `.grad`, as without release; step() and zero_grad() treat them so."""
+        self._paused += 1
+        try:
+            yield
+        finally:
+            self._paused -= 1
+
+    def remove(self) -> None:
+        """Take the hooks off. Held gradients stay in `.grad`, and the optimizer goes on as a plain one.
+
+        Raises:
+            Refused: micro-batches are in the moments and wait for their step. (Under the lenient release of
+                `prepare_for_gradient_release`, whose step() closes nothing, they are applied instead.)
+        """
+        pending = [p for p in self._lifecycle.tensors() if self._lifecycle.status(p) is Status.ACCUMULATED]
+        if pending and self._lifecycle.strict:
+            raise Refused(
+                f"{self.hooks.describe(pending[0])}: micro-batches of it are in the optimizer's moments and wait for their "
+                "step. Call optimizer.step() before remove()."
+            )
+        with torch.no_grad():
+            for parameter in pending:
+                self.optimizer.perform(parameter, None, Action.APPLY)
+        self._communication.detach()
+        self.hooks.remove()
+        if self.optimizer.release is self:
+            self.optimizer.release = None
+
+    def __enter__(self) -> Release:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        if kind is not None:  # the exception is what matters
+            self._lifecycle.abandon()
+        self.remove()
+
+    # -- what the optimizer asks ----------------------------------------------------------------------------------------
+
+    def attach(self) -> None:
+        """Put hooks on the model's parameters that the optimizer holds, that require a gradient, and have none yet.
+
+        Parameters of the optimizer outside the model are updated by step(), as without release.
+        """
+        fresh = self.hooks.attach(p for group in self.optimizer.param_groups for p in group["params"])
+        if fresh:
+            self._communication.attach(fresh, weakly(self.deliver))
+
+    def hooked(self, parameter: Tensor) -> bool:
+        """Whether a hook of this release is on the parameter."""
+        return parameter in self.hooks
+
+    def require_closed(self, call: str) -> None:
+        """Raise `Refused` unless no update is under way."""
+        for parameter in self._lifecycle.tensors():
+            status = self._lifecycle.status(parameter)
+            if status is not Status.IDLE:
+                raise Refused(
+                    f"{call} in the middle of a step: {self.hooks.describe(parameter)} is {status.value}. Call "
+                    "optimizer.step() first (or finish the micro-batches with optimizer_accumulation=False)."
+                )
+
+    # -- the way of a gradient ------------------------------------------------------------------------------------------
+
+    def on_gradient(self, parameter: Tensor) -> None:
+        """The local gradient of `parameter` has been accumulated into `.grad`: keep it, or send it on its way."""
+        with self._lock:
+            gradient = parameter.grad
+            if gradient is None:  # an earlier hook of the user's took it
+                return
+            policy, measuring = self._lifecycle.policy, self._measurement is not None
+            self._is_last = measuring or policy is Policy.RELEASE or bool(self._last())
+            if not measuring and (self._paused or (policy is Policy.HOLD and not self._is_last)):
+                decision = self._lifecycle.decide(parameter, GradientReady(last=False), paused=bool(self._paused))
+                self._lifecycle.arrive(parameter, gradient)
+                self._lifecycle.carry_out(parameter, gradient, decision)
+                return
+            check_gradient(parameter, gradient)
+            if not measuring:
+                self._require_guard(parameter)
+                self._require_same_pass(parameter)
+            self._lifecycle.decide(parameter, GradientReady(self._is_last))  # refuses before anything is sent or changed
+            self._require_not_sent(parameter)
+            self._lifecycle.arrive(parameter, gradient)
+            self._sent.add(parameter)
+            self._communication.gradient_ready(parameter)
+
+    @torch.no_grad()
+    def deliver(self, parameter: Tensor) -> None:
+        """Communication hands over the averaged gradient in `.grad`: measure it, or use it; then free it."""
+        with self._lock:
+            gradient = parameter.grad
+            self._sent.discard(parameter)
+            if gradient is None:
+                return
+            self._lifecycle.arrive(parameter, gradient)
+            if self._gathered is not None:
+                self._gathered.add(parameter)
+            elif self._measurement is not None:
+                self._measurement.take(parameter, gradient)
+                self._lifecycle.free(parameter)
+            else:
+                decision = self._lifecycle.decide(parameter, GradientReady(self._is_last, self._usable(gradient)))
+                self._settings.remember(decision.action.steps)
+                self._use(gradient)
+                self._lifecycle.carry_out(parameter, gradient, decision)
+
+    def _use(self, gradient: Tensor) -> None:
+        """Make of the gradient what the optimizer is to see."""
+        for factor in self._factors or ():
+            gradient.mul_(factor.to(gradient.device) if isinstance(factor, Tensor) else factor)
+        if self._max_norm is not None and self._clipping == "per_tensor":
+            clip_by_norm_(gradient, self._max_norm)
+
+    def _usable(self, gradient: Tensor) -> bool:
+        if self.optimizer.on_nonfinite == "propagate" or all_finite([gradient]):
+            return True
+        if self.optimizer.on_nonfinite == "raise":
+            raise NonFiniteGradient("a gradient holds an infinity or a NaN; nothing was updated.")
+        self._count_skipped()
+        return False
+
+    def _count_skipped(self) -> None:
+        self.skipped += 1
+        self.optimizer.skipped += 1
+
+    # -- what would be wrong --------------------------------------------------------------------------------------------
+
+    @property
+    def _needs_two_passes(self) -> bool:
+        return self._max_norm is not None and self._clipping == "exact" and self._lifecycle.policy is Policy.RELEASE
+
+    def _require_guard(self, parameter: Tensor) -> None:
+        if self._needs_two_passes and self._factors is None:
+            raise Refused(
+                f"{self.hooks.describe(parameter)}: max_norm={self._max_norm} needs the norm of the whole gradient before the "
+                "first update. Call release.guard(loss).backward(), or use accumulation='hold', or clipping='per_tensor'."
+            )
+
+    def _require_same_pass(self, parameter: Tensor) -> None:
+        """Refuse a second backward at its first gradient, even where that is of a parameter which was not updated yet."""
+        if not self._lifecycle.strict or self._lifecycle.policy is not Policy.RELEASE:
+            return
+        now = current_pass()
+        if now is None:
+            return
+        if self._pass is not None and now != self._pass:
+            raise Refused(
+                f"{self.hooks.describe(parameter)}: a second backward() before optimizer.step(), after the first has updated "
+                "parameters. Call optimizer.step() after each backward; or add the losses up and call backward() once; or "
+                "declare the micro-batches with accumulation='hold' or 'state'."
+            )
+        self._pass = now
+
+    def _require_not_sent(self, parameter: Tensor) -> None:
+        if parameter in self._sent:
+            raise Refused(
+                f"{self.hooks.describe(parameter)}: a second gradient of it arrived while the first was being averaged. Call "
+                "optimizer.step() after each backward; or declare the micro-batches with accumulation='hold' or 'state'."
+            )
+
+    # -- boundaries -----------------------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def close_step(self) -> None:
+        """optimizer.step(): flush what waits, and close the step. What can be refused is, before a parameter is changed."""
+        self.hooks.check()
+        if self._lifecycle.strict:
+            self._settings.check()
+        self.optimizer.check_settings()
+        self._communication.flush()
+        waiting = self._average(self._lifecycle.waiting())
+        gradients = {p: gradient for p, gradient in waiting.items() if gradient is not None}
+        # Where nothing was updated yet, gradients are judged together, as a plain step() does.
+        together = all(self._lifecycle.status(p) is Status.HELD for p in waiting)
+        if together and self.optimizer.on_nonfinite != "propagate" and not all_finite(gradients.values()):
+            self._refuse_nonfinite(list(waiting))
+        else:
+            usable = {p: g is None or together or self._usable(g) for p, g in waiting.items()}
+            decisions = {p: self._lifecycle.decide(p, Step(usable[p], waiting=g is not None)) for p, g in waiting.items()}
+            clips = gradients and self._max_norm is not None and self._clipping == "exact"
+            with self.updating(self._measure(gradients) if clips else None):
+                for parameter, decision in decisions.items():
+                    gradient = gradients.get(parameter)
+                    if gradient is not None and decision.action is not Action.DISCARD:
+                        self._use(gradient)
+                    self._lifecycle.carry_out(parameter, gradient, decision)
+        self._close()
+
+    def discard(self) -> None:
+        """optimizer.zero_grad(): discard held gradients, and close the step."""
+        decisions = {p: self._lifecycle.decide(p, ZeroGrad()) for p in self._lifecycle.tensors()}
+        for parameter, decision in decisions.items():
+            self._lifecycle.carry_out(parameter, None, decision)
+        self._close()
+
+    def _average(self, waiting: dict[Tensor, Tensor | None]) -> dict[Tensor, Tensor | None]:
+        """The same, averaged over the processes where it is not yet."""
+        self._gathered = set()
+        try:
+            for parameter, gradient in waiting.items():
+                if gradient is not None and parameter in self.hooks:
+                    self._communication.gradient_ready(parameter)
+            self._communication.flush()
+        finally:
+            self._gathered = None
+        return self._lifecycle.waiting()
+
+    def _measure(self, gradients: dict[Tensor, Tensor]) -> Measurement:
+        measured = Measurement(judge=False)
+        for parameter, gradient in gradients.items():
+            measured.take(parameter, gradient)
+        return measured
+
+    def _refuse_nonfinite(self, waiting: list[Tensor]) -> None:
+        if self.optimizer.on_nonfinite == "raise":
+            raise NonFiniteGradient("a gradient holds an infinity or a NaN; the step was not taken.")
+        self._count_skipped()
+        for parameter in waiting:
+            self._lifecycle.free(parameter)
+
+    def _close(self) -> None:
+        self._lifecycle.close()
+        self._settings.forget()
+        self._pass = None
+        self._sent.clear()
+        self.attach()
+
+    # -- two passes -----------------------------------------------------------------------------------------------------
+
+    def _backward_of_guarded(self, loss: Tensor, seed: Tensor) -> None:
+        if self._paused:
+            torch.autograd.backward(loss, seed)
+            return
+        self.attach()
+        two_passes(self, loss, seed)
+
+    @contextlib.contextmanager
+    def measuring(self) -> Iterator[Measurement]:
+        """Gradients in this context are measured and freed."""
+        measured = self._measurement = Measurement(judge=self.optimizer.on_nonfinite != "propagate")
+        try:
+            yield measured
+            self._communication.flush()
+        finally:
+            self._measurement = None
+            self._sent.clear()
+
+    @contextlib.contextmanager
+    def updating(self, measured: Measurement | None) -> Iterator[bool]:
+        """Gradients in this context are those that were measured, and are clipped; False if they must not be used."""
+        if measured is None:
+            yield True
+            return
+        order = [p for group in self.optimizer.param_groups for p in group["params"]]
+        self.last_norm = measured.norm(order, self._communication.sum_over_shards)
+        if not measured.finite():
+            self._refuse_nonfinite([])
+            yield False
+            return
+        assert self._max_norm is not None
+        self._factors = (clip_coefficient(self.last_norm, self._max_norm),)
+        try:
+            yield True
+            self._communication.flush()
+        finally:
+            self._factors = None
