@@ -80,11 +80,6 @@ CLAUSES: tuple[Clause, ...] = (
         lambda c: c.accumulation == "state" and c.loss_scaling == "dynamic",
     ),
     _refused(
-        "loss scaling is not built into gradient release yet; use bfloat16, which needs none, or the optimizer without "
-        "release_gradients.",
-        lambda c: c.loss_scaling == "dynamic",
-    ),
-    _refused(
         "release over several processes is not built yet; train in one process, or use the optimizer without "
         "release_gradients.",
         lambda c: c.communication != "local",
@@ -99,6 +94,21 @@ CLAUSES: tuple[Clause, ...] = (
             Kind.APPROXIMATE,
             "micro-batch gradients are squared one by one (AdamA): exact with one micro-batch, otherwise v is the mean of "
             "squares and not the square of the mean, and StableAdamW's mean square is a bound and not the batch gradient's.",
+        ),
+    ),
+    Clause(
+        lambda c: c.loss_scaling == "dynamic" and c.accumulation == "none",
+        Verdict(
+            Kind.EXACT,
+            "guard() runs the backward twice: the first pass looks for overflow and measures the norm, the second updates "
+            "with the unscaled and clipped gradient; on an overflow there is no second, and nothing changes.",
+        ),
+    ),
+    Clause(
+        lambda c: c.loss_scaling == "dynamic",
+        Verdict(
+            Kind.EXACT,
+            "the scaler unscales the held gradients and judges them, as without release; step() clips and uses them.",
         ),
     ),
     Clause(

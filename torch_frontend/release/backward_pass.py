@@ -1,25 +1,44 @@
-"""Which backward pass a hook runs in, so that a second one is noticed at its first gradient."""
+"""Which backward pass a hook runs in, and what is to be done when that pass ends."""
 
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 
 import torch
+from torch.autograd import Variable
 
 _graph_task = getattr(torch._C, "_current_graph_task_id", None)  # not public: without it, no pass is told from another
+_engine = getattr(Variable, "_execution_engine", None)  # as torch's own DistributedDataParallel has it: there is no public one
 
 
-def current_pass() -> int | None:
-    """A number for the backward pass that is running; None inside a pass that another pass runs, or where it cannot be told.
+def pass_number() -> int | None:
+    """A number for the backward pass that is running; None where it cannot be told."""
+    return None if _graph_task is None else _graph_task()
 
-    Reentrant checkpointing runs passes of its own inside the pass that the user started, from the backward of a
-    `torch.autograd.Function`: those belong to it, and are known by that function's frame on the stack.
-    """
-    if _graph_task is None:
-        return None
+
+def is_nested() -> bool:
+    """Whether this pass is run by another pass, from the backward of a `torch.autograd.Function` such as reentrant
+    checkpointing: that function's frame is then on the stack."""
     frame = sys._getframe()
     while frame is not None:
         if frame.f_code.co_name == "apply" and frame.f_globals.get("__name__") == "torch.autograd.function":
-            return None
+            return True
         frame = frame.f_back  # type: ignore[assignment]
-    return _graph_task()
+    return False
+
+
+def current_pass() -> int | None:
+    """A number for the pass that the user started; None in a nested one, which belongs to it, or where it cannot be told."""
+    return None if _graph_task is None or is_nested() else _graph_task()
+
+
+def at_end_of_pass(callback: Callable[[], None]) -> bool:
+    """Call `callback` when the pass that is running, nested or not, has ended without an error; False if that cannot be had."""
+    if _engine is None:
+        return False
+    try:
+        _engine.queue_callback(callback)
+    except RuntimeError:  # no pass of the engine's is running: compiled autograd runs the hooks by itself
+        return False
+    return True

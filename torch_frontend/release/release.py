@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from types import TracebackType
 
 import torch
@@ -16,25 +16,25 @@ from torch import Tensor, nn
 
 from ...core.errors import InvalidArgument, NonFiniteGradient, Refused
 from ...core.release import Action, GradientReady, Ledger, Policy, Status, Step, ZeroGrad
-from ..clipping import clip_by_norm_, clip_coefficient
 from ..communication import Communication
 from ..groups import check_gradient
 from ..optimizers import ReleasableOptimizer, all_finite
-from .backward_pass import current_pass
+from .backward_pass import at_end_of_pass, current_pass, is_nested, pass_number
+from .conditioning import Conditioning, Scaler
 from .guard import guarded
 from .hooks import Hooks, weakly
 from .lifecycle import Lifecycle
+from .measurement import Measurement
 from .settings import Settings
-from .two_passes import Measurement, two_passes
+from .two_passes import two_passes
 
 
 class Release:
     """Gradient release in force; made by `release_gradients`. Use it as a context manager to remove it at the end.
 
     Attributes:
-        last_norm: 0-d float tensor, the global norm of the last gradient before clipping; None until one was measured, which
-            max_norm with clipping="exact" makes happen. Reading it does not wait for the device.
-        skipped: gradients that were not used because they held an infinity or a NaN (on_nonfinite="skip").
+        skipped: gradients that were not used because they held an infinity or a NaN: single ones (on_nonfinite="skip"), or
+            whole steps (a scaler).
     """
 
     def __init__(
@@ -48,25 +48,32 @@ class Release:
         last: Callable[[], bool],
         max_norm: float | None = None,
         clipping: str = "exact",
+        scaler: Scaler | None = None,
+        keep_bytes: int = 0,
     ) -> None:
         self.optimizer = optimizer
-        self.last_norm: Tensor | None = None
         self.skipped = 0
         self.hooks = Hooks(self, model)
         self._lifecycle = Lifecycle(optimizer, policy, strict=strict, describe=self.hooks.describe)
         self._settings = Settings(optimizer)
         self._communication = communication
         self._last = last
-        self._max_norm = max_norm
-        self._clipping = clipping
+        self._keep_bytes = keep_bytes
+        self._conditioning = Conditioning(
+            max_norm=max_norm,
+            clipping=clipping,
+            scaler=scaler,
+            order=self._in_order,
+            publishes=strict and policy is not Policy.STATE,
+        )
         self._lock = threading.RLock()  # autograd runs the hooks of several devices in several threads
         self._paused = 0
         self._pass: int | None = None  # the backward pass that updated parameters in this step
+        self._watched: int | None = None  # the pass whose end is waited for
         self._is_last = True  # of the micro-batch whose gradients are under way
         self._sent: set[Tensor] = set()  # handed to communication, and not delivered yet
         self._gathered: set[Tensor] | None = None  # while step() has held gradients averaged
         self._measurement: Measurement | None = None  # while a measuring pass runs
-        self._factors: tuple[Tensor | float, ...] | None = None  # while an updating pass runs: what gradients are multiplied by
         optimizer.release = self
         self.attach()
 
@@ -78,18 +85,28 @@ class Release:
         return self._lifecycle.ledger
 
     @property
+    def last_norm(self) -> Tensor | None:
+        """The global norm of the last gradient, unscaled and before clipping: a 0-d tensor, so that nothing waits for it.
+
+        It is there after backward(), or after step() where that is what releases. None before the first, and with
+        accumulation="state", where nobody sees the whole gradient.
+        """
+        return self._conditioning.last_norm
+
+    @property
     def model(self) -> nn.Module | None:
         """The model, or None once nobody else holds it."""
         return self.hooks.model
 
     def guard(self, loss: Tensor) -> Tensor:
-        """The loss, with a backward() that measures first and updates second: exact clipping with one gradient alive.
+        """The loss, with a backward() that measures first and updates second.
 
-        Costs a second walk through the graph. A loss without a graph, or a release without exact max_norm, or one that
-        holds its gradients anyway, needs no second pass and gets its loss back as it is.
+        So the clipping of the global norm is exact, and a step whose gradient overflows changes nothing, with one gradient
+        alive. Costs a second walk through the graph, less with keep_bytes. A loss without a graph, or a release without
+        max_norm and scaler, or one that holds its gradients anyway, needs no second pass and gets its loss back as it is.
 
         Args:
-            loss: 0-d.
+            loss: 0-d; scaled already, or to be scaled: `scaler.scale(release.guard(loss)).backward()`.
 
         Raises:
             Refused: in backward(), before anything is changed, if gradients of an earlier backward are still there.
@@ -125,6 +142,7 @@ class Release:
         with torch.no_grad():
             for parameter in pending:
                 self.optimizer.perform(parameter, None, Action.APPLY)
+        self._conditioning.close()
         self._communication.detach()
         self.hooks.remove()
         if self.optimizer.release is self:
@@ -184,6 +202,7 @@ class Release:
                 self._require_same_pass(parameter)
             self._lifecycle.decide(parameter, GradientReady(self._is_last))  # refuses before anything is sent or changed
             self._require_not_sent(parameter)
+            self._watch_pass()
             self._lifecycle.arrive(parameter, gradient)
             self._sent.add(parameter)
             self._communication.gradient_ready(parameter)
@@ -200,20 +219,32 @@ class Release:
             if self._gathered is not None:
                 self._gathered.add(parameter)
             elif self._measurement is not None:
-                self._measurement.take(parameter, gradient)
-                self._lifecycle.free(parameter)
+                if not self._measurement.take(parameter, gradient):
+                    self._lifecycle.free(parameter)
             else:
                 decision = self._lifecycle.decide(parameter, GradientReady(self._is_last, self._usable(gradient)))
                 self._settings.remember(decision.action.steps)
-                self._use(gradient)
+                self._conditioning.take(parameter, gradient)
+                self._conditioning.apply(gradient)
                 self._lifecycle.carry_out(parameter, gradient, decision)
 
-    def _use(self, gradient: Tensor) -> None:
-        """Make of the gradient what the optimizer is to see."""
-        for factor in self._factors or ():
-            gradient.mul_(factor.to(gradient.device) if isinstance(factor, Tensor) else factor)
-        if self._max_norm is not None and self._clipping == "per_tensor":
-            clip_by_norm_(gradient, self._max_norm)
+    def _watch_pass(self) -> None:
+        """The end of a pass that updates parameters is where the norm of what it used is known."""
+        if not self._conditioning.publishes or self._measurement is not None or self._conditioning.decided:
+            return
+        now = pass_number()
+        if now is None or now != self._watched:
+            self._watched = now
+            at_end_of_pass(weakly(self._end_of_pass))
+
+    @torch.no_grad()
+    def _end_of_pass(self) -> None:
+        with self._lock:
+            self._watched = None
+            if not is_nested():
+                self._communication.flush()
+            self._conditioning.conclude()
+            self._conditioning.publish()
 
     def _usable(self, gradient: Tensor) -> bool:
         if self.optimizer.on_nonfinite == "propagate" or all_finite([gradient]):
@@ -231,14 +262,21 @@ class Release:
 
     @property
     def _needs_two_passes(self) -> bool:
-        return self._max_norm is not None and self._clipping == "exact" and self._lifecycle.policy is Policy.RELEASE
+        return self._lifecycle.policy is Policy.RELEASE and self._conditioning.needs_whole
 
     def _require_guard(self, parameter: Tensor) -> None:
-        if self._needs_two_passes and self._factors is None:
+        if not self._needs_two_passes or self._conditioning.decided:
+            return
+        if self._conditioning.scaler is not None:
             raise Refused(
-                f"{self.hooks.describe(parameter)}: max_norm={self._max_norm} needs the norm of the whole gradient before the "
-                "first update. Call release.guard(loss).backward(), or use accumulation='hold', or clipping='per_tensor'."
+                f"{self.hooks.describe(parameter)}: with a scaler, the first update needs to know that the whole gradient is "
+                "finite. Call scaler.scale(release.guard(loss)).backward(), or use accumulation='hold'."
             )
+        raise Refused(
+            f"{self.hooks.describe(parameter)}: max_norm={self._conditioning.max_norm} needs the norm of the whole gradient "
+            "before the first update. Call release.guard(loss).backward(), or use accumulation='hold', or "
+            "clipping='per_tensor'."
+        )
 
     def _require_same_pass(self, parameter: Tensor) -> None:
         """Refuse a second backward at its first gradient, even where that is of a parameter which was not updated yet."""
@@ -256,6 +294,12 @@ class Release:
         self._pass = now
 
     def _require_not_sent(self, parameter: Tensor) -> None:
+        if self._measurement is not None and parameter in self._measurement:
+            raise Refused(
+                f"{self.hooks.describe(parameter)}: its gradient came in two parts in one backward (reentrant checkpointing "
+                "of a layer that is used several times), which are not the whole one. Use "
+                "torch.utils.checkpoint.checkpoint(..., use_reentrant=False), or accumulation='hold'."
+            )
         if parameter in self._sent:
             raise Refused(
                 f"{self.hooks.describe(parameter)}: a second gradient of it arrived while the first was being averaged. Call "
@@ -271,6 +315,8 @@ class Release:
         if self._lifecycle.strict:
             self._settings.check()
         self.optimizer.check_settings()
+        self._conditioning.check(self.hooks.describe)
+        self._conditioning.withdraw()
         self._communication.flush()
         waiting = self._average(self._lifecycle.waiting())
         gradients = {p: gradient for p, gradient in waiting.items() if gradient is not None}
@@ -281,17 +327,17 @@ class Release:
         else:
             usable = {p: g is None or together or self._usable(g) for p, g in waiting.items()}
             decisions = {p: self._lifecycle.decide(p, Step(usable[p], waiting=g is not None)) for p, g in waiting.items()}
-            clips = gradients and self._max_norm is not None and self._clipping == "exact"
-            with self.updating(self._measure(gradients) if clips else None):
+            with self._conditioning.decide_waiting(gradients):
                 for parameter, decision in decisions.items():
                     gradient = gradients.get(parameter)
                     if gradient is not None and decision.action is not Action.DISCARD:
-                        self._use(gradient)
+                        self._conditioning.apply(gradient)
                     self._lifecycle.carry_out(parameter, gradient, decision)
         self._close()
 
     def discard(self) -> None:
         """optimizer.zero_grad(): discard held gradients, and close the step."""
+        self._conditioning.withdraw()
         decisions = {p: self._lifecycle.decide(p, ZeroGrad()) for p in self._lifecycle.tensors()}
         for parameter, decision in decisions.items():
             self._lifecycle.carry_out(parameter, None, decision)
@@ -309,11 +355,8 @@ class Release:
             self._gathered = None
         return self._lifecycle.waiting()
 
-    def _measure(self, gradients: dict[Tensor, Tensor]) -> Measurement:
-        measured = Measurement(judge=False)
-        for parameter, gradient in gradients.items():
-            measured.take(parameter, gradient)
-        return measured
+    def _in_order(self) -> list[Tensor]:
+        return [parameter for group in self.optimizer.param_groups for parameter in group["params"]]
 
     def _refuse_nonfinite(self, waiting: list[Tensor]) -> None:
         if self.optimizer.on_nonfinite == "raise":
@@ -325,23 +368,26 @@ class Release:
     def _close(self) -> None:
         self._lifecycle.close()
         self._settings.forget()
-        self._pass = None
+        self._pass = self._watched = None
         self._sent.clear()
+        self._conditioning.close()
         self.attach()
 
     # -- two passes -----------------------------------------------------------------------------------------------------
 
     def _backward_of_guarded(self, loss: Tensor, seed: Tensor) -> None:
+        self._conditioning.withdraw()
         if self._paused:
             torch.autograd.backward(loss, seed)
             return
         self.attach()
-        two_passes(self, loss, seed)
+        two_passes(self, loss, seed, self._keep_bytes)
 
     @contextlib.contextmanager
-    def measuring(self) -> Iterator[Measurement]:
-        """Gradients in this context are measured and freed."""
-        measured = self._measurement = Measurement(judge=self.optimizer.on_nonfinite != "propagate")
+    def measuring(self, keep_bytes: int) -> Iterator[Measurement]:
+        """Gradients in this context are measured, and freed but for the first that fit into keep_bytes."""
+        judge = self.optimizer.on_nonfinite != "propagate" or self._conditioning.scaler is not None
+        measured = self._measurement = Measurement(judge=judge, keep_bytes=keep_bytes)
         try:
             yield measured
             self._communication.flush()
@@ -350,21 +396,19 @@ class Release:
             self._sent.clear()
 
     @contextlib.contextmanager
-    def updating(self, measured: Measurement | None) -> Iterator[bool]:
-        """Gradients in this context are those that were measured, and are clipped; False if they must not be used."""
-        if measured is None:
-            yield True
-            return
-        order = [p for group in self.optimizer.param_groups for p in group["params"]]
-        self.last_norm = measured.norm(order, self._communication.sum_over_shards)
-        if not measured.finite():
-            self._refuse_nonfinite([])
-            yield False
-            return
-        assert self._max_norm is not None
-        self._factors = (clip_coefficient(self.last_norm, self._max_norm),)
-        try:
-            yield True
+    def updating(self, measured: Measurement) -> Iterator[bool]:
+        """Gradients in this context are those that were measured, and are used; False if they must not be."""
+        with self._conditioning.decide(measured) as finite:
+            if not finite:
+                self.forget(measured.kept)
+                if self._conditioning.scaler is None:
+                    self._refuse_nonfinite([])
+                else:
+                    self._count_skipped()
+            yield finite
             self._communication.flush()
-        finally:
-            self._factors = None
+
+    def forget(self, parameters: Iterable[Tensor]) -> None:
+        """Free their gradients unused."""
+        for parameter in list(parameters):
+            self._lifecycle.free(parameter)
