@@ -22,12 +22,15 @@ def gradient_norm(gradient: Tensor) -> Tensor:
     return torch.linalg.vector_norm(gradient, dtype=torch.float32 if gradient.device.type == "mps" else torch.float64)
 
 
-def total_norm(norms: Sequence[Tensor]) -> Tensor:
-    """sqrt(sum of squares) of the norms of all gradients, 0-d, on the device of the first; 0 if there are none."""
-    if not norms:
-        return torch.zeros(())
-    device = norms[0].device
-    return torch.linalg.vector_norm(torch.stack([norm.to(device) for norm in norms]))
+def is_finite(gradient: Tensor, norm: Tensor) -> Tensor:
+    """Whether no element of the gradient, of a sharded one of the part that lies here, is an infinity or a NaN; 0-d.
+
+    `norm` is its `gradient_norm`. In a wider dtype than the gradient's, finite elements cannot overflow it, and it says as
+    much as a look at the elements, which takes several times as long.
+    """
+    if norm.dtype.itemsize > gradient.dtype.itemsize:
+        return torch.isfinite(norm)
+    return torch.isfinite(local(gradient)).all()
 
 
 def clip_coefficient(norm: Tensor, max_norm: float) -> Tensor:

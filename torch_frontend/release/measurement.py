@@ -7,7 +7,7 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
-from ..clipping import gradient_norm
+from ..clipping import gradient_norm, is_finite
 from ..communication.shards import sum_over_shards
 
 
@@ -36,9 +36,9 @@ class Measurement:
 
     def take(self, parameter: Tensor, gradient: Tensor) -> bool:
         """Measure a gradient; True if it is to be kept, because it fits into what is left of keep_bytes."""
-        self._norms[parameter] = gradient_norm(gradient)
+        norm = self._norms[parameter] = gradient_norm(gradient)
         if self._judge:
-            self._finite[parameter] = torch.isfinite(gradient).all()
+            self._finite[parameter] = is_finite(gradient, norm)
         nbytes = gradient.untyped_storage().nbytes()
         if nbytes > self._budget:
             return False
