@@ -80,9 +80,13 @@ CLAUSES: tuple[Clause, ...] = (
         lambda c: c.accumulation == "state" and c.loss_scaling == "dynamic",
     ),
     _refused(
-        "release over several processes is not built yet; train in one process, or use the optimizer without "
-        "release_gradients.",
-        lambda c: c.communication != "local",
+        "a second backward through DistributedDataParallel is not averaged, so the two passes of guard() are not exact; use the "
+        "plain module (release_gradients averages its gradients by itself), fully_shard, or accumulation='hold'.",
+        lambda c: (
+            c.communication == "ddp"
+            and c.accumulation == "none"
+            and (c.clipping == "global_norm" or c.loss_scaling == "dynamic")
+        ),
     ),
     _refused(
         "the Triton kernels are not built yet; use backend='eager', 'compiled' or 'auto'.",

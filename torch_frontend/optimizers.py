@@ -23,6 +23,7 @@ from . import state as saved_state
 from .array_ops import DTYPES, dtype_name, torch_ops
 from .backends import TensorSlot, select_backend
 from .communication.shards import LocalState, is_sharded, local, sum_over_shards
+from .clipping import gradient_norm, is_finite
 from .groups import Group, check_gradient, check_group, fingerprint, hyperparameters, moment_dtypes
 
 if TYPE_CHECKING:
@@ -319,7 +320,7 @@ def _complements(current: Hyperparameters, step: float) -> Complements:
 
 def finite(gradients: Sequence[Tensor]) -> list[bool]:
     """Of each gradient, whether no element is an infinity or a NaN, in any shard of it. Waits for the device."""
-    faults = [torch.isfinite(local(gradient)).logical_not().sum() for gradient in gradients]
+    faults = [(~is_finite(gradient, gradient_norm(gradient))).float() for gradient in gradients]
     return [not bool(count) for count in sum_over_shards(gradients, faults)]
 
 

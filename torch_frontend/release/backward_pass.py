@@ -34,11 +34,15 @@ def current_pass() -> int | None:
 
 
 def at_end_of_pass(callback: Callable[[], None]) -> bool:
-    """Call `callback` when the pass that is running, nested or not, has ended without an error; False if that cannot be had."""
+    """Call `callback` when the pass that is running, nested or not, has ended without an error; False if that cannot be had.
+
+    It comes after what others wanted called by then, such as DistributedDataParallel, which fills `.grad` there: a callback
+    that is queued by a callback is the last.
+    """
     if _engine is None:
         return False
     try:
-        _engine.queue_callback(callback)
+        _engine.queue_callback(lambda: _engine.queue_callback(callback))
     except RuntimeError:  # no pass of the engine's is running: compiled autograd runs the hooks by itself
         return False
     return True

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Protocol
 
 import torch
@@ -11,6 +11,7 @@ from torch import Tensor
 
 from ...core.errors import Refused
 from ..clipping import clip_by_norm_, clip_coefficient
+from ..communication.shards import local
 from .measurement import Measurement
 from .published_norm import PublishedNorm
 
@@ -66,12 +67,13 @@ class Conditioning:
         """What the loss, and so every gradient, is multiplied by."""
         return 1.0 if self.scaler is None else float(self.scaler.get_scale())
 
-    def apply(self, gradient: Tensor) -> None:
-        """Make of the gradient, in place, what the optimizer is to see."""
-        for factor in self._factors or ():
-            gradient.mul_(factor.to(gradient.device) if isinstance(factor, Tensor) else factor)
+    def apply(self, gradients: Sequence[Tensor]) -> None:
+        """Make of gradients, in place, what the optimizer is to see."""
+        for gradient in map(local, gradients):
+            for factor in self._factors or ():
+                gradient.mul_(factor.to(gradient.device) if isinstance(factor, Tensor) else factor)
         if self.max_norm_of_each is not None:
-            clip_by_norm_([gradient], self.max_norm_of_each)
+            clip_by_norm_(gradients, self.max_norm_of_each)
 
     # -- the norm -------------------------------------------------------------------------------------------------------
 

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from torch import Tensor
 
 from ...core.errors import Refused
 from ...core.release import Action, Decision, Event, Ledger, Policy, Status, Step, decide
+from ..communication.shards import local
 from ..groups import check_gradient
 from ..optimizers import ReleasableOptimizer
 
@@ -41,7 +42,9 @@ class Lifecycle:
 
     def arrive(self, parameter: Tensor, gradient: Tensor) -> None:
         """The gradient exists."""
-        self.ledger.arrive(parameter, gradient.untyped_storage().nbytes())
+        here = local(gradient)  # of a shard only its own part of the buffer that it shares with others
+        nbytes = here.untyped_storage().nbytes() if here is gradient else here.numel() * here.element_size()
+        self.ledger.arrive(parameter, nbytes)
 
     def free(self, parameter: Tensor) -> None:
         """Free its gradient, whatever becomes of it."""
@@ -60,15 +63,17 @@ class Lifecycle:
         except Refused as refusal:
             raise Refused(f"{self._describe(parameter)}: {refusal}") from None
 
-    def carry_out(self, parameter: Tensor, gradient: Tensor | None, decision: Decision) -> None:
-        """Do it: the gradient is ready to be used as it is."""
-        action = decision.action
-        if action.steps or action in (Action.ACCUMULATE, Action.ACCUMULATE_FIRST):
-            self._optimizer.perform(parameter, gradient, action)
+    def carry_out(self, decided: Sequence[tuple[Tensor, Tensor | None, Decision]]) -> None:
+        """Do it: of each parameter its gradient, ready to be used as it is, and what is to be done."""
+        tasks = [(parameter, gradient, decision.action) for parameter, gradient, decision in decided]
+        used = [task for task in tasks if task[2].steps or task[2] in (Action.ACCUMULATE, Action.ACCUMULATE_FIRST)]
+        if used:
+            self._optimizer.perform_all(used)
             self._optimizer._opt_called = True
-        if action.frees:
-            self.free(parameter)
-        self._status[parameter] = decision.status
+        for parameter, _, decision in decided:
+            if decision.action.frees:
+                self.free(parameter)
+            self._status[parameter] = decision.status
 
     def waiting(self) -> dict[Tensor, Tensor | None]:
         """The parameters that a step() has to look at, with the gradients that wait in `.grad`."""

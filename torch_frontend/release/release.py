@@ -8,23 +8,25 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from types import TracebackType
 
 import torch
 from torch import Tensor, nn
 
 from ...core.errors import InvalidArgument, NonFiniteGradient, Refused
-from ...core.release import Action, GradientReady, Ledger, Policy, Status, Step, ZeroGrad
+from ...core.release import Action, Decision, GradientReady, Ledger, Policy, Status, Step, ZeroGrad
 from ..communication import Communication
+from ..communication.shards import is_sharded
 from ..groups import check_gradient
-from ..optimizers import ReleasableOptimizer, all_finite
+from ..optimizers import ReleasableOptimizer, all_finite, finite
 from .backward_pass import at_end_of_pass, current_pass, is_nested, pass_number
 from .conditioning import Conditioning, Scaler
 from .guard import guarded
 from .hooks import Hooks, weakly
 from .lifecycle import Lifecycle
 from .measurement import Measurement
+from .reentrant import StillToCome
 from .settings import Settings
 from .two_passes import two_passes
 
@@ -70,9 +72,9 @@ class Release:
         self._paused = 0
         self._pass: int | None = None  # the backward pass that updated parameters in this step
         self._watched: int | None = None  # the pass whose end is waited for
+        self._still_to_come = StillToCome()
         self._is_last = True  # of the micro-batch whose gradients are under way
         self._sent: set[Tensor] = set()  # handed to communication, and not delivered yet
-        self._gathered: set[Tensor] | None = None  # while step() has held gradients averaged
         self._measurement: Measurement | None = None  # while a measuring pass runs
         optimizer.release = self
         self.attach()
@@ -191,46 +193,61 @@ class Release:
                 return
             policy, measuring = self._lifecycle.policy, self._measurement is not None
             self._is_last = measuring or policy is Policy.RELEASE or bool(self._last())
-            if not measuring and (self._paused or (policy is Policy.HOLD and not self._is_last)):
-                decision = self._lifecycle.decide(parameter, GradientReady(last=False), paused=bool(self._paused))
+            if not measuring and self._keeps:
+                paused = bool(self._paused) or self._communication.keeps()
+                decision = self._lifecycle.decide(parameter, GradientReady(last=False), paused=paused)
                 self._lifecycle.arrive(parameter, gradient)
-                self._lifecycle.carry_out(parameter, gradient, decision)
+                self._lifecycle.carry_out([(parameter, gradient, decision)])
+                self._communication.held(parameter)
                 return
             check_gradient(parameter, gradient)
             if not measuring:
                 self._require_guard(parameter)
                 self._require_same_pass(parameter)
             self._lifecycle.decide(parameter, GradientReady(self._is_last))  # refuses before anything is sent or changed
+            self._require_whole(parameter)
             self._require_not_sent(parameter)
             self._watch_pass()
             self._lifecycle.arrive(parameter, gradient)
             self._sent.add(parameter)
             self._communication.gradient_ready(parameter)
 
+    @property
+    def _keeps(self) -> bool:
+        """Whether gradients stay in `.grad` for now."""
+        holds = self._lifecycle.policy is Policy.HOLD and not self._is_last
+        return bool(self._paused) or holds or self._communication.keeps()
+
     @torch.no_grad()
-    def deliver(self, parameter: Tensor) -> None:
-        """Communication hands over the averaged gradient in `.grad`: measure it, or use it; then free it."""
+    def deliver(self, parameters: Sequence[Tensor]) -> None:
+        """Communication hands over averaged gradients in `.grad`: measure them, or use them; then free them."""
         with self._lock:
-            gradient = parameter.grad
-            self._sent.discard(parameter)
-            if gradient is None:
+            self._sent.difference_update(parameters)
+            if self._measurement is None and self._keeps:  # averaged in a backward that only adds up
                 return
-            self._lifecycle.arrive(parameter, gradient)
-            if self._gathered is not None:
-                self._gathered.add(parameter)
-            elif self._measurement is not None:
-                if not self._measurement.take(parameter, gradient):
-                    self._lifecycle.free(parameter)
-            else:
-                decision = self._lifecycle.decide(parameter, GradientReady(self._is_last, self._usable(gradient)))
-                self._settings.remember(decision.action.steps)
+            gradients = {parameter: parameter.grad for parameter in parameters if parameter.grad is not None}
+            for parameter, gradient in gradients.items():
+                self._lifecycle.arrive(parameter, gradient)
+            if self._measurement is not None:
+                for parameter, gradient in gradients.items():
+                    if not self._measurement.take(parameter, gradient):
+                        self._lifecycle.free(parameter)
+                return
+            usable = self._usable(gradients)
+            decisions = {p: self._lifecycle.decide(p, GradientReady(self._is_last, usable[p])) for p in gradients}
+            self._settings.remember(any(decision.action.steps for decision in decisions.values()))
+            for parameter, gradient in gradients.items():
                 self._conditioning.take(parameter, gradient)
-                self._conditioning.apply(gradient)
-                self._lifecycle.carry_out(parameter, gradient, decision)
+            self._use(gradients, decisions)
+
+    def _use(self, gradients: Mapping[Tensor, Tensor], decisions: Mapping[Tensor, Decision]) -> None:
+        used = [gradient for p, gradient in gradients.items() if decisions[p].action is not Action.DISCARD]
+        self._conditioning.apply(used)
+        self._lifecycle.carry_out([(p, gradients.get(p), decision) for p, decision in decisions.items()])
 
     def _watch_pass(self) -> None:
-        """The end of a pass that updates parameters is where the norm of what it used is known."""
-        if not self._conditioning.publishes or self._measurement is not None or self._conditioning.decided:
+        """The end of a pass that updates parameters: every gradient was handed over, and the norm of what it used is known."""
+        if self._measurement is not None or self._conditioning.decided:
             return
         now = pass_number()
         if now is None or now != self._watched:
@@ -242,17 +259,20 @@ class Release:
         with self._lock:
             self._watched = None
             if not is_nested():
-                self._communication.flush()
+                self._communication.flush(always=True)
             self._conditioning.conclude()
             self._conditioning.publish()
 
-    def _usable(self, gradient: Tensor) -> bool:
-        if self.optimizer.on_nonfinite == "propagate" or all_finite([gradient]):
-            return True
-        if self.optimizer.on_nonfinite == "raise":
+    def _usable(self, gradients: Mapping[Tensor, Tensor]) -> dict[Tensor, bool]:
+        """Which of them may be used; the others are counted."""
+        if self.optimizer.on_nonfinite == "propagate":
+            return dict.fromkeys(gradients, True)
+        usable = dict(zip(gradients, finite(list(gradients.values())), strict=True))
+        if self.optimizer.on_nonfinite == "raise" and not all(usable.values()):
             raise NonFiniteGradient("a gradient holds an infinity or a NaN; nothing was updated.")
-        self._count_skipped()
-        return False
+        for _ in range(list(usable.values()).count(False)):
+            self._count_skipped()
+        return usable
 
     def _count_skipped(self) -> None:
         self.skipped += 1
@@ -293,13 +313,17 @@ class Release:
             )
         self._pass = now
 
-    def _require_not_sent(self, parameter: Tensor) -> None:
-        if self._measurement is not None and parameter in self._measurement:
+    def _require_whole(self, parameter: Tensor) -> None:
+        """Refuse a part of a gradient, before it is used as if it were the whole."""
+        measured_before = self._measurement is not None and parameter in self._measurement
+        if measured_before or parameter in self._still_to_come:
             raise Refused(
-                f"{self.hooks.describe(parameter)}: its gradient came in two parts in one backward (reentrant checkpointing "
-                "of a layer that is used several times), which are not the whole one. Use "
+                f"{self.hooks.describe(parameter)}: its gradient comes in several parts in one backward (reentrant "
+                "checkpointing of a layer that is used several times), and each would be used as if it were the whole. Use "
                 "torch.utils.checkpoint.checkpoint(..., use_reentrant=False), or accumulation='hold'."
             )
+
+    def _require_not_sent(self, parameter: Tensor) -> None:
         if parameter in self._sent:
             raise Refused(
                 f"{self.hooks.describe(parameter)}: a second gradient of it arrived while the first was being averaged. Call "
@@ -318,42 +342,30 @@ class Release:
         self._conditioning.check(self.hooks.describe)
         self._conditioning.withdraw()
         self._communication.flush()
-        waiting = self._average(self._lifecycle.waiting())
+        self._communication.average([p for p, gradient in self._lifecycle.waiting().items() if gradient is not None])
+        waiting = self._lifecycle.waiting()
         gradients = {p: gradient for p, gradient in waiting.items() if gradient is not None}
         # Where nothing was updated yet, gradients are judged together, as a plain step() does.
         together = all(self._lifecycle.status(p) is Status.HELD for p in waiting)
         if together and self.optimizer.on_nonfinite != "propagate" and not all_finite(gradients.values()):
             self._refuse_nonfinite(list(waiting))
         else:
-            usable = {p: g is None or together or self._usable(g) for p, g in waiting.items()}
-            decisions = {p: self._lifecycle.decide(p, Step(usable[p], waiting=g is not None)) for p, g in waiting.items()}
+            usable = dict.fromkeys(gradients, True) if together else self._usable(gradients)
+            decisions = {
+                p: self._lifecycle.decide(p, Step(usable.get(p, True), waiting=g is not None)) for p, g in waiting.items()
+            }
             with self._conditioning.decide_waiting(gradients):
-                for parameter, decision in decisions.items():
-                    gradient = gradients.get(parameter)
-                    if gradient is not None and decision.action is not Action.DISCARD:
-                        self._conditioning.apply(gradient)
-                    self._lifecycle.carry_out(parameter, gradient, decision)
+                for batch in _batches(waiting):
+                    self._use({p: gradients[p] for p in batch if p in gradients}, {p: decisions[p] for p in batch})
         self._close()
 
     def discard(self) -> None:
         """optimizer.zero_grad(): discard held gradients, and close the step."""
         self._conditioning.withdraw()
+        self._communication.flush()
         decisions = {p: self._lifecycle.decide(p, ZeroGrad()) for p in self._lifecycle.tensors()}
-        for parameter, decision in decisions.items():
-            self._lifecycle.carry_out(parameter, None, decision)
+        self._lifecycle.carry_out([(p, None, decision) for p, decision in decisions.items()])
         self._close()
-
-    def _average(self, waiting: dict[Tensor, Tensor | None]) -> dict[Tensor, Tensor | None]:
-        """The same, averaged over the processes where it is not yet."""
-        self._gathered = set()
-        try:
-            for parameter, gradient in waiting.items():
-                if gradient is not None and parameter in self.hooks:
-                    self._communication.gradient_ready(parameter)
-            self._communication.flush()
-        finally:
-            self._gathered = None
-        return self._lifecycle.waiting()
 
     def _in_order(self) -> list[Tensor]:
         return [parameter for group in self.optimizer.param_groups for parameter in group["params"]]
@@ -370,6 +382,8 @@ class Release:
         self._settings.forget()
         self._pass = self._watched = None
         self._sent.clear()
+        self._still_to_come.forget()
+        self._communication.end_step()
         self._conditioning.close()
         self.attach()
 
@@ -390,7 +404,7 @@ class Release:
         measured = self._measurement = Measurement(judge=judge, keep_bytes=keep_bytes)
         try:
             yield measured
-            self._communication.flush()
+            self._communication.flush(always=True)
         finally:
             self._measurement = None
             self._sent.clear()
@@ -406,9 +420,19 @@ class Release:
                 else:
                     self._count_skipped()
             yield finite
-            self._communication.flush()
+            if finite:
+                self._communication.flush(always=True)
 
     def forget(self, parameters: Iterable[Tensor]) -> None:
         """Free their gradients unused."""
         for parameter in list(parameters):
             self._lifecycle.free(parameter)
+
+
+def _batches(parameters: Iterable[Tensor]) -> Iterator[list[Tensor]]:
+    """One by one, so that gradients are freed on the way; sharded ones together, for what they ask of other processes."""
+    given = list(parameters)
+    sharded = [parameter for parameter in given if is_sharded(parameter)]
+    if sharded:
+        yield sharded
+    yield from ([parameter] for parameter in given if not is_sharded(parameter))

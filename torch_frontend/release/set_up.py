@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from ...core import compensation as compensations
 from ...core.combinations import Combination, require
@@ -55,7 +55,9 @@ def release_gradients(
         scaler: an unmodified `torch.amp.GradScaler`; use it as always, and guard the loss:
             `scaler.scale(release.guard(loss)).backward()`, `scaler.step(optimizer)`, `scaler.update()`. A step whose
             gradient overflows changes nothing. One that is disabled is as None. Not with float16 parameters.
-        process_group: processes to average over; refused for now.
+        process_group: of a plain module, the processes to average gradients over; None: all, if torch.distributed is
+            initialised. DistributedDataParallel and fully_shard bring their own: wrap the model before this call, and give the
+            wrapped one.
         keep_bytes: gradients of that many bytes, in [0, inf), stay alive between the two passes of guard(), so that the
             second is shorter: it does not compute them again.
 
@@ -103,7 +105,7 @@ def release_gradients(
     last = (lambda: False) if holds_until_step else sync
     policy = {None: Policy.RELEASE, "hold": Policy.HOLD, "state": Policy.STATE}[accumulation]
     assert last is not None
-    communication = select_communication(model, process_group)
+    communication = select_communication(model, _trained(optimizer), process_group)
     return Release(
         model,
         optimizer,
@@ -126,11 +128,15 @@ def lenient_release(model: nn.Module, optimizer: ReleasableOptimizer) -> Release
     return Release(
         model,
         optimizer,
-        select_communication(model),
+        select_communication(model, _trained(optimizer)),
         policy=Policy.STATE,
         strict=False,
         last=lambda: not optimizer.optimizer_accumulation,
     )
+
+
+def _trained(optimizer: ReleasableOptimizer) -> list[Tensor]:
+    return [parameter for group in optimizer.param_groups for parameter in group["params"] if parameter.requires_grad]
 
 
 def _enabled(scaler: Any) -> Any:

@@ -65,7 +65,7 @@ def two_passes(release: Release, loss: Tensor, seed: Tensor, keep_bytes: int) ->
             others = [leaf for leaf in graph.leaves & foreign if leaf.requires_grad]
             _second_pass(loss, seed, [*left_over, *others] if measured.kept else None)
         for parameter in list(measured.kept):
-            release.deliver(parameter)
+            release.deliver([parameter])
 
 
 def _second_pass(loss: Tensor, seed: Tensor, inputs: list[Tensor] | None) -> None:

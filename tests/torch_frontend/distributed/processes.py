@@ -24,7 +24,7 @@ class RankError(AssertionError):
 
 
 class Ranks:
-    """Processes over gloo. One that failed may have left the others in a collective: all are started again."""
+    """Processes over gloo. If one fails and others do not, or hang, all are started again."""
 
     def __init__(self, directory: Path, world: int = WORLD) -> None:
         self._directory, self._world, self._starts = directory, world, 0
@@ -46,12 +46,14 @@ class Ranks:
                 for pipe in ready:
                     rank = self._pipes.index(pipe)  # type: ignore[arg-type]
                     answers[rank] = pipe.recv()  # type: ignore[union-attr]
-            failed = [f"rank {rank}: {answers[rank][1]}" for rank in sorted(answers) if not answers[rank][0]]
-            if failed:
-                raise RankError("\n".join(failed))
         except BaseException:
             self.stop()
             raise
+        failed = [f"rank {rank}: {answers[rank][1]}" for rank in sorted(answers) if not answers[rank][0]]
+        if failed:
+            if len(failed) < self._world:
+                self.stop()
+            raise RankError("\n".join(failed))
         return [answers[rank][1] for rank in range(self._world)]
 
     def _start(self) -> None:
