@@ -19,10 +19,14 @@ def pass_number() -> int | None:
 
 def is_nested() -> bool:
     """Whether this pass is run by another pass, from the backward of a `torch.autograd.Function` such as reentrant
-    checkpointing: that function's frame is then on the stack."""
+    checkpointing: that function's frame is then on the stack, outside the call that runs this pass."""
     frame = sys._getframe()
+    inside = False
     while frame is not None:
-        if frame.f_code.co_name == "apply" and frame.f_globals.get("__name__") == "torch.autograd.function":
+        name, module = frame.f_code.co_name, frame.f_globals.get("__name__")
+        if name in ("backward", "grad") and module == "torch.autograd":
+            inside = True
+        elif inside and name == "apply" and module == "torch.autograd.function":
             return True
         frame = frame.f_back  # type: ignore[assignment]
     return False
