@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, cast
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from ...core.errors import MissingDependency, Refused
 from ..optimizers import ReleasableOptimizer
@@ -42,7 +42,7 @@ class GradientRelease(Callback):
 
     def __init__(self, *, accumulation: str = "hold", clipping: str = "exact", keep_bytes: int = 0) -> None:
         self.release: Release | None = None
-        self._options = {"accumulation": accumulation, "clipping": clipping, "keep_bytes": keep_bytes}
+        self._options: dict[str, Any] = {"accumulation": accumulation, "clipping": clipping, "keep_bytes": keep_bytes}
         self._in_fit = contextlib.ExitStack()
         self._in_step = False  # while optimizer.step() runs
         self._stepped = False  # it did, with this batch
@@ -56,7 +56,7 @@ class GradientRelease(Callback):
             stack.callback(optimizer.register_step_post_hook(lambda *_: self._step_begins(False)).remove)
             self.release = release = stack.enter_context(
                 release_for_trainer(
-                    trainer.model,
+                    cast(nn.Module, trainer.model),
                     optimizer,
                     micro_batches=trainer.accumulate_grad_batches,
                     sync=lambda: self._in_step,
@@ -124,7 +124,7 @@ def _guarded_backward(module: LightningModule, release: Release) -> Iterator[Non
     def guarded(loss: Tensor, *args: Any, **kwargs: Any) -> None:
         backward(release.guard(loss), *args, **kwargs)
 
-    module.backward = guarded  # type: ignore[method-assign]
+    module.backward = guarded
     try:
         yield
     finally:

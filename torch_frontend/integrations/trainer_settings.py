@@ -52,14 +52,11 @@ def release_for_trainer(
     """
     if accumulation not in ACCUMULATIONS:
         raise InvalidArgument(
-            f"accumulation={accumulation!r} is not known; it must be 'hold' or 'state': what becomes of the micro-batches, where "
-            "the trainer has several."
+            f"accumulation={accumulation!r} is not known; it must be 'hold' or 'state', what becomes of several micro-batches."
         )
     max_norm = max_norm or None
     if micro_batches == 1:
-        return release_gradients(
-            model, optimizer, max_norm=max_norm, clipping=clipping, scaler=scaler, keep_bytes=keep_bytes
-        )
+        return release_gradients(model, optimizer, max_norm=max_norm, clipping=clipping, scaler=scaler, keep_bytes=keep_bytes)
     waits = accumulation == "hold" and (max_norm is not None or scaler is not None)
     return release_gradients(
         model,

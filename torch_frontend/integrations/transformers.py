@@ -84,9 +84,11 @@ class ReleaseTrainer(Trainer):
         self._starts_step = self.accelerator.sync_gradients
         return super().training_step(model, *args, **kwargs)
 
-    def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, **kwargs: Any) -> Any:
+    def compute_loss(
+        self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Tensor | int | None = None
+    ) -> Any:
         """As `Trainer`'s; the loss is guarded."""
-        result = super().compute_loss(model, inputs, return_outputs=return_outputs, **kwargs)
+        result: Any = super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
         if self.release is None:
             return result
         if return_outputs:
@@ -96,8 +98,8 @@ class ReleaseTrainer(Trainer):
     def _set_up(self, model: Any) -> Release:
         if self.args.auto_find_batch_size:
             raise Refused(
-                "auto_find_batch_size=True starts over when memory runs out in mid-backward, where released parameters are updated "
-                "already; find the batch size first, and switch it off."
+                "auto_find_batch_size=True starts over when memory runs out in mid-backward, where released parameters are "
+                "updated already; find the batch size first, and switch it off."
             )
         optimizer = plain_optimizer(self.optimizer)
         if not isinstance(optimizer, ReleasableOptimizer):

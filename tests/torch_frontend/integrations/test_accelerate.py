@@ -125,6 +125,18 @@ def test_the_release_clips_where_the_loop_does_not(steps: int) -> None:
     assert abs(free.losses[-1] / other.losses[-1] - 1) > 1e-2  # clipping matters here
 
 
+@pytest.mark.parametrize(("clip", "left"), [(None, 1), (1.0, 21)])  # the published norm; all, which step() clips
+def test_the_last_backward_releases(clip: float | None, left: int) -> None:
+    accelerator, model, optimizer, _, loader, release = prepared(released=True, steps=5, max_norm=clip)
+    for batch in loader:
+        with accelerator.accumulate(model):
+            accelerator.backward(release.guard(model(**batch).loss))
+            alive = sum(parameter.grad is not None for parameter in model.parameters())
+            assert alive == (left if accelerator.sync_gradients else 21)
+            optimizer.step()
+            optimizer.zero_grad()
+
+
 def test_one_gradient_is_alive() -> None:
     parts = prepared(released=True, max_norm=1.0)
     with LiveGradientMeter(parts.model.named_parameters()) as meter:

@@ -59,6 +59,11 @@ class Module(lightning.LightningModule):
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
 
 
+class Counted(Module):
+    def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
+        self.norms.append(sum(parameter.grad is not None for parameter in self.parameters()))
+
+
 class Validated(Module):
     def validation_step(self, batch: Any, index: int) -> None:
         self.llama(**batch)
@@ -126,6 +131,21 @@ def test_clipping_acts_in_these_runs() -> None:
     assert abs(clipped.losses[-1] / free.losses[-1] - 1) > 1e-2
 
 
+@pytest.mark.parametrize(
+    ("settings", "left"),
+    [
+        ({}, 1),  # the published norm
+        ({"accumulate_grad_batches": 4}, 1),
+        ({"accumulate_grad_batches": 4, "gradient_clip_val": 1.0}, 21),  # they wait for Lightning to clip them
+    ],
+    ids=str,
+)
+def test_the_last_backward_releases(settings: dict[str, Any], left: int) -> None:
+    module = Counted()
+    trainer(GradientRelease(), **settings).fit(module, loader())
+    assert set(module.norms) == {left}
+
+
 @pytest.mark.parametrize("settings", [{"gradient_clip_val": 1.0}, {}], ids=str)
 def test_one_gradient_is_alive(settings: dict[str, Any]) -> None:
     module = Module()
@@ -151,7 +171,9 @@ def test_resuming_equals_going_on(accumulation: int, tmp_path: Path) -> None:
     whole, resumed = Validated(), Validated()
     trainer(GradientRelease(), saves, enable_checkpointing=True, **settings).fit(whole, loader(), loader(seed=2))
     path = tmp_path / "epoch=0.ckpt"
-    trainer(GradientRelease(), saves, enable_checkpointing=True, **settings).fit(resumed, loader(), loader(seed=2), ckpt_path=path)
+    trainer(GradientRelease(), saves, enable_checkpointing=True, **settings).fit(
+        resumed, loader(), loader(seed=2), ckpt_path=path
+    )
     assert resumed.losses == whole.losses[5:]
     assert resumed.norms == whole.norms[-len(resumed.norms) :]
     for one, other in zip(whole.parameters(), resumed.parameters(), strict=True):

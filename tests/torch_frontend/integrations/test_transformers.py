@@ -23,10 +23,10 @@ from penstock.core.errors import InvalidArgument, Refused
 from penstock.parity.live_gradients import LiveGradientMeter
 from penstock.torch_frontend import StableAdamW
 from penstock.torch_frontend.integrations.transformers import ReleaseTrainer
+from penstock.torch_frontend.microbatch import microbatch_blocks
 
-CHECKPOINTING = (
-    "activation_checkpointing" if "activation_checkpointing" in TrainingArguments.__dataclass_fields__ else "gradient_checkpointing"
-)  # its name changed
+NAMES = ("activation_checkpointing", "gradient_checkpointing")
+CHECKPOINTING = next(name for name in NAMES if name in TrainingArguments.__dataclass_fields__)  # its name changed
 LOW = {"learning_rate": 0.01}
 """At a higher one a last bit of a weight, which the norm's rounding changes, becomes one of bfloat16: 3e-4 in the loss."""
 
@@ -127,6 +127,42 @@ def test_one_gradient_is_alive(make: Any, settings: dict[str, Any]) -> None:
     with LiveGradientMeter(trainer.model.named_parameters()) as meter:
         trainer.train()
     assert meter.peak <= 2 * largest_gradient(trainer.model) < gradient_bytes(trainer.model) / 4
+
+
+class CountsGradients(TrainerCallback):
+    def __init__(self) -> None:
+        self.counts: list[int] = []
+
+    def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, *, model: nn.Module, **others: Any) -> None:
+        self.counts.append(sum(parameter.grad is not None for parameter in model.parameters()))
+
+
+@pytest.mark.parametrize(
+    ("settings", "left"),
+    [
+        ({}, 1),  # the published norm
+        ({"gradient_accumulation_steps": 4, "max_grad_norm": 0.0}, 1),
+        ({"gradient_accumulation_steps": 4}, 21),  # they wait for Trainer to clip them
+    ],
+    ids=str,
+)
+def test_the_last_backward_releases(make: Any, settings: dict[str, Any], left: int) -> None:
+    counted = CountsGradients()
+    make(ReleaseTrainer, options={"callbacks": [counted]}, **settings).train()
+    assert counted.counts == [left] * 5
+
+
+def test_micro_batches_inside_the_model(make: Any) -> None:
+    """Instead of gradient_accumulation_steps: the same gradient, and one block's of it alive."""
+    plain = make(PlainTrainer, gradient_accumulation_steps=4, max_steps=3)
+    released = make(ReleaseTrainer, per_device_train_batch_size=16, max_steps=3)
+    plain.train()
+    layers = released.model.model.layers
+    with microbatch_blocks(layers, chunks=4), LiveGradientMeter(released.model.named_parameters()) as meter:
+        released.train()
+    assert_same_losses(logged(released, "loss"), logged(plain, "loss"))
+    assert_same_norms(logged(released, "grad_norm"), logged(plain, "grad_norm"))
+    assert meter.peak <= gradient_bytes(layers[0]) + largest_gradient(released.model) < gradient_bytes(released.model) / 2
 
 
 def test_micro_batches_in_the_moments_keep_one_gradient_alive(make: Any) -> None:
