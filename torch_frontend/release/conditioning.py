@@ -89,6 +89,7 @@ class Conditioning:
 
     def publish(self) -> None:
         """Show the norm of what was taken in this step."""
+        self.conclude()
         if self.publishes and self._measured.parameters and self.last_norm is not None:
             self._published.publish(self.last_norm, self._measured.parameters)
 

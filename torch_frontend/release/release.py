@@ -48,6 +48,7 @@ class Release:
         policy: Policy,
         strict: bool,
         last: Callable[[], bool],
+        averages: Callable[[], bool] | None = None,
         max_norm: float | None = None,
         clipping: str = "exact",
         scaler: Scaler | None = None,
@@ -60,6 +61,8 @@ class Release:
         self._settings = Settings(optimizer)
         self._communication = communication
         self._last = last
+        self._averages = averages
+        self._averaged = False  # held gradients, in this step
         self._keep_bytes = keep_bytes
         self._conditioning = Conditioning(
             max_norm=max_norm,
@@ -199,6 +202,7 @@ class Release:
                 self._lifecycle.arrive(parameter, gradient)
                 self._lifecycle.carry_out([(parameter, gradient, decision)])
                 self._communication.held(parameter)
+                self._average_after_pass()
                 return
             check_gradient(parameter, gradient)
             if not measuring:
@@ -207,10 +211,12 @@ class Release:
             self._lifecycle.decide(parameter, GradientReady(self._is_last))  # refuses before anything is sent or changed
             self._require_whole(parameter)
             self._require_not_sent(parameter)
-            self._watch_pass()
+            end_is_noticed = self._watch_pass()
             self._lifecycle.arrive(parameter, gradient)
             self._sent.add(parameter)
             self._communication.gradient_ready(parameter)
+            if not end_is_noticed:
+                self._conditioning.publish()
 
     @property
     def _keeps(self) -> bool:
@@ -245,14 +251,19 @@ class Release:
         self._conditioning.apply(used)
         self._lifecycle.carry_out([(p, gradients.get(p), decision) for p, decision in decisions.items()])
 
-    def _watch_pass(self) -> None:
-        """The end of a pass that updates parameters: every gradient was handed over, and the norm of what it used is known."""
+    def _watch_pass(self) -> bool:
+        """The end of a pass that updates parameters: every gradient was handed over, and the norm of what it used is known.
+
+        False if it will not be noticed.
+        """
         if self._measurement is not None or self._conditioning.decided:
-            return
+            return True
         now = pass_number()
-        if now is None or now != self._watched:
-            self._watched = now
-            at_end_of_pass(weakly(self._end_of_pass))
+        if now is not None and now == self._watched:
+            return True
+        noticed = at_end_of_pass(weakly(self._end_of_pass))
+        self._watched = now if noticed else None
+        return noticed
 
     @torch.no_grad()
     def _end_of_pass(self) -> None:
@@ -260,8 +271,23 @@ class Release:
             self._watched = None
             if not is_nested():
                 self._communication.flush(always=True)
-            self._conditioning.conclude()
             self._conditioning.publish()
+
+    def _average_after_pass(self) -> None:
+        """Held gradients of the last micro-batch: others than step() look at them, and must see the same on every process."""
+        if self._averages is None or self._paused or is_nested() or not self._averages():
+            return
+        now = pass_number()
+        if now is None or now != self._watched:
+            self._watched = now
+            at_end_of_pass(weakly(self._average))
+
+    @torch.no_grad()
+    def _average(self) -> None:
+        with self._lock:
+            self._watched = None
+            self._communication.average([p for p in self._lifecycle.tensors() if p.grad is not None])
+            self._averaged = True
 
     def _usable(self, gradients: Mapping[Tensor, Tensor]) -> dict[Tensor, bool]:
         """Which of them may be used; the others are counted."""
@@ -297,6 +323,17 @@ class Release:
             "before the first update. Call release.guard(loss).backward(), or use accumulation='hold', or "
             "clipping='per_tensor'."
         )
+
+    def _require_judged_average(self) -> None:
+        """Refuse held gradients that the scaler has judged before they were averaged: each process has judged its own."""
+        if self._averages is None or self._averaged or self._conditioning.scaler is None:
+            return
+        if any(self._lifecycle.status(parameter) is Status.HELD for parameter in self._lifecycle.tensors()):
+            raise Refused(
+                "the scaler has judged held gradients that were not averaged over the processes yet: sync() was True in no "
+                "backward of this step, or all of it ran under reentrant checkpointing. sync() must be True in the last "
+                "micro-batch; use torch.utils.checkpoint.checkpoint(..., use_reentrant=False)."
+            )
 
     def _require_same_pass(self, parameter: Tensor) -> None:
         """Refuse a second backward at its first gradient, even where that is of a parameter which was not updated yet."""
@@ -340,9 +377,11 @@ class Release:
             self._settings.check()
         self.optimizer.check_settings()
         self._conditioning.check(self.hooks.describe)
+        self._require_judged_average()
         self._conditioning.withdraw()
         self._communication.flush()
-        self._communication.average([p for p, gradient in self._lifecycle.waiting().items() if gradient is not None])
+        if not self._averaged:
+            self._communication.average([p for p, gradient in self._lifecycle.waiting().items() if gradient is not None])
         waiting = self._lifecycle.waiting()
         gradients = {p: gradient for p, gradient in waiting.items() if gradient is not None}
         # Where nothing was updated yet, gradients are judged together, as a plain step() does.
@@ -384,11 +423,13 @@ class Release:
         self._sent.clear()
         self._still_to_come.forget()
         self._communication.end_step()
+        self._averaged = False
         self._conditioning.close()
         self.attach()
 
     # -- two passes -----------------------------------------------------------------------------------------------------
 
+    @torch.compiler.disable
     def _backward_of_guarded(self, loss: Tensor, seed: Tensor) -> None:
         self._conditioning.withdraw()
         if self._paused:

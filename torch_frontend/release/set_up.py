@@ -51,7 +51,7 @@ def release_gradients(
             an approximation (AdamA, https://arxiv.org/abs/2305.19982). Micro-batch gradients are summed: divide the loss.
         sync: called without arguments inside the backward: is this the last micro-batch? Then parameters are released
             during it. Without `sync`, step() does what waits.
-            With max_norm and "hold", step() clips and releases, and `sync` is not asked.
+            With max_norm and "hold", step() clips and releases; over a process group `sync` then says when to average.
         scaler: an unmodified `torch.amp.GradScaler`; use it as always, and guard the loss:
             `scaler.scale(release.guard(loss)).backward()`, `scaler.step(optimizer)`, `scaler.update()`. A step whose
             gradient overflows changes nothing. One that is disabled is as None. Not with float16 parameters.
@@ -95,6 +95,17 @@ def release_gradients(
             f"keep_bytes={keep_bytes} shortens the second pass of guard(), which there is only with max_norm or a scaler, and "
             "without accumulation; leave it out."
         )
+    name = communication_name(model, process_group)
+    if scaler is not None and accumulation == "hold" and name == "process_group" and sync is None:
+        raise Refused(
+            "a scaler judges the held gradients before step(), when they must be averaged over the processes already; give "
+            "sync=, which tells the last micro-batch from the others."
+        )
+    if keep_bytes and name != "local":
+        raise Refused(
+            f"keep_bytes={keep_bytes}: over several processes the second pass of guard() is always a whole one, as what a rank "
+            "keeps may depend on its graph; leave it out."
+        )
     holds_until_step = sync is None or (accumulation == "hold" and (clip == "global_norm" or scaler is not None))
     at_once = guarded or (accumulation == "hold" and holds_until_step)
     if optimizer.on_nonfinite == "raise" and not at_once:
@@ -106,6 +117,7 @@ def release_gradients(
     policy = {None: Policy.RELEASE, "hold": Policy.HOLD, "state": Policy.STATE}[accumulation]
     assert last is not None
     communication = select_communication(model, _trained(optimizer), process_group)
+    averages = sync if communication.name == "process_group" and accumulation == "hold" and holds_until_step else None
     return Release(
         model,
         optimizer,
@@ -113,6 +125,7 @@ def release_gradients(
         policy=policy,
         strict=True,
         last=last,
+        averages=averages,
         max_norm=max_norm,
         clipping=clipping,
         scaler=scaler,

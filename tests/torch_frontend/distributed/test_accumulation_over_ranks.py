@@ -56,7 +56,7 @@ def held(engine: str, unsynchronised: bool, sync: bool, rank_dependent: bool = F
 @pytest.mark.parametrize("sync", [True, False])
 def test_held_equals_stock_ddp_with_no_sync(ranks: Ranks, engine: str, unsynchronised: bool, sync: bool) -> None:
     if engine == "ddp, static graph" and unsynchronised:
-        pytest.skip("stock DistributedDataParallel cannot do it: no_sync() in the first pass of a static graph")
+        pytest.skip("torch asserts: a static graph's first pass must be synchronised")
     ranks.run(held, engine, unsynchronised, sync)
 
 
