@@ -44,16 +44,15 @@ class GradientRelease(Callback):
         self.release: Release | None = None
         self._options: dict[str, Any] = {"accumulation": accumulation, "clipping": clipping, "keep_bytes": keep_bytes}
         self._in_fit = contextlib.ExitStack()
-        self._in_step = False  # while optimizer.step() runs
-        self._stepped = False  # it did, with this batch
+        self._in_step = False  # optimizer.step() has begun, with this batch
+        self._stepped = False  # the batch is the last of its group; its step may have been skipped
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Set up: checkpoints are loaded, and the module is wrapped."""
         optimizer = _the_optimizer(trainer, pl_module)
         with contextlib.ExitStack() as stack:
             # Lightning runs the backward of the last micro-batch, and only that, in the closure of step().
-            stack.callback(optimizer.register_step_pre_hook(lambda *_: self._step_begins(True)).remove)
-            stack.callback(optimizer.register_step_post_hook(lambda *_: self._step_begins(False)).remove)
+            stack.callback(optimizer.register_step_pre_hook(self._step_begins).remove)
             self.release = release = stack.enter_context(
                 release_for_trainer(
                     cast(nn.Module, trainer.model),
@@ -69,7 +68,7 @@ class GradientRelease(Callback):
             self._in_fit = stack.pop_all()
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
-        """A step that ended in an exception did not end for its hooks."""
+        """No step yet."""
         self._in_step = self._stepped = False
 
     def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Any) -> None:
@@ -91,8 +90,8 @@ class GradientRelease(Callback):
         """The same, whatever state the step is in."""
         self._in_fit.__exit__(type(exception), exception, exception.__traceback__)
 
-    def _step_begins(self, begins: bool) -> None:
-        self._in_step = begins
+    def _step_begins(self, *_: Any) -> None:
+        self._in_step = True
 
 
 def _the_optimizer(trainer: Trainer, module: LightningModule) -> ReleasableOptimizer:

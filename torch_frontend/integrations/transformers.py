@@ -15,7 +15,7 @@ from ..release import Release
 from .trainer_settings import release_for_trainer
 
 try:
-    from transformers import Trainer
+    from transformers import Trainer, TrainerCallback
 
     from .accelerate import plain_optimizer
 except ModuleNotFoundError as error:
@@ -54,8 +54,8 @@ class ReleaseTrainer(Trainer):
         self.release: Release | None = None
         self._release_options = dict(release_options or {})
         self._in_train = contextlib.ExitStack()
-        self._starts_step = True
         super().__init__(*args, **kwargs)
+        self.add_callback(_ClosesStep())
 
     @staticmethod
     def get_optimizer_cls_and_kwargs(args: Any, model: Any = None) -> tuple[Any, Any]:
@@ -71,7 +71,6 @@ class ReleaseTrainer(Trainer):
     def train(self, *args: Any, **kwargs: Any) -> Any:
         """As `Trainer`'s; gradients are released from the first step until it returns."""
         self.release = None
-        self._starts_step = True
         with contextlib.ExitStack() as self._in_train:  # an exception reaches the release, too
             return super().train(*args, **kwargs)
 
@@ -79,9 +78,6 @@ class ReleaseTrainer(Trainer):
         """As `Trainer`'s: forward and backward of one micro-batch."""
         if self.release is None:
             self.release = self._in_train.enter_context(self._set_up(model))
-        elif self._starts_step:
-            self.release.optimizer.zero_grad()  # Trainer clears the model's gradients: a step that it skipped is still open
-        self._starts_step = self.accelerator.sync_gradients
         return super().training_step(model, *args, **kwargs)
 
     def compute_loss(
@@ -116,3 +112,11 @@ class ReleaseTrainer(Trainer):
             scaler=self.accelerator.scaler,
             **self._release_options,
         )
+
+
+class _ClosesStep(TrainerCallback):
+    """Trainer clears the gradients of the model, not of the optimizer: a step that its GradScaler skipped would stay open."""
+
+    def on_step_end(self, args: Any, state: Any, control: Any, *, optimizer: Any, **others: Any) -> None:
+        """After Trainer's own step, before it saves."""
+        optimizer.zero_grad()

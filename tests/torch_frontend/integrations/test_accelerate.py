@@ -184,5 +184,9 @@ def test_what_cannot_be_met_is_refused() -> None:
         release_gradients(parts.accelerator, parts.model, parts.optimizer.optimizer)
     with pytest.raises(InvalidArgument, match="accumulation='sum'"):
         release_gradients(parts.accelerator, parts.model, parts.optimizer, accumulation="sum")
+    half = prepared(released=False, precision="fp16", steps=2)
+    half.model.half()
+    with pytest.raises(Refused, match="float16"):
+        release_gradients(half.accelerator, half.model, half.optimizer)
     with pytest.raises(Refused, match="max_norm"):
         release_gradients(parts.accelerator, parts.model, parts.optimizer, max_norm=1.0, accumulation="state")

@@ -124,6 +124,18 @@ def test_fp16(settings: dict[str, Any], scale: float) -> None:
     assert (scales[0]["scale"] < scale) == (scale > 2.0**20)
 
 
+@pytest.mark.parametrize("accumulation", [1, 4])
+@pytest.mark.filterwarnings("ignore:Detected call of `lr_scheduler.step")  # when the first step is skipped, released or not
+def test_a_skipped_step_is_closed(accumulation: int, tmp_path: Path) -> None:
+    """A checkpoint can be saved then."""
+    saves = ModelCheckpoint(dirpath=tmp_path, filename="{step}", every_n_train_steps=1, save_top_k=-1)
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**24)
+    settings = {"plugins": [MixedPrecision("16-mixed", "cpu", scaler)], "accumulate_grad_batches": accumulation}
+    trainer(GradientRelease(), saves, enable_checkpointing=True, **settings).fit(Module(rate=0.01), loader())
+    assert (tmp_path / "step=1.ckpt").exists()
+    assert scaler.get_scale() < 2.0**24
+
+
 def test_clipping_acts_in_these_runs() -> None:
     clipped, free = Module(), Module()
     trainer(gradient_clip_val=1.0).fit(clipped, loader())

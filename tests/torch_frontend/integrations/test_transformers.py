@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Any
 
@@ -119,6 +120,27 @@ def test_fp16(make: Any, accumulation: int, scale: float) -> None:
     assert logged(released, "learning_rate") == logged(plain, "learning_rate")  # a skipped step does not count
     assert released.accelerator.scaler.state_dict() == plain.accelerator.scaler.state_dict()
     assert (released.accelerator.scaler.get_scale() < scale) == (scale > 2.0**20)
+
+
+@pytest.mark.parametrize("accumulation", [1, 4])
+def test_a_skipped_step_is_closed(make: Any, accumulation: int) -> None:
+    """A checkpoint that is saved then resumes as it does without release."""
+    settings = {
+        "fp16": True,
+        "gradient_accumulation_steps": accumulation,
+        "max_steps": 4,
+        "save_strategy": "steps",
+        "save_steps": 1,
+    } | LOW
+    whole, resumed = make(ReleaseTrainer, **settings), make(ReleaseTrainer, **settings)
+    for trainer in (whole, resumed):
+        fp16_on_cpu(trainer.accelerator, scale=2.0**24)
+    whole.train()
+    resumed.train(resume_from_checkpoint=str(Path(whole.args.output_dir) / "checkpoint-1"))
+    assert math.isnan(logged(whole, "grad_norm")[0]) or math.isinf(logged(whole, "grad_norm")[0])
+    for one, other in zip(whole.model.parameters(), resumed.model.parameters(), strict=True):
+        assert torch.equal(one, other)
+    assert resumed.accelerator.scaler.state_dict() == whole.accelerator.scaler.state_dict()
 
 
 @pytest.mark.parametrize("settings", [{}, {"max_grad_norm": 0.0}, {CHECKPOINTING: True}], ids=str)
