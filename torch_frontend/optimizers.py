@@ -298,6 +298,8 @@ class ReleasableOptimizer(Optimizer):
             saved_state.restore_dtypes(final, self.param_groups, self.state)
 
     def __getstate__(self) -> dict[str, Any]:
+        if self.release is not None:
+            self.release.require_closed("a copy or pickle of the optimizer")
         kept = ("on_nonfinite", "gradient_release", "skipped", "_warned_of_decay", "_optimizer_accumulation")
         backend = {"_backend_name": self.backend}
         return {**super().__getstate__(), **{name: getattr(self, name) for name in kept}, **backend}

@@ -43,10 +43,8 @@ def at_end_of_pass(callback: Callable[[], None]) -> bool:
     It comes after what others wanted called by then, such as DistributedDataParallel, which fills `.grad` there: a callback
     that is queued by a callback is the last.
     """
-    if _engine is None:
+    compiled = sys.modules.get("torch._dynamo.compiled_autograd")  # it runs hooks by itself, and forgets what is queued
+    if _engine is None or getattr(compiled, "in_compiled_autograd_region", False):
         return False
-    try:
-        _engine.queue_callback(lambda: _engine.queue_callback(callback))
-    except RuntimeError:  # no pass of the engine's is running: compiled autograd runs the hooks by itself
-        return False
+    _engine.queue_callback(lambda: _engine.queue_callback(callback))
     return True
