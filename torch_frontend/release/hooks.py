@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from ...core.errors import Refused
+from ..communication.shards import is_sharded
 
 if TYPE_CHECKING:
     from .release import Release
@@ -82,7 +83,8 @@ class Hooks:
         now = dict(model.named_parameters())
         for parameter in self._handles:
             name = self._names.get(parameter)
-            if name in now and now[name] is not parameter:
+            gathered = name in now and is_sharded(parameter) and not is_sharded(now[name])  # FSDP2 shows the whole one now
+            if name in now and now[name] is not parameter and not gathered:
                 raise Refused(
                     f"parameter {name!r} of the model was replaced after release_gradients (load_state_dict(assign=True), "
                     "to_empty, an assignment): the optimizer and its hooks still hold the old one. Call release.remove(), "
