@@ -1,6 +1,7 @@
 """The one table of combinations: which of them are exact, which approximate, and which are refused with what remedy.
 
 Set-up consults `verdict`, the documentation's table is generated from `table`, and a test visits every cell.
+Micro-batched blocks are no axis: they give every parameter one gradient a backward, which is treated as any other.
 """
 
 from __future__ import annotations
@@ -112,7 +113,8 @@ CLAUSES: tuple[Clause, ...] = (
         lambda c: c.loss_scaling == "dynamic",
         Verdict(
             Kind.EXACT,
-            "the scaler unscales the held gradients and judges them, as without release; step() clips and uses them.",
+            "the scaler unscales the held gradients and judges them, as without release; step() clips and uses them. Over a "
+            "process group they are averaged before that: sync= says in which backward.",
         ),
     ),
     Clause(
