@@ -30,11 +30,14 @@ def micro_batches(
     count: int = 3,
     unsynchronised: bool = False,
     skip: Callable[[int], bool] = lambda step: False,
+    guard: Callable[[Tensor], Tensor] = lambda loss: loss,
     before_step: Callable[[], Any] = lambda: None,
+    step: Callable[[], Any] | None = None,
     on_micro_batch: Callable[[int], Any] = lambda number: None,
 ) -> None:
     """Gradient accumulation; `unsynchronised`: as each engine lets users leave communication to the last micro-batch."""
-    for step in steps:
+    dtype = next(model.parameters()).dtype
+    for update in steps:
         for number in range(count):
             on_micro_batch(number)
             last = number == count - 1
@@ -44,10 +47,10 @@ def micro_batches(
             if unsynchronised and hasattr(model, "set_requires_gradient_sync"):
                 model.set_requires_gradient_sync(last)  # type: ignore[operator]
             with quiet:
-                index = count * step + number
-                (loss_of(model, data(index), skip(index)) / count).backward()
+                index = count * update + number
+                guard(loss_of(model, data(index, dtype=dtype), skip(index)) / count).backward()
         before_step()
-        optimizer.step()
+        (step or optimizer.step)()
         optimizer.zero_grad()
 
 
