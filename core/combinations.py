@@ -81,8 +81,8 @@ CLAUSES: tuple[Clause, ...] = (
         lambda c: c.accumulation == "state" and c.loss_scaling == "dynamic",
     ),
     _refused(
-        "a second backward through DistributedDataParallel is not averaged, so the two passes of guard() are not exact; use the "
-        "plain module (release_gradients averages its gradients by itself), fully_shard, or accumulation='hold'.",
+        "a second backward through DistributedDataParallel is not averaged, so the two passes of guard() are not exact; use "
+        "the plain module (release_gradients averages its gradients by itself), fully_shard, or accumulation='hold'.",
         lambda c: (
             c.communication == "ddp"
             and c.accumulation == "none"

@@ -134,8 +134,8 @@ def check_gradient(parameter: Tensor, gradient: Tensor) -> None:
         raise UnsupportedTensor(f"the gradient of a parameter of shape {tuple(parameter.shape)} is complex; it must be real.")
     if placements(gradient) != placements(parameter):
         raise UnsupportedTensor(
-            f"the gradient of a parameter of shape {tuple(parameter.shape)} lies as {placements(gradient) or 'a whole tensor'}, "
-            f"the parameter as {placements(parameter) or 'a whole tensor'}; redistribute the gradient."
+            f"the gradient of a parameter of shape {tuple(parameter.shape)} lies as "
+            f"{placements(gradient) or 'a whole tensor'}, the parameter as {placements(parameter) or 'a whole tensor'}; redistribute the gradient."
         )
 
 

@@ -22,8 +22,8 @@ from ..core.update import init_state
 from . import state as saved_state
 from .array_ops import DTYPES, dtype_name, torch_ops
 from .backends import TensorSlot, select_backend
-from .communication.shards import LocalState, is_sharded, local, sum_over_shards
 from .clipping import gradient_norm, is_finite
+from .communication.shards import LocalState, is_sharded, local, sum_over_shards
 from .groups import Group, check_gradient, check_group, fingerprint, hyperparameters, moment_dtypes
 
 if TYPE_CHECKING:

@@ -56,17 +56,19 @@ def test_the_second_pass_computes_only_what_was_not_kept() -> None:
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
+@pytest.mark.parametrize("frozen", [False, True])
 @pytest.mark.parametrize("keep_bytes", [LAYER_BYTES, 4 * LAYER_BYTES])
-def test_under_checkpointing_of_both_kinds(reentrant: bool, keep_bytes: int) -> None:
+def test_under_checkpointing_of_both_kinds(reentrant: bool, frozen: bool, keep_bytes: int) -> None:
     """A reentrant checkpoint hides its parameters, and refuses a pass that leaves some out: nothing is kept then."""
     models = []
     for keep in (0, keep_bytes):
         model = layers(4, WIDTH)
+        model[1].requires_grad_(not frozen)
         optimizer = StableAdamW(model.parameters(), lr=1e-2)
         release = release_gradients(model, optimizer, max_norm=0.05, keep_bytes=keep)
         for batch in batches(3, WIDTH):
-            x = batch.clone().requires_grad_()
-            for layer in model[:2]:
+            x = model[0](batch)
+            for layer in model[1:2]:
                 x = checkpoint(layer, x, use_reentrant=reentrant)
             release.guard(model[2:](x).pow(2).mean()).backward()
             assert gone(model.parameters())
@@ -95,7 +97,7 @@ class RunsABackward(torch.autograd.Function):
         return x.grad, None
 
 
-@pytest.mark.parametrize("keep_bytes", [0, LAYER_BYTES, 10 * LAYER_BYTES])
+@pytest.mark.parametrize("keep_bytes", [0, LAYER_BYTES, 2 * LAYER_BYTES, 10 * LAYER_BYTES])
 def test_parameters_that_a_function_hides(keep_bytes: int) -> None:
     models = [layers(4, WIDTH), layers(4, WIDTH)]
     for number, model in enumerate(models):
