@@ -139,6 +139,30 @@ CLAUSES: tuple[Clause, ...] = (
         lambda c: c.accumulation == "hold",
         Verdict(Kind.EXACT, "gradients add up as they do without release; the last micro-batch's backward releases them."),
     ),
+    Clause(
+        lambda c: c.communication == "process_group",
+        Verdict(
+            Kind.EXACT,
+            "gradients are averaged one by one, in an order that all ranks keep, two of them under way: the numbers of "
+            "DistributedDataParallel, with two ranks bit for bit (more are summed in another order).",
+        ),
+    ),
+    Clause(
+        lambda c: c.communication == "ddp",
+        Verdict(
+            Kind.EXACT,
+            "the same numbers as DistributedDataParallel without release, bit for bit. It keeps its buckets, which are as "
+            "large as all gradients together, and only `.grad` is freed; the plain module needs no buckets.",
+        ),
+    ),
+    Clause(
+        lambda c: c.communication == "fsdp2",
+        Verdict(
+            Kind.EXACT,
+            "the same numbers as fully_shard without release, bit for bit: one parameter group's gradients are alive. "
+            "StableAdamW's mean square is summed over shards, within 1e-6 of one process.",
+        ),
+    ),
     Clause(lambda c: True, Verdict(Kind.EXACT, "the same numbers as the optimizer without release, bit for bit.")),
 )
 
