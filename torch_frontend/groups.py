@@ -135,7 +135,8 @@ def check_gradient(parameter: Tensor, gradient: Tensor) -> None:
     if placements(gradient) != placements(parameter):
         raise UnsupportedTensor(
             f"the gradient of a parameter of shape {tuple(parameter.shape)} lies as "
-            f"{placements(gradient) or 'a whole tensor'}, the parameter as {placements(parameter) or 'a whole tensor'}; redistribute the gradient."
+            f"{placements(gradient) or 'a whole tensor'}, the parameter as {placements(parameter) or 'a whole tensor'}; "
+            "redistribute the gradient."
         )
 
 

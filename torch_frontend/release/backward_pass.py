@@ -44,7 +44,8 @@ def at_end_of_pass(callback: Callable[[], None]) -> bool:
     that is queued by a callback is the last.
     """
     compiled = sys.modules.get("torch._dynamo.compiled_autograd")  # it runs hooks by itself, and forgets what is queued
-    if _engine is None or getattr(compiled, "in_compiled_autograd_region", False):
+    engine = _engine
+    if engine is None or getattr(compiled, "in_compiled_autograd_region", False):
         return False
-    _engine.queue_callback(lambda: _engine.queue_callback(callback))
+    engine.queue_callback(lambda: engine.queue_callback(callback))
     return True

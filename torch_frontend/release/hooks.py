@@ -54,7 +54,7 @@ class Hooks:
         model = self.model
         if model is None:
             return []
-        names = {parameter: name for name, parameter in model.named_parameters()}
+        names: dict[Tensor, str] = {parameter: name for name, parameter in model.named_parameters()}
         fresh = [p for p in parameters if p.requires_grad and p in names and p not in self._handles]
         for parameter in fresh:
             hook = torch.compiler.disable(functools.partial(_on_gradient, self._release))

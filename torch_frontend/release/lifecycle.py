@@ -42,9 +42,9 @@ class Lifecycle:
 
     def arrive(self, parameter: Tensor, gradient: Tensor) -> None:
         """The gradient exists."""
-        here = local(gradient)  # of a shard only its own part of the buffer that it shares with others
-        nbytes = here.untyped_storage().nbytes() if here is gradient else here.numel() * here.element_size()
-        self.ledger.arrive(parameter, nbytes)
+        here = local(gradient)
+        nbytes = here.numel() * here.element_size()  # its own part, where gradients share a buffer
+        self.ledger.arrive(parameter, min(nbytes, here.untyped_storage().nbytes()))
 
     def free(self, parameter: Tensor) -> None:
         """Free its gradient, whatever becomes of it."""
@@ -93,8 +93,8 @@ class Lifecycle:
 
     def close(self) -> None:
         """The step is over. Leniently, micro-batches in the moments stay for the update that ends them."""
-        kept = {p: status for p, status in self._status.items() if status is Status.ACCUMULATED and not self.strict}
-        self._status = kept
+        left = [p for p, status in self._status.items() if status is Status.ACCUMULATED and not self.strict]
+        self._status = dict.fromkeys(left, Status.ACCUMULATED)
 
     def abandon(self) -> None:
         """The step was cut short and is not completed."""

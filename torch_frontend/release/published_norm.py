@@ -46,7 +46,7 @@ class PublishedNorm:
         local(value).view(-1)[:1] = self._original if _is_first(value) else 0
         holder.grad = value
         self._holder, self._value, self._version = holder, value, value._version
-        reference = weakref.ref(self)
+        reference: weakref.ref[PublishedNorm] = weakref.ref(self)
         self._hook = holder.register_hook(lambda gradient: _withdraw(reference))  # runs before the gradient is added
 
     def withdraw(self) -> None:

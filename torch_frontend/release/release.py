@@ -120,7 +120,7 @@ class Release:
             return loss
         if loss.dim() != 0:
             raise InvalidArgument(f"loss has shape {tuple(loss.shape)}; guard() takes a scalar, for instance loss.mean().")
-        return guarded(loss, self._backward_of_guarded)
+        return guarded(loss, torch.compiler.disable(self._backward_of_guarded))
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
@@ -429,7 +429,6 @@ class Release:
 
     # -- two passes -----------------------------------------------------------------------------------------------------
 
-    @torch.compiler.disable
     def _backward_of_guarded(self, loss: Tensor, seed: Tensor) -> None:
         self._conditioning.withdraw()
         if self._paused:
