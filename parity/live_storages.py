@@ -25,10 +25,14 @@ class LiveStorageMeter(TorchDispatchMode):
     Args:
         named: tensors that are there already, by what they are called in `at_peak`.
         parameters: leaf tensors whose gradients are to be counted as "gradients".
+        at_least: storages of fewer bytes are passed over.
     """
 
-    def __init__(self, named: Mapping[str, Iterable[Tensor]] | None = None, parameters: Iterable[Tensor] = ()) -> None:
+    def __init__(
+        self, named: Mapping[str, Iterable[Tensor]] | None = None, parameters: Iterable[Tensor] = (), *, at_least: int = 0
+    ) -> None:
         super().__init__()
+        self._at_least = at_least
         self.live: dict[str, int] = {}
         self.at_peak: dict[str, int] = {}
         self.peak = 0
@@ -52,9 +56,9 @@ class LiveStorageMeter(TorchDispatchMode):
         self._handles.clear()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Run the operation, and see its results."""
+        """Run the operation, and see its results, and its arguments: they may be results, too."""
         result = func(*args, **(kwargs or {}))
-        for leaf in tree_leaves(result):
+        for leaf in tree_leaves((result, args, kwargs)):
             if isinstance(leaf, Tensor) and leaf.layout is torch.strided:
                 self._see(leaf, None)
         self._note_peak()
@@ -66,19 +70,31 @@ class LiveStorageMeter(TorchDispatchMode):
         self._note_peak()
 
     def _note_peak(self) -> None:
+        if sum(self.live.values()) <= self.peak:
+            return
+        for key in list(self._storages):  # some may have been resized since, as fully_shard does to free them
+            reference, name, nbytes = self._storages[key]
+            storage = reference()
+            if storage is not None and storage.nbytes() != nbytes:
+                self._book(key, storage, name)
         total = sum(self.live.values())
         if total > self.peak:
-            self.peak, self.at_peak = total, dict(self.live)
+            self.peak, self.at_peak = total, {name: nbytes for name, nbytes in self.live.items() if nbytes}
 
     def _see(self, tensor: Tensor, name: str | None) -> None:
         storage = tensor.untyped_storage()
         key = id(storage)
+        known = self._storages.get(key)
+        if known is None:
+            if storage.nbytes() >= self._at_least:
+                self._book(key, storage, name or OTHER)
+        elif (name is not None and name != known[1]) or storage.nbytes() != known[2]:
+            self._book(key, storage, name or known[1])
+
+    def _book(self, key: int, storage: Any, name: str) -> None:
         if key in self._storages:
-            if name is None or self._storages[key][1] == name:
-                return
             self._forget(key)
         nbytes = storage.nbytes()
-        name = name or OTHER
         self._storages[key] = (weakref.ref(storage, lambda _: self._forget(key)), name, nbytes)
         self.live[name] = self.live.get(name, 0) + nbytes
 

@@ -91,7 +91,7 @@ def plan(shape: LlamaShape, training: Training, mode: Mode, *, fake: bool = True
         count = training.micro_batches if mode.divided else 1
         sizes = training.batch // count, training.sequence + 1
         tokens = [torch.zeros(sizes, dtype=torch.int64) for _ in range(count)]
-        named = {
+        named: dict[str, list[Tensor]] = {
             "parameters": list(model.parameters()),
             "optimizer state": [x for state in optimizer.state.values() for x in state.values() if isinstance(x, Tensor)],
             "activations and temporaries": tokens,

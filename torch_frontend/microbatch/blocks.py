@@ -88,7 +88,7 @@ class MicrobatchedBlocks:
         self.chunks = chunks
         self._divided = {block: DividedForward(block, chunks, batched, preserve_rng_state) for block in blocks}
         for block, divided in self._divided.items():
-            block.forward = divided  # type: ignore[method-assign]
+            block.forward = divided
 
     def remove(self) -> None:
         """Give every block its own forward back; nothing happens a second time.
@@ -143,7 +143,7 @@ class DividedForward:
         if self._before is None:
             del block.forward
         else:
-            block.forward = self._before  # type: ignore[method-assign]
+            block.forward = self._before
 
 
 def _positional_names(forward: Callable[..., Any]) -> tuple[str, ...]:

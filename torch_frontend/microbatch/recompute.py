@@ -88,7 +88,12 @@ class Call:
         whole: list[Tensor] = []
         for chunk in chunks:
             self._surroundings.remember_random_state()
-            outputs = self._with_parameters_of(tensors, lambda chunk=chunk: self._output(self._cut(tensors, chunk), chunk))
+            cut = self._cut(tensors, chunk)
+
+            def work(cut: list[Tensor] = cut, chunk: slice = chunk) -> Outputs:
+                return self._output(cut, chunk)
+
+            outputs = self._with_parameters_of(tensors, work)
             if not whole:
                 self._require_unchanged_buffers(versions)
                 self.outputs = outputs.without_tensors()

@@ -38,6 +38,7 @@ def parameters(model: nn.Module) -> dict[str, Any]:
     [
         ({}, 1),
         ({"max_norm": 0.05}, 1),
+        ({"max_norm": 0.05, "keep_bytes": 3000}, 1),
         ({"accumulation": "hold"}, 3),
         ({"accumulation": "hold", "max_norm": 0.05}, 3),
         ({"accumulation": "state"}, 3),
