@@ -26,7 +26,7 @@ def release_gradients(
     optimizer: Any,
     *,
     max_norm: float | None = None,
-    accumulation: str = "hold",
+    accumulation: str | None = None,
     clipping: str = "exact",
     keep_bytes: int = 0,
 ) -> Release:
@@ -41,8 +41,8 @@ def release_gradients(
         optimizer: of this package, as `accelerator.prepare` returned it.
         max_norm: what the loop clips to; `accelerator.clip_grad_norm_(model.parameters(), max_norm)` may stay in the loop,
             and returns the norm before clipping. Clipping that is not declared here raises in step().
-        accumulation: with gradient_accumulation_steps above 1. "hold": gradients add up, exact, all of them alive. "state":
-            straight into the moments, one alive, an approximation, and without max_norm or fp16.
+        accumulation: "hold", the default with gradient_accumulation_steps above 1: gradients add up, exact, all of them
+            alive. "state": straight into the moments, one alive, an approximation, and without max_norm or fp16.
         clipping, keep_bytes: see `penstock.torch_frontend.release_gradients`.
 
     Raises:

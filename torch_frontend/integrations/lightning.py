@@ -28,8 +28,8 @@ class GradientRelease(Callback):
     returns one optimizer of penstock.torch_frontend; everything else stays as it is.
 
     Args:
-        accumulation: with accumulate_grad_batches above 1. "hold": gradients add up, exact, all of them alive. "state":
-            straight into the moments, one alive, an approximation, and without gradient_clip_val or "16-mixed".
+        accumulation: "hold", the default with accumulate_grad_batches above 1: gradients add up, exact, all of them alive.
+            "state": straight into the moments, one alive, an approximation, and without gradient_clip_val or "16-mixed".
         clipping, keep_bytes: see `penstock.torch_frontend.release_gradients`.
 
     Attributes:
@@ -40,7 +40,7 @@ class GradientRelease(Callback):
             value, or a combination that cannot be met.
     """
 
-    def __init__(self, *, accumulation: str = "hold", clipping: str = "exact", keep_bytes: int = 0) -> None:
+    def __init__(self, *, accumulation: str | None = None, clipping: str = "exact", keep_bytes: int = 0) -> None:
         self.release: Release | None = None
         self._options: dict[str, Any] = {"accumulation": accumulation, "clipping": clipping, "keep_bytes": keep_bytes}
         self._in_fit = contextlib.ExitStack()

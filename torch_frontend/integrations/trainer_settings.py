@@ -8,10 +8,11 @@ from typing import Any
 from torch import nn
 
 from ...core.errors import InvalidArgument
+from ..communication import communication_name
 from ..optimizers import ReleasableOptimizer
 from ..release import Release, release_gradients
 
-ACCUMULATIONS = ("hold", "state")
+ACCUMULATIONS = (None, "hold", "state")
 
 
 def release_for_trainer(
@@ -23,7 +24,7 @@ def release_for_trainer(
     max_norm: float | None,
     scaler: Any = None,
     clips_itself: bool = True,
-    accumulation: str = "hold",
+    accumulation: str | None = None,
     clipping: str = "exact",
     keep_bytes: int = 0,
 ) -> Release:
@@ -40,9 +41,9 @@ def release_for_trainer(
         max_norm: what the trainer clips the global norm to, in (0, inf]; None or 0: it does not.
         scaler: its GradScaler.
         clips_itself: the trainer clips what it finds in `.grad` before step(); otherwise step() does.
-        accumulation: with several micro-batches, "hold": gradients add up in `.grad`, exact, all of them alive; the last
-            backward releases them, or step(), where the trainer clips or unscales in between. "state": straight into the
-            moments, one gradient alive, an approximation; max_norm and scaler are refused with it.
+        accumulation: "hold", the default with several micro-batches: gradients add up in `.grad`, exact, all of them alive;
+            the last backward releases them, or step(), where the trainer clips or unscales in between. "state": straight
+            into the moments, one gradient alive, an approximation; max_norm and scaler are refused with it.
         clipping: "exact", or "per_tensor", which changes what the trainer's max_norm means.
         keep_bytes: see `penstock.torch_frontend.release_gradients`.
 
@@ -52,18 +53,17 @@ def release_for_trainer(
     """
     if accumulation not in ACCUMULATIONS:
         raise InvalidArgument(
-            f"accumulation={accumulation!r} is not known; it must be 'hold' or 'state', what becomes of several micro-batches."
+            f"accumulation={accumulation!r} is not known; it must be 'hold' or 'state', or None: 'hold' where there are "
+            "several micro-batches."
         )
     max_norm = max_norm or None
-    if micro_batches == 1:
+    if accumulation is None and micro_batches > 1:
+        accumulation = "hold"
+    if accumulation is None:
         return release_gradients(model, optimizer, max_norm=max_norm, clipping=clipping, scaler=scaler, keep_bytes=keep_bytes)
-    waits = accumulation == "hold" and (max_norm is not None or scaler is not None)
+    waits = accumulation == "hold" and clipping == "exact" and (max_norm is not None or scaler is not None)
+    if waits and clips_itself and communication_name(model) != "process_group":  # there, .grad is not averaged before step()
+        return release_gradients(model, optimizer, accumulation="hold", scaler=scaler)
     return release_gradients(
-        model,
-        optimizer,
-        max_norm=None if waits and clips_itself and clipping == "exact" else max_norm,
-        clipping=clipping,
-        accumulation=accumulation,
-        sync=None if waits else sync,
-        scaler=scaler,
+        model, optimizer, max_norm=max_norm, clipping=clipping, accumulation=accumulation, sync=sync, scaler=scaler
     )

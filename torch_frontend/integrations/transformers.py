@@ -84,7 +84,7 @@ class ReleaseTrainer(Trainer):
         self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Tensor | int | None = None
     ) -> Any:
         """As `Trainer`'s; the loss is guarded."""
-        result: Any = super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
+        result: Any = super().compute_loss(model, inputs, return_outputs=return_outputs, num_items_in_batch=num_items_in_batch)
         if self.release is None:
             return result
         if return_outputs:

@@ -45,7 +45,16 @@ class Parts(NamedTuple):
     release: Release | None
 
 
-def prepared(*, released: bool, precision: str = "no", steps: int = 1, scale: float = 2.0**10, **options: Any) -> Parts:
+def prepared(
+    *,
+    released: bool,
+    precision: str = "no",
+    steps: int = 1,
+    scale: float = 2.0**10,
+    samples: int = 20,
+    wrapped: bool = True,
+    **options: Any,
+) -> Parts:
     AcceleratorState._reset_state(reset_partial_state=True)
     accelerator = Accelerator(cpu=True, mixed_precision=precision, gradient_accumulation_steps=steps)
     if precision == "fp16":
@@ -54,8 +63,9 @@ def prepared(*, released: bool, precision: str = "no", steps: int = 1, scale: fl
     # A large eps makes AdamW follow the size of the gradient, so that clipping matters; see test_transformers for the lr.
     optimizer = AdamW(model.parameters(), lr=0.3 if precision == "no" else 0.01, eps=0.1)
     scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=optimizer.param_groups[0]["lr"], total_steps=20)
-    loader = torch.utils.data.DataLoader(sequences(20), batch_size=4)
-    model, optimizer, scheduler, loader = accelerator.prepare(model, optimizer, scheduler, loader)
+    loader = torch.utils.data.DataLoader(sequences(samples), batch_size=4)
+    model = accelerator.prepare_model(model, evaluation_mode=not wrapped)  # True: without DistributedDataParallel
+    optimizer, scheduler, loader = accelerator.prepare(optimizer, scheduler, loader)
     release = release_gradients(accelerator, model, optimizer, **options) if released else None
     return Parts(accelerator, model, optimizer, scheduler, loader, release)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from pathlib import Path
 from typing import Any
@@ -38,28 +39,30 @@ class PlainTrainer(Trainer):
     get_optimizer_cls_and_kwargs = staticmethod(ReleaseTrainer.get_optimizer_cls_and_kwargs)
 
 
+def make_trainer(
+    directory: Path, kind: type[Trainer], *, options: dict[str, Any] | None = None, samples: int = 18, **settings: Any
+) -> Trainer:
+    """A trainer of the class; a large eps makes AdamW follow the size of the gradient, so that clipping matters."""
+    defaults = {
+        "output_dir": str(directory / kind.__name__),
+        "use_cpu": True,
+        "max_steps": 5,
+        "per_device_train_batch_size": 4,
+        "learning_rate": 0.3,
+        "adam_epsilon": 0.1,
+        "weight_decay": 0.01,
+        "logging_steps": 1,
+        "save_strategy": "no",
+        "report_to": "none",
+        "disable_tqdm": True,
+    }
+    arguments = TrainingArguments(**(defaults | settings))
+    return kind(model=tiny_llama(), args=arguments, train_dataset=sequences(samples), **(options or {}))
+
+
 @pytest.fixture
 def make(tmp_path: Path) -> Any:
-    """A trainer of the class; a large eps makes AdamW follow the size of the gradient, so that clipping matters."""
-
-    def make(kind: type[Trainer], *, options: dict[str, Any] | None = None, **settings: Any) -> Trainer:
-        defaults = {
-            "output_dir": str(tmp_path / kind.__name__),
-            "use_cpu": True,
-            "max_steps": 5,
-            "per_device_train_batch_size": 4,
-            "learning_rate": 0.3,
-            "adam_epsilon": 0.1,
-            "weight_decay": 0.01,
-            "logging_steps": 1,
-            "save_strategy": "no",
-            "report_to": "none",
-            "disable_tqdm": True,
-        }
-        arguments = TrainingArguments(**(defaults | settings))
-        return kind(model=tiny_llama(), args=arguments, train_dataset=sequences(18), **(options or {}))
-
-    return make
+    return functools.partial(make_trainer, tmp_path)
 
 
 def logged(trainer: Trainer, name: str) -> list[float]:
@@ -216,6 +219,35 @@ def test_resuming_equals_going_on(make: Any, accumulation: int) -> None:
         assert torch.equal(one, other)
     assert logged(resumed, "eval_loss") == logged(whole, "eval_loss")
     assert logged(resumed, "grad_norm") == logged(whole, "grad_norm")
+
+
+class OwnLoss(Trainer):
+    """A trainer of somebody's, as TRL's are."""
+
+    def compute_loss(self, model: nn.Module, inputs: Any, return_outputs: bool = False, **others: Any) -> Any:
+        loss = model(**inputs).loss.square()
+        return (loss, {}) if return_outputs else loss
+
+
+class PlainOwnLoss(OwnLoss, PlainTrainer):
+    pass
+
+
+class ReleaseOwnLoss(ReleaseTrainer, OwnLoss):
+    pass
+
+
+class Unguarded(OwnLoss, ReleaseTrainer):
+    """The wrong order: its loss is not the one that ReleaseTrainer guards."""
+
+
+def test_trainers_are_combined_by_inheritance(make: Any) -> None:
+    plain, released = make(PlainOwnLoss), make(ReleaseOwnLoss)
+    for trainer in (plain, released):
+        trainer.train()
+    assert_same_losses(logged(released, "loss"), logged(plain, "loss"))
+    with pytest.raises(Refused, match="guard"):
+        make(Unguarded).train()
 
 
 def test_another_optimizer_of_the_family(make: Any) -> None:
