@@ -1,6 +1,7 @@
 """The one table of combinations: which of them are exact, which approximate, and which are refused with what remedy.
 
 Set-up consults `verdict`, the documentation's table is generated from `table`, and a test visits every cell.
+Micro-batched blocks are no axis: they give every parameter one gradient a backward, which is treated as any other.
 """
 
 from __future__ import annotations
@@ -80,14 +81,13 @@ CLAUSES: tuple[Clause, ...] = (
         lambda c: c.accumulation == "state" and c.loss_scaling == "dynamic",
     ),
     _refused(
-        "loss scaling is not built into gradient release yet; use bfloat16, which needs none, or the optimizer without "
-        "release_gradients.",
-        lambda c: c.loss_scaling == "dynamic",
-    ),
-    _refused(
-        "release over several processes is not built yet; train in one process, or use the optimizer without "
-        "release_gradients.",
-        lambda c: c.communication != "local",
+        "a second backward through DistributedDataParallel is not averaged, so the two passes of guard() are not exact; use "
+        "the plain module (release_gradients averages its gradients by itself), fully_shard, or accumulation='hold'.",
+        lambda c: (
+            c.communication == "ddp"
+            and c.accumulation == "none"
+            and (c.clipping == "global_norm" or c.loss_scaling == "dynamic")
+        ),
     ),
     _refused(
         "the Triton kernels are not built yet; use backend='eager', 'compiled' or 'auto'.",
@@ -99,6 +99,22 @@ CLAUSES: tuple[Clause, ...] = (
             Kind.APPROXIMATE,
             "micro-batch gradients are squared one by one (AdamA): exact with one micro-batch, otherwise v is the mean of "
             "squares and not the square of the mean, and StableAdamW's mean square is a bound and not the batch gradient's.",
+        ),
+    ),
+    Clause(
+        lambda c: c.loss_scaling == "dynamic" and c.accumulation == "none",
+        Verdict(
+            Kind.EXACT,
+            "guard() runs the backward twice: the first pass looks for overflow and measures the norm, the second updates "
+            "with the unscaled and clipped gradient; on an overflow there is no second, and nothing changes.",
+        ),
+    ),
+    Clause(
+        lambda c: c.loss_scaling == "dynamic",
+        Verdict(
+            Kind.EXACT,
+            "the scaler unscales the held gradients and judges them, as without release; step() clips and uses them. Over a "
+            "process group they are averaged before that: sync= says in which backward.",
         ),
     ),
     Clause(
@@ -122,6 +138,30 @@ CLAUSES: tuple[Clause, ...] = (
     Clause(
         lambda c: c.accumulation == "hold",
         Verdict(Kind.EXACT, "gradients add up as they do without release; the last micro-batch's backward releases them."),
+    ),
+    Clause(
+        lambda c: c.communication == "process_group",
+        Verdict(
+            Kind.EXACT,
+            "gradients are averaged one by one, in an order that all ranks keep, two of them under way: the numbers of "
+            "DistributedDataParallel, with two ranks bit for bit (more are summed in another order).",
+        ),
+    ),
+    Clause(
+        lambda c: c.communication == "ddp",
+        Verdict(
+            Kind.EXACT,
+            "the same numbers as DistributedDataParallel without release, bit for bit. It keeps its buckets, which are as "
+            "large as all gradients together, and only `.grad` is freed; the plain module needs no buckets.",
+        ),
+    ),
+    Clause(
+        lambda c: c.communication == "fsdp2",
+        Verdict(
+            Kind.EXACT,
+            "the same numbers as fully_shard without release, bit for bit: one parameter group's gradients are alive. "
+            "StableAdamW's mean square is summed over shards, within 1e-6 of one process.",
+        ),
     ),
     Clause(lambda c: True, Verdict(Kind.EXACT, "the same numbers as the optimizer without release, bit for bit.")),
 )

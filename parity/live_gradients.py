@@ -70,6 +70,36 @@ class LiveGradientMeter:
         self._storages = {storage: size for storage, size in self._storages.items() if not storage.expired()}
         return sum(self._storages.values())
 
+    def watch(self, loss: Tensor) -> None:
+        """See all gradients that one node of the graph of `loss` hands out together, the moment the first is there.
+
+        Without this they are seen one by one, as autograd delivers them. The hooks go with the graph.
+
+        Args:
+            loss: of the coming backward, not wrapped by anything that hides its graph.
+        """
+        known = set(self._parameters.values())
+        seen: set[object] = set()
+        stack = [loss.grad_fn]
+        while stack:
+            node = stack.pop()
+            if node is None or node in seen:
+                continue
+            seen.add(node)
+            stack.extend(following for following, _ in node.next_functions)
+            given = [getattr(following, "variable", None) in known for following, _ in node.next_functions]
+            if sum(given) > 1:
+                node.register_hook(self._handed_out(given))
+
+    def _handed_out(self, given: list[bool]):  # type: ignore[no-untyped-def]
+        def hook(gradients: tuple[Tensor | None, ...], _: object) -> None:
+            for gradient, its in zip(gradients, given, strict=True):
+                if its and gradient is not None:
+                    self._see(gradient)
+            self.peak = max(self.peak, self.live())
+
+        return hook
+
     def _see(self, gradient: Tensor) -> None:
         storage = gradient.untyped_storage()
         self._storages.setdefault(StorageWeakRef(storage), storage.nbytes())

@@ -71,7 +71,7 @@ def document(
         "schema": SCHEMA,
         "penstock": version,
         "command": list(command),
-        "versions": {"python": platform.python_version(), **_versions()},
+        "versions": versions(),
         "device": _device(),
         "seconds": round(seconds, 3),
         "not_available": dict(not_available),
@@ -96,13 +96,21 @@ def prepare(directory: pathlib.Path) -> None:
 
 
 def write_json(directory: pathlib.Path, content: Mapping[str, Any]) -> pathlib.Path:
-    """Write parity.json into a directory, whole or not at all: under a temporary name first, then renamed.
+    """Write parity.json into a directory, whole or not at all.
 
     Raises:
         Refused: it could not be written; an earlier one is still there.
     """
-    target = directory / "parity.json"
-    temporary = directory / f"parity.{uuid.uuid4().hex}.tmp"  # a plain file, so that it has the usual permissions
+    return write_whole(directory / "parity.json", content)
+
+
+def write_whole(target: pathlib.Path, content: Mapping[str, Any]) -> pathlib.Path:
+    """Write a JSON file, whole or not at all; its directory must exist.
+
+    Raises:
+        Refused: it could not be written; an earlier one is still there.
+    """
+    temporary = target.with_name(f"{target.stem}.{uuid.uuid4().hex}.tmp")  # a plain file, so that it has the usual permissions
     try:
         with temporary.open("x", encoding="utf-8") as file:
             json.dump(content, file, indent=1, allow_nan=False)
@@ -141,8 +149,9 @@ def _cell(relative: float, units: float) -> str:
     return f"{relative:.1e} | {units:.2g}" if units < 100 else f"{relative:.1e} | {units:.0f}"
 
 
-def _versions() -> dict[str, str | None]:
-    found: dict[str, str | None] = {}
+def versions() -> dict[str, str | None]:
+    """Of Python and of the packages that figures depend on; None for one that is not installed."""
+    found: dict[str, str | None] = {"python": platform.python_version()}
     for name in PACKAGES:
         try:
             found[name] = importlib.metadata.version(name)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -53,6 +53,12 @@ def same_parameters(one: nn.Module, other: nn.Module) -> bool:
     """Bit for bit."""
     pairs = zip(one.parameters(), other.parameters(), strict=True)
     return all(a.dtype == b.dtype and torch.equal(bits(a), bits(b)) for a, b in pairs)
+
+
+def gone(parameters: Iterable[Tensor]) -> bool:
+    """Whether no gradient is left; one parameter may carry the published norm, with nothing but zeros behind it."""
+    left = [p.grad for p in parameters if p.grad is not None]
+    return not left or (len(left) == 1 and not left[0].flatten()[1:].any())
 
 
 def bits(x: Tensor) -> Tensor:

@@ -13,18 +13,23 @@ from .compatibility import (
     remove_gradient_release,
     to_low_precision,
 )
-from .hooks import Release
+from .microbatch import MicrobatchedBlocks, microbatch_blocks
 from .optimizers import Adam, AdamW, StableAdamW
-from .release import release_gradients
+from .release import Release, release_gradients
+from .token_mean import token_mean, total_weight
 
 __all__ = [
     "Adam",
     "AdamW",
+    "MicrobatchedBlocks",
     "Release",
     "StableAdamW",
+    "microbatch_blocks",
     "param_groups_weight_decay",
     "prepare_for_gradient_release",
     "release_gradients",
     "remove_gradient_release",
     "to_low_precision",
+    "token_mean",
+    "total_weight",
 ]

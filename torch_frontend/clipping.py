@@ -7,21 +7,30 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from .communication.shards import local, norms_over_shards
+
 NORM_EPS = 1e-6
 """Added to the norm before dividing, as in `torch.nn.utils.clip_grad_norm_`."""
 
 
 def gradient_norm(gradient: Tensor) -> Tensor:
-    """The 2-norm of one gradient, 0-d, in float64, where finite elements cannot overflow (float32 on devices without it)."""
+    """The 2-norm of one gradient, of a sharded one of the part that lies here, 0-d.
+
+    In float64, where finite elements cannot overflow (float32 on devices without it).
+    """
+    gradient = local(gradient)
     return torch.linalg.vector_norm(gradient, dtype=torch.float32 if gradient.device.type == "mps" else torch.float64)
 
 
-def total_norm(norms: Sequence[Tensor]) -> Tensor:
-    """sqrt(sum of squares) of the norms of all gradients, 0-d, on the device of the first; 0 if there are none."""
-    if not norms:
-        return torch.zeros(())
-    device = norms[0].device
-    return torch.linalg.vector_norm(torch.stack([norm.to(device) for norm in norms]))
+def is_finite(gradient: Tensor, norm: Tensor) -> Tensor:
+    """Whether no element of the gradient, of a sharded one of the part that lies here, is an infinity or a NaN; 0-d.
+
+    `norm` is its `gradient_norm`. In a wider dtype than the gradient's, finite elements cannot overflow it, and it says as
+    much as a look at the elements, which takes several times as long.
+    """
+    if norm.dtype.itemsize > gradient.dtype.itemsize:
+        return torch.isfinite(norm)
+    return torch.isfinite(local(gradient)).all()
 
 
 def clip_coefficient(norm: Tensor, max_norm: float) -> Tensor:
@@ -29,6 +38,8 @@ def clip_coefficient(norm: Tensor, max_norm: float) -> Tensor:
     return torch.clamp(max_norm / (norm + NORM_EPS), max=1.0)
 
 
-def clip_by_norm_(gradient: Tensor, max_norm: float) -> None:
-    """Scale one gradient in place so that its own norm is at most `max_norm`."""
-    gradient.mul_(clip_coefficient(gradient_norm(gradient), max_norm).to(gradient.device))
+def clip_by_norm_(gradients: Sequence[Tensor], max_norm: float) -> None:
+    """Scale each gradient in place so that its own norm is at most `max_norm`."""
+    norms = norms_over_shards(gradients, [gradient_norm(gradient) for gradient in gradients])
+    for gradient, norm in zip(gradients, norms, strict=True):
+        local(gradient).mul_(clip_coefficient(norm, max_norm).to(gradient.device))

@@ -9,9 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from ..core.errors import InvalidArgument, Refused
-from .hooks import active_releases, remove_orphaned_hooks
 from .optimizers import ReleasableOptimizer
-from .release import lenient_release
+from .release import active_releases, lenient_release, remove_orphaned_hooks
 
 Modules = type[nn.Module] | Iterable[type[nn.Module]] | None
 NamesOrModules = str | type[nn.Module] | Iterable[str | type[nn.Module]] | None

@@ -14,6 +14,7 @@ from ..core.errors import InvalidArgument, UnsupportedTensor
 from ..core.hyperparameters import RANGES, Hyperparameters, check_number
 from ..core.rules import Rule
 from .array_ops import dtype_name
+from .communication.shards import check_placements, placements
 
 NAMES = {"learning_rate": "lr", "beta1": "betas[0]", "beta2": "betas[1]"}
 """How torch spells the hyperparameters."""
@@ -83,7 +84,7 @@ def check_group(rule: Rule, group: Group) -> None:
 
     Raises:
         InvalidArgument: a hyperparameter, dtype or compensation that is out of range or does not go together.
-        UnsupportedTensor: a parameter that is complex, integer, sparse or sharded.
+        UnsupportedTensor: a parameter that is complex, integer, sparse, or a DTensor of partial sums.
     """
     betas = group["betas"]
     if not isinstance(betas, (tuple, list)) or len(betas) != 2:
@@ -118,8 +119,7 @@ def check_parameter(parameter: Tensor) -> None:
     described = f"parameter of shape {tuple(parameter.shape)}"
     if parameter.layout is not torch.strided:
         raise UnsupportedTensor(f"{described} is sparse ({parameter.layout}); use a dense parameter.")
-    if hasattr(parameter, "to_local"):
-        raise UnsupportedTensor(f"{described} is sharded over processes; penstock does not update sharded parameters yet.")
+    check_placements(parameter, described)
     dtypes.check_parameter_dtype(dtype_name(parameter.dtype), described)
 
 
@@ -132,6 +132,12 @@ def check_gradient(parameter: Tensor, gradient: Tensor) -> None:
         )
     if gradient.is_complex():
         raise UnsupportedTensor(f"the gradient of a parameter of shape {tuple(parameter.shape)} is complex; it must be real.")
+    if placements(gradient) != placements(parameter):
+        raise UnsupportedTensor(
+            f"the gradient of a parameter of shape {tuple(parameter.shape)} lies as "
+            f"{placements(gradient) or 'a whole tensor'}, the parameter as {placements(parameter) or 'a whole tensor'}; "
+            "redistribute the gradient."
+        )
 
 
 def moment_dtypes(group: Mapping[str, Any], parameter_dtype: str, checked: Hyperparameters) -> dtypes.StateDtypes:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import warnings
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
@@ -22,10 +22,12 @@ from ..core.update import init_state
 from . import state as saved_state
 from .array_ops import DTYPES, dtype_name, torch_ops
 from .backends import TensorSlot, select_backend
+from .clipping import gradient_norm, is_finite
+from .communication.shards import LocalState, is_sharded, local, sum_over_shards
 from .groups import Group, check_gradient, check_group, fingerprint, hyperparameters, moment_dtypes
 
 if TYPE_CHECKING:
-    from .hooks import Release
+    from .release import Release
 
 ON_NONFINITE = ("propagate", "skip", "raise")
 
@@ -115,7 +117,7 @@ class ReleasableOptimizer(Optimizer):
         try:
             check_group(self.rule, group)
             if self.release is not None:
-                self.release.check_ownership(group["params"])
+                self.release.hooks.check_ownership(group["params"])
         except Exception:
             del self.param_groups[before:]
             raise
@@ -178,11 +180,7 @@ class ReleasableOptimizer(Optimizer):
                 raise NonFiniteGradient("a gradient holds an infinity or a NaN; the step was not taken.")
             self.skipped += 1
             return loss
-        pairs = [(self._slot(parameter), gradient) for parameter, gradient in ready]
-        if pairs:
-            self._backend.update_all(pairs)
-            for slot, _ in pairs:
-                slot.state["step"].add_(1)
+        self.perform_all([(parameter, gradient, Action.UPDATE) for parameter, gradient in ready])
         return loss
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -197,23 +195,47 @@ class ReleasableOptimizer(Optimizer):
         for group in self.param_groups:
             self._hyperparameters(group)
 
-    def perform(self, parameter: Tensor, gradient: Tensor | None, action: Action) -> None:
-        """One action on one parameter; step() performs "update" on many at once.
+    def perform_all(self, tasks: Sequence[tuple[Tensor, Tensor | None, Action]]) -> None:
+        """Actions on parameters; what they need from other processes comes in one exchange for all of them.
 
         Args:
-            parameter: of this optimizer.
-            gradient: of the parameter's shape; None for `Action.APPLY`. It is left as it is.
-            action: "update", "update_last", "accumulate_first", "accumulate" or "apply".
+            tasks: parameter, gradient, action. The parameter is of this optimizer; the gradient of its shape, or None for
+                `Action.APPLY`, and is left as it is; the action is one of those that use the gradient or step.
         """
-        slot = self._slot(parameter)
-        if action is Action.APPLY:
+        updates: list[tuple[TensorSlot, Tensor]] = []
+        shards: list[tuple[Tensor, TensorSlot]] = []
+        for parameter, gradient, action in tasks:
+            slot, here = self._slot(parameter), local(gradient)
+            if action.steps and self.rule.clips_update and is_sharded(parameter):
+                if here is not None and action is not Action.APPLY:
+                    self._backend.accumulate(slot, here, first=action.first)
+                shards.append((parameter, slot))
+            elif action is Action.APPLY:
+                self._backend.apply(slot)
+            elif action is Action.UPDATE:
+                updates.append((slot, here))
+            else:
+                (self._backend.update if action.steps else self._backend.accumulate)(slot, here, first=action.first)
+        if len(updates) == 1:
+            self._backend.update(*updates[0], first=True)
+        elif updates:
+            self._backend.update_all(updates)
+        self._apply_shards(shards)
+        for parameter, _, action in tasks:
+            if action.steps:
+                self.state[parameter]["step"] += 1
+
+    def perform(self, parameter: Tensor, gradient: Tensor | None, action: Action) -> None:
+        """`perform_all` of one."""
+        self.perform_all([(parameter, gradient, action)])
+
+    def _apply_shards(self, shards: Sequence[tuple[Tensor, TensorSlot]]) -> None:
+        """The step of tensors whose clip factor depends on shards elsewhere: sums of squares travel, in one exchange."""
+        squares = [slot.state["mean_square"] * slot.parameter.numel() for _, slot in shards]
+        totals = sum_over_shards([parameter for parameter, _ in shards], squares)
+        for (parameter, slot), total in zip(shards, totals, strict=True):
+            slot.state["mean_square"] = total / max(1, parameter.numel())
             self._backend.apply(slot)
-        elif gradient is not None and action.steps:
-            self._backend.update(slot, gradient, first=action.first)
-        elif gradient is not None:
-            self._backend.accumulate(slot, gradient, first=action.first)
-        if action.steps:
-            slot.state["step"] += 1
 
     def _hyperparameters(self, group: Group) -> Hyperparameters:
         """Those of the group as it is now; validated again only when a setting has changed."""
@@ -241,7 +263,8 @@ class ReleasableOptimizer(Optimizer):
             complements = debiased_complements(current, state["step"].to(wide) + 1, torch)
         else:
             complements = _complements(current, state["step"].item() + 1)
-        return TensorSlot(parameter, state, compensation, self.rule, current, complements)
+        here = LocalState(state) if is_sharded(parameter) else state
+        return TensorSlot(local(parameter), here, compensation, self.rule, current, complements)
 
     # -- state ----------------------------------------------------------------------------------------------------------
 
@@ -275,6 +298,8 @@ class ReleasableOptimizer(Optimizer):
             saved_state.restore_dtypes(final, self.param_groups, self.state)
 
     def __getstate__(self) -> dict[str, Any]:
+        if self.release is not None:
+            self.release.require_closed("a copy or pickle of the optimizer")
         kept = ("on_nonfinite", "gradient_release", "skipped", "_warned_of_decay", "_optimizer_accumulation")
         backend = {"_backend_name": self.backend}
         return {**super().__getstate__(), **{name: getattr(self, name) for name in kept}, **backend}
@@ -295,9 +320,15 @@ def _complements(current: Hyperparameters, step: float) -> Complements:
     return debiased_complements(current, step, torch)
 
 
+def finite(gradients: Sequence[Tensor]) -> list[bool]:
+    """Of each gradient, whether no element is an infinity or a NaN, in any shard of it. Waits for the device."""
+    faults = [(~is_finite(gradient, gradient_norm(gradient))).float() for gradient in gradients]
+    return [not bool(count) for count in sum_over_shards(gradients, faults)]
+
+
 def all_finite(gradients: Iterable[Tensor]) -> bool:
-    """Whether no element is an infinity or a NaN. Waits for the device."""
-    return all(bool(torch.isfinite(gradient).all()) for gradient in gradients)
+    """Whether no element of any is an infinity or a NaN. Waits for the device."""
+    return all(finite(list(gradients)))
 
 
 class StableAdamW(ReleasableOptimizer):
@@ -331,7 +362,7 @@ class StableAdamW(ReleasableOptimizer):
 
     Raises:
         InvalidArgument: a value out of range; the text names it and the range.
-        UnsupportedTensor: a complex, integer, sparse or sharded parameter.
+        UnsupportedTensor: a complex, integer or sparse parameter, or a DTensor of partial sums.
 
     Source: Wortsman et al., 2023, https://arxiv.org/abs/2304.13013, algorithm 2.
     """

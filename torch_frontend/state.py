@@ -12,6 +12,7 @@ from ..core import compensation
 from ..core.errors import InvalidArgument
 from ..core.rules import Rule
 from .array_ops import dtype_name
+from .communication.shards import placements
 from .groups import SETTINGS, check_group
 
 REQUIRED = (*SETTINGS, "compensation", "state_dtype", "capturable")
@@ -70,6 +71,12 @@ def _check_tensor_state(state: Mapping[str, Any], parameter: Tensor, expected: s
             raise InvalidArgument(
                 f"{key} of {described} has shape {tuple(value.shape)} in state_dict, the parameter has "
                 f"{tuple(parameter.shape)}; load the state of this model."
+            )
+        if value is not None and placements(value) != placements(parameter):
+            raise InvalidArgument(
+                f"{key} of {described} lies as {placements(value) or 'a whole tensor'} in state_dict, the parameter as "
+                f"{placements(parameter) or 'a whole tensor'}; load it with torch.distributed.checkpoint.state_dict's "
+                "set_optimizer_state_dict, which distributes it."
             )
     if state and any(key not in state for key in ("step", *MOMENTS)):
         missing = ", ".join(key for key in ("step", *MOMENTS) if key not in state)

@@ -11,9 +11,11 @@ from torch import nn
 
 from penstock.core.combinations import Combination, Kind, Verdict, table
 from penstock.core.errors import Refused
-from penstock.torch_frontend import StableAdamW, release, release_gradients
+from penstock.torch_frontend import StableAdamW, release_gradients
+from penstock.torch_frontend.release import set_up as release_set_up
 
 CELLS = list(table())
+HERE = [cell for cell in CELLS if cell[0].communication == "local"]  # the others: tests/torch_frontend/distributed
 MAX_NORM = 0.05
 MICRO_BATCHES = 3
 LEARNING_RATE = 1e-2
@@ -30,25 +32,48 @@ def build(c: Combination) -> tuple[nn.Module, StableAdamW]:
     return model, StableAdamW(model.parameters(), lr=LEARNING_RATE, compensation=c.compensation, backend=c.backend)
 
 
-def set_up(c: Combination, model: nn.Module, optimizer: StableAdamW):
+def scaler_of(c: Combination) -> torch.amp.GradScaler:
+    return torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=2, enabled=c.loss_scaling != "none")
+
+
+def set_up(c: Combination, model: nn.Module, optimizer: StableAdamW, scaler: torch.amp.GradScaler):
     return release_gradients(
         model,
         optimizer,
         max_norm=None if c.clipping == "none" else MAX_NORM,
         clipping="per_tensor" if c.clipping == "per_tensor" else "exact",
         accumulation=None if c.accumulation == "none" else c.accumulation,
-        scaler=None if c.loss_scaling == "none" else torch.amp.GradScaler("cpu"),
+        scaler=scaler,
     )
 
 
-def run(c: Combination, model: nn.Module, optimizer: StableAdamW, guard: Callable, clip: Callable) -> None:
+def run(c: Combination, model: nn.Module, optimizer: StableAdamW, scaler, guard: Callable, clip: Callable) -> None:
+    """The loop that everybody writes; `clip` is what a plain one does about clipping."""
     count = 1 if c.accumulation == "none" else MICRO_BATCHES
     for i, batch in enumerate(batches(6, dtype=next(model.parameters()).dtype)):
-        guard(loss_of(model, batch) / count).backward()
+        scaler.scale(guard(loss_of(model, batch) / count)).backward()
         if (i + 1) % count == 0:
+            scaler.unscale_(optimizer)
             clip()
-            optimizer.step()
+            scaler.step(optimizer)
+            scaler.update()
             optimizer.zero_grad()
+
+
+def train_both_ways(c: Combination) -> tuple[nn.Module, nn.Module, Callable[[], None]]:
+    """A plain run, a released one, and a function that goes on with the released one."""
+    plain, optimizer = build(c)
+    scaler = scaler_of(c)
+    run(c, plain, optimizer, scaler, lambda loss: loss, lambda: clip_plainly(c, plain))
+    model, optimizer = build(c)
+    scaler = scaler_of(c)
+    release = set_up(c, model, optimizer, scaler)
+
+    def released() -> None:
+        run(c, model, optimizer, scaler, release.guard, lambda: None)
+
+    released()
+    return plain, model, released
 
 
 def clip_plainly(c: Combination, model: nn.Module) -> None:
@@ -72,28 +97,24 @@ def assert_within_one_rounding_a_step(a: torch.Tensor, b: torch.Tensor) -> None:
 @pytest.mark.parametrize("cell", [cell for cell in CELLS if cell[1].kind is Kind.REFUSED], ids=identify)
 def test_a_refused_cell_is_refused_before_anything_changes(cell, monkeypatch: pytest.MonkeyPatch) -> None:
     c, verdict = cell
-    monkeypatch.setattr(release, "_communication", lambda model: c.communication)
+    monkeypatch.setattr(release_set_up, "communication_name", lambda model, group: c.communication)
     if c.backend == "triton":
         with pytest.raises(Refused, match="Triton kernels are not built yet"):
             build(c)
         return
     model, optimizer = build(c)
     with pytest.raises(Refused) as raised:
-        set_up(c, model, optimizer)
+        set_up(c, model, optimizer, scaler_of(c))
     assert str(raised.value) == verdict.why
     assert optimizer.release is None
     loss_of(model, batches(1, dtype=next(model.parameters()).dtype)[0]).backward()
     assert all(p.grad is not None for p in model.parameters())  # no hook was left behind
 
 
-@pytest.mark.parametrize("cell", [cell for cell in CELLS if cell[1].kind is Kind.EXACT], ids=identify)
+@pytest.mark.parametrize("cell", [cell for cell in HERE if cell[1].kind is Kind.EXACT], ids=identify)
 def test_an_exact_cell_equals_the_plain_loop(cell) -> None:
     c, _ = cell
-    plain, plain_optimizer = build(c)
-    run(c, plain, plain_optimizer, lambda loss: loss, lambda: clip_plainly(c, plain))
-    model, optimizer = build(c)
-    release_ = set_up(c, model, optimizer)
-    run(c, model, optimizer, release_.guard, lambda: None)
+    plain, model, _ = train_both_ways(c)
     for a, b in zip(plain.parameters(), model.parameters(), strict=True):
         if c.clipping == "none":
             assert torch.equal(a, b)
@@ -101,20 +122,16 @@ def test_an_exact_cell_equals_the_plain_loop(cell) -> None:
             assert_within_one_rounding_a_step(a, b)
 
 
-@pytest.mark.parametrize("cell", [cell for cell in CELLS if cell[1].kind is Kind.APPROXIMATE], ids=identify)
+@pytest.mark.parametrize("cell", [cell for cell in HERE if cell[1].kind is Kind.APPROXIMATE], ids=identify)
 def test_an_approximate_cell_is_exact_with_one_micro_batch_and_trains_with_several(cell, monkeypatch) -> None:
     c, _ = cell
     monkeypatch.setattr(f"{__name__}.MICRO_BATCHES", 1)
-    plain, plain_optimizer = build(c)
-    run(c, plain, plain_optimizer, lambda loss: loss, lambda: clip_plainly(c, plain))
-    model, optimizer = build(c)
-    release_ = set_up(c, model, optimizer)
-    run(c, model, optimizer, release_.guard, lambda: None)
+    plain, model, go_on = train_both_ways(c)
     for a, b in zip(plain.parameters(), model.parameters(), strict=True):
         # step() applies moments that were rounded to their dtype in between.
         assert_within_one_rounding_a_step(a, b)
     monkeypatch.setattr(f"{__name__}.MICRO_BATCHES", 3)
     before = loss_of(model, batches(1, dtype=next(model.parameters()).dtype)[0])
     for _ in range(5):
-        run(c, model, optimizer, release_.guard, lambda: None)
+        go_on()
     assert loss_of(model, batches(1, dtype=next(model.parameters()).dtype)[0]) < before

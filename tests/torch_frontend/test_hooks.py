@@ -9,6 +9,7 @@ import pytest
 import torch
 from tests.torch_support import (
     batches,
+    gone,
     layers,
     loss_of,
     same_parameters,
@@ -56,7 +57,8 @@ def test_added_groups_are_hooked_at_once() -> None:
     release = release_gradients(model, optimizer)
     optimizer.add_param_group({"params": list(model[1].parameters())})
     loss_of(model, batches(1)[0]).backward()
-    assert [p.grad is None for p in model.parameters()] == [True] * 4 + [False] * 4
+    assert gone([*model[0].parameters(), *model[1].parameters()])
+    assert all(p.grad is not None for p in model[2:].parameters())
     assert release.ledger.live == 0
 
 
@@ -84,8 +86,16 @@ def test_set_up_refuses_what_cannot_work() -> None:
     for arguments in ({"max_norm": 1.0}, {"scaler": torch.amp.GradScaler("cpu")}):
         with pytest.raises(Refused, match=r"accumulation='state'.*use accumulation='hold'"):
             release_gradients(model, optimizer, accumulation="state", **arguments)
-    with pytest.raises(Refused, match=r"loss scaling.*bfloat16"):
-        release_gradients(model, optimizer, scaler=torch.amp.GradScaler("cpu"))
+    with pytest.raises(InvalidArgument, match=r"scaler is a float.*torch\.amp\.GradScaler"):
+        release_gradients(model, optimizer, scaler=1.0)
+    half = layers(dtype=torch.float16)
+    with pytest.raises(Refused, match=r"float16 ones; use float32 parameters under torch\.autocast"):
+        release_gradients(half, AdamW(half.parameters()), scaler=torch.amp.GradScaler("cpu"))
+    for keep_bytes in (-1, 1.5, True):
+        with pytest.raises(InvalidArgument, match=r"keep_bytes=.*\[0, inf\)"):
+            release_gradients(model, optimizer, max_norm=1.0, keep_bytes=keep_bytes)
+    with pytest.raises(InvalidArgument, match=r"keep_bytes=10 shortens the second pass"):
+        release_gradients(model, optimizer, keep_bytes=10)
     assert optimizer.release is None
     release_gradients(model, optimizer)
     with pytest.raises(Refused, match=r"released already.*remove\(\)"):
@@ -172,7 +182,8 @@ def test_release_of_a_part_leaves_the_rest_to_step() -> None:
         for batch in batches(3):
             loss_of(model, batch).backward()
             if optimizer.release:
-                assert [p.grad is None for p in model.parameters()] == [False] * 2 + [True] * 2 + [False] * 4
+                assert gone(model[1].parameters())
+                assert all(p.grad is not None for p in [*model[0].parameters(), *model[2:].parameters()])
             optimizer.step()
             optimizer.zero_grad()
     assert same_parameters(*models)

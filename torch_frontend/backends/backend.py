@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import MutableMapping, Sequence
 from typing import Any, Protocol
 
 from torch import Tensor
@@ -17,14 +17,14 @@ from ...core.rules import Rule
 class TensorSlot:
     """One parameter with all that its update reads and writes.
 
-    parameter: updated in place; any dense shape.
+    parameter: updated in place; any dense shape. Of one that is sharded over processes, the part that lies here.
     state: the optimizer's state of the parameter: "exp_avg", "exp_avg_sq" and, where compensated, "compensation", all of
         the parameter's shape; "mean_square", 0-d, only while micro-batches are in the moments.
     compensation: resolved: "none", "kahan" or "split".
     """
 
     parameter: Tensor
-    state: dict[str, Any]
+    state: MutableMapping[str, Any]
     compensation: str
     rule: Rule
     hyperparameters: Hyperparameters

@@ -1,0 +1,74 @@
+"""The table of combinations as a page of the documentation: equal rows are put together."""
+
+from __future__ import annotations
+
+from .combinations import AXES, Kind, Verdict, table
+
+Box = tuple[tuple[str, ...], ...]
+"""For every axis, some of its values: all cells that these make."""
+
+COMMAND = "penstock combinations --write docs/combinations.md"
+
+
+def boxes() -> dict[Verdict, list[Box]]:
+    """Every verdict with boxes that hold exactly its cells, each cell once."""
+    found: dict[Verdict, list[Box]] = {}
+    for combination, verdict in table():
+        found.setdefault(verdict, []).append(tuple((getattr(combination, axis),) for axis in AXES))
+    return {verdict: _merged(cells) for verdict, cells in found.items()}
+
+
+def _merged(cells: list[Box]) -> list[Box]:
+    """Put boxes together that differ in one axis only, axis by axis, until none do."""
+    while True:
+        before = len(cells)
+        for axis, values in reversed(list(enumerate(AXES.values()))):
+            alike: dict[Box, set[str]] = {}
+            for box in cells:
+                alike.setdefault((*box[:axis], (), *box[axis + 1 :]), set()).update(box[axis])
+            cells = [
+                (*key[:axis], tuple(value for value in values if value in chosen), *key[axis + 1 :])
+                for key, chosen in alike.items()
+            ]
+        if len(cells) == before:
+            return cells
+
+
+def markdown() -> str:
+    """The page: exact, approximate and refused, each with its reason and the combinations it holds for."""
+    found = boxes()
+    cells = sum(1 for _ in table())
+    lines = [
+        "# What goes together",
+        "",
+        f"Every combination that PyTorch's gradient release can be asked for: {cells} cells, each exact, approximate or",
+        "refused. `release_gradients` consults the same table (`core/combinations.py`) and refuses with these sentences,",
+        "before anything is changed; a test visits every cell. Made by",
+        "",
+        "```bash",
+        COMMAND,
+        "```",
+        "",
+        '- clipping: `global_norm` is max_norm=..., `per_tensor` is max_norm=... with clipping="per_tensor".',
+        "- loss_scaling: `dynamic` is scaler=torch.amp.GradScaler().",
+        "- accumulation: micro-batches between two calls of step(), `hold` or `state`.",
+        "- communication: what averages gradients over processes: nothing (`local`), release itself (`process_group`, a plain",
+        "  module), DistributedDataParallel (`ddp`), or fully_shard (`fsdp2`).",
+        "- compensation and backend: of the optimizer.",
+        "",
+        "`microbatch_blocks` is no axis: it gives one gradient a parameter and backward, of the whole batch, and release does",
+        "with it what it does with any other. A row holds for every combination of the values in it.",
+    ]
+    for kind in Kind:
+        lines += ["", f"## {kind.value.capitalize()}"]
+        for verdict, members in found.items():
+            if verdict.kind is not kind:
+                continue
+            lines += ["", f"**{verdict.why}**", ""]
+            lines += [f"| {' | '.join(axis.replace('_', ' ') for axis in AXES)} |", "|" + "---|" * len(AXES)]
+            lines += [f"| {' | '.join(map(_shown, box, AXES.values()))} |" for box in members]
+    return "\n".join([*lines, ""])
+
+
+def _shown(chosen: tuple[str, ...], values: tuple[str, ...]) -> str:
+    return "any" if chosen == values else ", ".join(chosen)

@@ -1,0 +1,131 @@
+"""A training step on fake tensors: shapes and lifetimes are real, numbers and memory are not there."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import time
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...core.errors import MissingDependency
+from ...torch_frontend import Adam, AdamW, StableAdamW, microbatch_blocks, release_gradients
+from ...torch_frontend.backends import TensorSlot
+from ..live_storages import LiveStorageMeter
+from .llama import Llama
+from .settings import LlamaShape, Mode, Training
+
+OPTIMIZERS = {"StableAdamW": StableAdamW, "AdamW": AdamW, "Adam": Adam}
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """What one mode needs.
+
+    peak: bytes alive at most in a step. by_kind: at that moment: parameters, optimizer state, gradients, activations and
+    temporaries. ledger: bytes of gradient alive at most by the release's own account; None without release.
+    seconds: that planning took.
+    """
+
+    mode: str
+    result: str
+    peak: int
+    by_kind: dict[str, int]
+    ledger: int | None
+    seconds: float
+
+
+class InPlaceKernels:
+    """Stands in for a backend whose kernels update in place and allocate nothing; it does nothing at all."""
+
+    name = "kernels"
+
+    def update_all(self, pairs: Sequence[tuple[TensorSlot, Tensor]]) -> None:
+        """See `Backend`."""
+
+    def update(self, slot: TensorSlot, gradient: Tensor, *, first: bool) -> None:
+        """See `Backend`."""
+
+    def accumulate(self, slot: TensorSlot, gradient: Tensor, *, first: bool) -> None:
+        """See `Backend`."""
+
+    def apply(self, slot: TensorSlot) -> None:
+        """See `Backend`."""
+
+
+def plan(shape: LlamaShape, training: Training, mode: Mode, *, fake: bool = True) -> Plan:
+    """Take one step and see what is alive.
+
+    The model, autograd, the optimizer and release are the real ones, except that the update itself is taken to allocate
+    nothing, as a fused kernel's does. What other kernels allocate inside one operation is not seen, nor an allocator's
+    rounding and fragmentation.
+
+    Args:
+        shape: of the model.
+        training: how.
+        mode: in which of the ways.
+        fake: False: with real tensors, on the CPU.
+
+    Raises:
+        MissingDependency: this PyTorch has no fake tensors.
+    """
+    started = time.perf_counter()
+    with _fake_tensors() if fake else contextlib.nullcontext():
+        model = Llama(
+            shape, dtype=getattr(torch, training.dtype), checkpointing=training.checkpointing and mode.name != "blocks"
+        )
+        optimizer = OPTIMIZERS[training.optimizer](
+            model.parameters(),
+            compensation=training.compensation,
+            state_dtype=None if training.state_dtype is None else getattr(torch, training.state_dtype),
+            backend="eager",
+            capturable=True,  # the number of updates is a tensor that nobody reads
+        )
+        for parameter in model.parameters():
+            optimizer._slot(parameter)  # its state, which would otherwise come to be with its first update
+        release = _release(model, optimizer, mode)
+        optimizer._backend = InPlaceKernels()
+        count = training.micro_batches if mode.divided else 1
+        sizes = training.batch // count, training.sequence + 1
+        tokens = [torch.zeros(sizes, dtype=torch.int64) for _ in range(count)]
+        named: dict[str, list[Tensor]] = {
+            "parameters": list(model.parameters()),
+            "optimizer state": [x for state in optimizer.state.values() for x in state.values() if isinstance(x, Tensor)],
+            "activations and temporaries": tokens,
+        }
+        chunks = training.micro_batches if mode.name == "blocks" else None
+        divided = contextlib.nullcontext() if chunks is None else microbatch_blocks([*model.layers, model.head], chunks=chunks)
+        with divided, LiveStorageMeter(named, parameters=model.parameters()) as meter:
+            for batch in tokens:
+                loss = model(batch) / count
+                (loss if release is None else release.guard(loss)).backward()
+                del loss
+            if release is None:  # under release step() only closes the step; it would look at numbers
+                optimizer.step()
+                optimizer.zero_grad()
+        ledger = None if release is None else release.ledger.peak
+    return Plan(mode.name, mode.result, meter.peak, dict(meter.at_peak), ledger, time.perf_counter() - started)
+
+
+def _release(model: Llama, optimizer: Any, mode: Mode) -> Any:
+    if mode.name == "plain":
+        return None
+    return release_gradients(
+        model,
+        optimizer,
+        max_norm=1.0 if mode.name == "guard" else None,
+        accumulation=mode.name if mode.name in ("hold", "state") else None,
+    )
+
+
+@contextlib.contextmanager
+def _fake_tensors() -> Iterator[None]:
+    try:
+        from torch._subclasses.fake_tensor import FakeTensorMode  # not public, and there is no other way
+    except ImportError as error:
+        raise MissingDependency("planning needs torch._subclasses.fake_tensor, which this PyTorch does not have.") from error
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        yield

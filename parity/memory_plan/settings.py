@@ -1,0 +1,125 @@
+"""What is planned: the shape of a model, and how it is trained. Knows no framework."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from ...core.errors import InvalidArgument
+
+DTYPES = {"bfloat16": 2, "float16": 2, "float32": 4}
+"""Bytes of an element."""
+
+OPTIMIZERS = ("StableAdamW", "AdamW", "Adam")
+COMPENSATIONS = ("auto", "none", "kahan", "split")
+
+
+@dataclasses.dataclass(frozen=True)
+class LlamaShape:
+    """A decoder of Llama's kind: RMS norms, rotary attention, a gated feed-forward part, an untied head. Llama-7B's sizes.
+
+    layers: blocks. width: of the residual stream. heads: of attention. key_value_heads: of keys and values; None: as many.
+    hidden: width of the feed-forward part. vocabulary: tokens.
+    """
+
+    layers: int = 32
+    width: int = 4096
+    heads: int = 32
+    key_value_heads: int | None = None
+    hidden: int = 11008
+    vocabulary: int = 32000
+
+    def __post_init__(self) -> None:
+        for field in dataclasses.fields(self):
+            value = getattr(self, field.name)
+            if value is not None and value < 1:
+                raise InvalidArgument(f"{field.name}={value} must be at least 1.")
+        if self.width % self.heads or (self.width // self.heads) % 2:
+            raise InvalidArgument(f"heads={self.heads} must divide width={self.width} into even parts.")
+        if self.heads % self.kv_heads:
+            raise InvalidArgument(f"key_value_heads={self.kv_heads} must divide heads={self.heads}.")
+
+    @property
+    def kv_heads(self) -> int:
+        """Heads of keys and values."""
+        return self.heads if self.key_value_heads is None else self.key_value_heads
+
+    @property
+    def layer_parameters(self) -> int:
+        """Of one block: attention, feed-forward part, two norms."""
+        key_value = self.width * self.width // self.heads * self.kv_heads
+        return 2 * self.width**2 + 2 * key_value + 3 * self.width * self.hidden + 2 * self.width
+
+    @property
+    def parameters(self) -> int:
+        """Of the model: blocks, embedding, head, last norm."""
+        return self.layers * self.layer_parameters + 2 * self.vocabulary * self.width + self.width
+
+
+@dataclasses.dataclass(frozen=True)
+class Training:
+    """How the model is trained.
+
+    batch: sequences a step. sequence: tokens in each. micro_batches: backwards that a step is divided into, where the mode
+    divides it; `batch` must be a multiple. dtype: of the parameters. state_dtype: of the moments; None: the library's
+    choice. checkpointing: of each layer's activations, outside of the mode "blocks", which needs none.
+    """
+
+    batch: int = 1
+    sequence: int = 2048
+    micro_batches: int = 1
+    dtype: str = "bfloat16"
+    optimizer: str = "StableAdamW"
+    compensation: str = "none"
+    state_dtype: str | None = None
+    checkpointing: bool = True
+
+    def __post_init__(self) -> None:
+        for name in ("batch", "sequence", "micro_batches"):
+            if getattr(self, name) < 1:
+                raise InvalidArgument(f"{name}={getattr(self, name)} must be at least 1.")
+        if self.batch % self.micro_batches:
+            raise InvalidArgument(f"micro_batches={self.micro_batches} must divide batch={self.batch}.")
+        for name, known in (("dtype", DTYPES), ("optimizer", OPTIMIZERS), ("compensation", COMPENSATIONS)):
+            if getattr(self, name) not in known:
+                raise InvalidArgument(f"{name}={getattr(self, name)!r} is not known; it must be one of {', '.join(known)}.")
+        if self.state_dtype is not None and self.state_dtype not in DTYPES:
+            raise InvalidArgument(f"state_dtype={self.state_dtype!r} is not known; it must be one of {', '.join(DTYPES)}.")
+
+
+@dataclasses.dataclass(frozen=True)
+class Mode:
+    """One way of training.
+
+    divided: it takes a step in several micro-batches. result: how it relates to the plain optimizer.
+    """
+
+    name: str
+    divided: bool
+    result: str
+
+
+MODES = (
+    Mode("plain", True, "the plain optimizer"),
+    Mode("release", False, "bit for bit"),
+    Mode("guard", False, "clipped exactly, two backwards"),
+    Mode("hold", True, "bit for bit"),
+    Mode("state", True, "an approximation (AdamA)"),
+    Mode("blocks", False, "exact, sums in another order"),
+)
+"""`plain` without release; `release` of the whole batch; `guard` with max_norm; `hold` and `state` of micro-batches; `blocks`:
+release with `microbatch_blocks`."""
+
+
+def modes(names: list[str] | None, training: Training) -> list[Mode]:
+    """The modes of these names; None: those that say something about this training.
+
+    Raises:
+        InvalidArgument: no such mode.
+    """
+    known = {mode.name: mode for mode in MODES}
+    if names is None:
+        return [mode for mode in MODES if training.micro_batches > 1 or mode.name not in ("hold", "state", "blocks")]
+    for name in names:
+        if name not in known:
+            raise InvalidArgument(f"mode {name!r} is not known; it must be one of {', '.join(known)}.")
+    return [known[name] for name in dict.fromkeys(names)]

@@ -1,0 +1,103 @@
+"""``penstock plan``: the memory of a training step of a large model, without the device and without the memory."""
+
+from __future__ import annotations
+
+import argparse
+import pathlib
+import sys
+from importlib.util import find_spec
+from typing import Any
+
+from .. import __version__
+from ..core.errors import PenstockError
+from . import refuse
+
+WIDTH = 160  # characters, where the output is no terminal
+
+
+def add_parser(subparsers: Any) -> None:
+    """The command's arguments."""
+    parser = subparsers.add_parser(
+        "plan",
+        help="the memory of a training step, without the device",
+        description="Take one training step of a Llama-like model on fake tensors, in every mode, and print the most bytes "
+        "that are alive. The defaults are Llama-7B's shape in bfloat16 with bfloat16 moments. With --micro-batches the modes "
+        "that divide a step are planned, too. Exit status: 0, or 2 on bad usage.",
+    )
+    sizes = {
+        "layers": (32, "blocks"),
+        "width": (4096, "of the residual stream"),
+        "heads": (32, "of attention"),
+        "key-value-heads": (None, "of keys and values; default: as many as heads"),
+        "hidden": (11008, "width of the feed-forward part"),
+        "vocabulary": (32000, "tokens"),
+        "batch": (1, "sequences in a step"),
+        "sequence": (2048, "tokens in a sequence"),
+        "micro-batches": (1, "parts of the batch, in the modes plain, hold, state and blocks"),
+    }
+    for name, (default, text) in sizes.items():
+        shown = "" if default is None else f" (default {default})"
+        parser.add_argument(f"--{name}", type=int, default=default, metavar="N", help=text + shown)
+    parser.add_argument("--dtype", default="bfloat16", help="of the parameters (default bfloat16)")
+    parser.add_argument("--optimizer", default="StableAdamW", help="StableAdamW (default), AdamW or Adam")
+    parser.add_argument("--compensation", default="none", help="none (default), kahan, split or auto, the library's default")
+    parser.add_argument("--state-dtype", help="of the moments; default: the library's choice for the dtype")
+    parser.add_argument("--no-checkpointing", action="store_true", help="keep all activations")
+    parser.add_argument(
+        "--mode", action="append", metavar="NAME", help="plain, release, guard, hold, state or blocks; may be repeated"
+    )
+    parser.add_argument("--output", type=pathlib.Path, metavar="FILE", help="write every figure there as JSON")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Plan, print and write; 0, or 2 on bad usage."""
+    missing = [name for name in ("torch", "rich") if find_spec(name) is None]
+    if missing:
+        return refuse("plan", f"this command needs {' and '.join(missing)}; install with: pip install 'penstock[parity]'")
+    try:
+        from ..parity.memory_plan.settings import LlamaShape, Training, modes
+
+        shape = LlamaShape(
+            layers=arguments.layers,
+            width=arguments.width,
+            heads=arguments.heads,
+            key_value_heads=arguments.key_value_heads,
+            hidden=arguments.hidden,
+            vocabulary=arguments.vocabulary,
+        )
+        training = Training(
+            batch=arguments.batch,
+            sequence=arguments.sequence,
+            micro_batches=arguments.micro_batches,
+            dtype=arguments.dtype,
+            optimizer=arguments.optimizer,
+            compensation=arguments.compensation,
+            state_dtype=arguments.state_dtype,
+            checkpointing=not arguments.no_checkpointing,
+        )
+        chosen = modes(arguments.mode, training)
+        if arguments.output is not None and not arguments.output.absolute().parent.is_dir():
+            return refuse("plan", f"--output {str(arguments.output)!r}: its directory does not exist.")
+
+        from rich.console import Console
+
+        from ..parity import report as files
+        from ..parity.memory_plan import report
+        from ..parity.memory_plan.plan import plan
+
+        errors = Console(stderr=True)
+        plans = []
+        for mode in chosen:
+            with errors.status(f"planning {mode.name}"):
+                plans.append(plan(shape, training, mode))
+        console = Console(highlight=False, width=None if sys.stdout.isatty() else WIDTH)
+        console.print(report.table(plans))
+        for sentence in report.summary(shape, training):
+            console.print(sentence, markup=False, soft_wrap=True)
+        if arguments.output is not None:
+            command = ["penstock", *sys.argv[1:]]
+            content = report.document(shape, training, plans, version=__version__, command=command)
+            console.print(f"written: {files.write_whole(arguments.output, content)}", markup=False, soft_wrap=True)
+        return 0
+    except PenstockError as error:
+        return refuse("plan", str(error))

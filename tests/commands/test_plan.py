@@ -1,0 +1,50 @@
+"""`penstock plan`: a tiny shape from end to end, and bad usage."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from penstock.__main__ import main
+
+SHAPE = {"layers": 2, "width": 16, "heads": 2, "hidden": 24, "vocabulary": 11, "batch": 2, "sequence": 4, "micro-batches": 2}
+TINY = [f"--{name}={size}" for name, size in SHAPE.items()]
+
+
+def test_every_mode_is_printed_and_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    target = tmp_path / "plan.json"
+    assert main(["plan", *TINY, "--output", str(target)]) == 0
+    printed, wrong = capsys.readouterr()
+    assert wrong == ""
+    content = json.loads(target.read_text())
+    assert [one["mode"] for one in content["plans"]] == ["plain", "release", "guard", "hold", "state", "blocks"]
+    assert all(one["mode"] in printed and one["result"] in printed for one in content["plans"])
+    assert content["shape"]["parameters"] == 2 * (4 * 16**2 + 3 * 16 * 24 + 2 * 16) + 2 * 11 * 16 + 16
+    assert content["versions"]["torch"]
+    assert content["training"]["micro_batches"] == 2
+
+
+def test_one_mode_may_be_chosen(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", *TINY, "--mode", "release", "--optimizer", "AdamW", "--compensation", "auto"]) == 0
+    printed, _ = capsys.readouterr()
+    assert "release" in printed
+    assert "guard" not in printed
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        (["--layers", "0"], "layers=0"),
+        (["--mode", "magic"], "mode 'magic' is not known"),
+        (["--optimizer", "AdamW", "--state-dtype", "bfloat16", *TINY], "state_dtype"),
+        (["--output", "nowhere/plan.json"], "its directory does not exist"),
+    ],
+)
+def test_bad_usage_is_a_sentence_and_status_2(
+    arguments: list[str], text: str, capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert main(["plan", *arguments]) == 2
+    assert text in capsys.readouterr().err

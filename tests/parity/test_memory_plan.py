@@ -1,0 +1,88 @@
+"""A plan agrees with arithmetic, and fake tensors with real ones."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+
+from penstock.core.errors import InvalidArgument
+from penstock.parity.memory_plan.llama import Llama
+from penstock.parity.memory_plan.plan import plan
+from penstock.parity.memory_plan.settings import MODES, LlamaShape, Training, modes
+
+SHAPE = LlamaShape(layers=6, width=64, heads=4, key_value_heads=2, hidden=96, vocabulary=32)
+TRAINING = Training(batch=2, sequence=8, micro_batches=2, dtype="float32")
+MODE = {mode.name: mode for mode in MODES}
+LAYER, ALL = 4 * SHAPE.layer_parameters, 4 * SHAPE.parameters
+
+
+def test_the_arithmetic_of_a_shape_is_the_models_and_llama_7b_s() -> None:
+    assert sum(p.numel() for p in Llama(SHAPE, dtype=torch.float32, checkpointing=False).parameters()) == SHAPE.parameters
+    assert LlamaShape().parameters == 6_738_415_616
+
+
+def test_parameters_and_states_are_counted_exactly() -> None:
+    found = plan(SHAPE, TRAINING, MODE["plain"]).by_kind
+    tensors = len(list(Llama(SHAPE, dtype=torch.float32, checkpointing=False).parameters()))
+    assert found["parameters"] == ALL
+    assert found["optimizer state"] == 2 * ALL + 4 * tensors  # two moments, and a count each
+    half = dataclasses.replace(TRAINING, dtype="bfloat16", compensation="split")
+    assert plan(SHAPE, half, MODE["plain"]).by_kind["optimizer state"] == 3 * ALL // 2 + 4 * tensors
+
+
+def test_release_saves_all_gradients_but_a_layers() -> None:
+    training = dataclasses.replace(TRAINING, batch=1, micro_batches=1, sequence=1)  # next to no activations
+    plain, release = plan(SHAPE, training, MODE["plain"]), plan(SHAPE, training, MODE["release"])
+    assert ALL - LAYER <= plain.peak - release.peak <= ALL
+    assert plain.by_kind["gradients"] == ALL
+    assert plain.ledger is None
+    assert release.ledger is not None
+    assert release.ledger <= LAYER
+
+
+def test_what_each_mode_keeps() -> None:
+    found = {name: plan(SHAPE, TRAINING, mode) for name, mode in MODE.items()}
+    ledgers = {name: one.ledger for name, one in found.items()}
+    assert ledgers["hold"] == ALL
+    assert ledgers["blocks"] == LAYER
+    assert all((ledgers[name] or 0) < LAYER for name in ("release", "guard", "state"))
+    assert found["state"].peak < found["release"].peak < found["plain"].peak  # half of the activations; no gradients
+    assert found["hold"].peak == found["plain"].peak
+
+
+@pytest.mark.parametrize("name", list(MODE))
+def test_fake_tensors_take_the_memory_that_real_ones_do(name: str) -> None:
+    fake, real = plan(SHAPE, TRAINING, MODE[name]), plan(SHAPE, TRAINING, MODE[name], fake=False)
+    assert (fake.peak, fake.ledger, fake.by_kind) == (real.peak, real.ledger, real.by_kind)
+
+
+def test_checkpointing_is_planned() -> None:
+    training = dataclasses.replace(TRAINING, batch=8, micro_batches=1, sequence=32)
+    without = plan(SHAPE, dataclasses.replace(training, checkpointing=False), MODE["plain"])
+    assert plan(SHAPE, training, MODE["plain"]).peak < without.peak
+
+
+def test_modes_that_say_nothing_are_left_out() -> None:
+    assert [mode.name for mode in modes(None, Training())] == ["plain", "release", "guard"]
+    assert [mode.name for mode in modes(None, TRAINING)] == list(MODE)
+    assert [mode.name for mode in modes(["state", "plain", "state"], Training())] == ["state", "plain"]
+
+
+@pytest.mark.parametrize(
+    ("make", "text"),
+    [
+        (lambda: LlamaShape(layers=0), "layers=0 must be at least 1"),
+        (lambda: LlamaShape(heads=3), "heads=3 must divide width=4096"),
+        (lambda: LlamaShape(key_value_heads=5), "key_value_heads=5 must divide heads=32"),
+        (lambda: Training(batch=3, micro_batches=2), "micro_batches=2 must divide batch=3"),
+        (lambda: Training(dtype="int8"), "dtype='int8' is not known"),
+        (lambda: Training(optimizer="SGD"), "optimizer='SGD' is not known"),
+        (lambda: Training(state_dtype="int8"), "state_dtype='int8' is not known"),
+        (lambda: modes(["all"], Training()), "mode 'all' is not known"),
+    ],
+)
+def test_what_cannot_be_planned(make, text: str) -> None:
+    with pytest.raises(InvalidArgument, match=text):
+        make()

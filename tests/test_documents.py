@@ -1,0 +1,69 @@
+"""The guides: their examples run as they stand, what is generated is up to date, and what they name exists."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from benchmarks.live_gradients import local_paths, markdown, measure
+
+from penstock.core import combinations_page
+from penstock.torch_frontend import release_gradients
+
+ROOT = Path(__file__).resolve().parents[1]
+GUIDE = (ROOT / "docs" / "pytorch.md").read_text()
+EXAMPLES = dict(re.findall(r"^## ([^\n]*)\n(?:(?!\n## ).)*?```python\n(.*?)```", GUIDE, re.DOTALL | re.MULTILINE))
+
+
+@pytest.mark.parametrize("section", list(EXAMPLES))
+def test_examples_run(section: str) -> None:
+    environment = {"PYTHONPATH": str(ROOT / "src"), "PATH": "/usr/bin:/bin", "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-W", "error", "-c", EXAMPLES[section]]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+def test_every_example_was_found() -> None:
+    assert len(EXAMPLES) == GUIDE.count("```python") == 5
+
+
+def test_the_table_of_combinations_is_up_to_date() -> None:
+    text = (ROOT / "docs" / "combinations.md").read_text()
+    assert text == combinations_page.markdown(), f"make it again: {combinations_page.COMMAND}"
+
+
+def test_the_live_gradients_of_one_process_are_up_to_date() -> None:
+    """Those of several processes are measured by the command, and their laws tested over ranks."""
+    text = (ROOT / "docs" / "live_gradients.md").read_text()
+    for line in markdown([measure(path) for path in local_paths()]).splitlines():
+        assert line in text, f"make it again: python -m benchmarks.live_gradients --write docs/live_gradients.md ({line})"
+
+
+def test_the_planned_figures_are_the_recorded_ones() -> None:
+    plans = {}
+    for name in ("plan_llama_7b", "plan_llama_7b_batch_4"):
+        content = json.loads((ROOT / "benchmarks" / "results" / f"{name}.json").read_text())
+        assert name in GUIDE
+        plans[name] = {plan["mode"]: plan for plan in content["plans"]}
+    one = plans["plan_llama_7b"]
+    assert f"{one['plain']['peak'] / 2**30:.1f} GiB plain, {one['release']['peak'] / 2**30:.1f} GiB released" in GUIDE
+    for line, mode in re.findall(r"^(\| (plain|release|hold|state|blocks)[, ].*\|)$", GUIDE, re.MULTILINE):
+        if line.count("|") != 5 or not re.search(r"\d\.\d\d", line):
+            continue
+        plan = plans["plan_llama_7b_batch_4"].pop(mode)
+        gradients = plan["by_kind"]["gradients"] if plan["ledger"] is None else plan["ledger"]
+        assert f"| {plan['peak'] / 2**30:.2f} | {gradients / 2**30:.2f} |" in line
+    assert set(plans["plan_llama_7b_batch_4"]) == {"guard"}  # which equals release
+
+
+def test_settings_and_files_that_it_names_exist() -> None:
+    assert release_gradients.__kwdefaults__ is not None
+    for name in re.findall(r"`(\w+)=", GUIDE):
+        known = {*release_gradients.__kwdefaults__, "chunks", "batched", "use_cache"}
+        assert name in known, name
+    for target in re.findall(r"\]\((\w+\.md)\)", GUIDE):
+        assert (ROOT / "docs" / target).exists(), target

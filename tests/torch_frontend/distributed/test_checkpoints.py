@@ -1,0 +1,163 @@
+"""torch.distributed.checkpoint: saved and loaded, into fresh optimizers, and to another number of ranks."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from tests.torch_frontend.distributed.engines import ENGINES, LR, THREE
+from tests.torch_frontend.distributed.models import (
+    Net,
+    assert_bitwise,
+    assert_close,
+    data,
+    ddp,
+    parameters_of,
+    sharded,
+    train,
+    whole,
+)
+from tests.torch_frontend.distributed.processes import Ranks
+from torch import nn
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+)
+
+from penstock.core.errors import InvalidArgument
+from penstock.torch_frontend import AdamW, StableAdamW, release_gradients
+
+pytestmark = [
+    pytest.mark.xdist_group("distributed"),
+    # torch's own, when it saves and loads in one process
+    pytest.mark.filterwarnings("ignore:torch.distributed is .*:UserWarning"),
+]
+
+
+def build(engine: str, dtype: torch.dtype, seed: int = 0, rule: type = AdamW):
+    net = Net(dtype, seed=seed)
+    model = net if engine == "single" else ddp(net) if engine == "ddp" else ENGINES[engine](net)
+    optimizer = rule(model.parameters(), **LR)
+    return model, optimizer
+
+
+def save(model: nn.Module, optimizer: torch.optim.Optimizer, where: str) -> None:
+    state = {"model": get_model_state_dict(model), "optimizer": get_optimizer_state_dict(model, optimizer)}
+    dcp.save(state, checkpoint_id=where)
+
+
+def load(model: nn.Module, optimizer: torch.optim.Optimizer, where: str) -> None:
+    state = {"model": get_model_state_dict(model), "optimizer": get_optimizer_state_dict(model, optimizer)}
+    dcp.load(state, checkpoint_id=where)
+    set_model_state_dict(model, state["model"])
+    set_optimizer_state_dict(model, optimizer, state["optimizer"])
+
+
+def everything(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+    """Parameters and state, whole; collective."""
+    states = [whole(optimizer.state[p][key]) for p in model.parameters() for key in sorted(optimizer.state[p])]
+    return parameters_of(model) + states
+
+
+def resumes(engine: str, dtype: torch.dtype, where: str) -> None:
+    """Into a model of other values and a fresh optimizer, released already: goes on bit for bit."""
+    model, optimizer = build(engine, dtype)
+    release_gradients(model, optimizer)
+    train(model, optimizer, range(4))
+    save(model, optimizer, where)
+    train(model, optimizer, range(4, 8))
+    again, fresh = build(engine, dtype, seed=1)
+    release_gradients(again, fresh)
+    before = parameters_of(again)
+    get_optimizer_state_dict(again, fresh)  # makes state, and must not train
+    assert_bitwise(parameters_of(again), before, "a look at a fresh optimizer")
+    load(again, fresh, where)
+    train(again, fresh, range(4, 8))
+    assert_bitwise(everything(again, fresh), everything(model, optimizer), engine)
+    for parameter, other in zip(model.parameters(), again.parameters(), strict=True):
+        for key, value in optimizer.state[parameter].items():
+            assert fresh.state[other][key].dtype == value.dtype, key
+            assert type(fresh.state[other][key]) is type(value), key
+
+
+@pytest.mark.parametrize("engine", THREE)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_training_goes_on_bit_for_bit(ranks: Ranks, tmp_path: Path, engine: str, dtype: torch.dtype) -> None:
+    ranks.run(resumes, engine, dtype, str(tmp_path))
+
+
+def saves(engine: str, where: str) -> list[list[float]]:
+    model, optimizer = build(engine, torch.float32, rule=StableAdamW)
+    release_gradients(model, optimizer)
+    train(model, optimizer, range(4))
+    save(model, optimizer, where)
+    return [tensor.flatten().tolist() for tensor in everything(model, optimizer)]
+
+
+@pytest.mark.parametrize("engine", ["process_group", "fsdp2"])
+def test_two_ranks_to_one(ranks: Ranks, tmp_path: Path, engine: str) -> None:
+    saved = ranks.run(saves, engine, str(tmp_path))[0]
+    model, optimizer = build("single", torch.float32, seed=1, rule=StableAdamW)
+    release_gradients(model, optimizer)
+    load(model, optimizer, str(tmp_path))
+    assert [tensor.flatten().tolist() for tensor in everything(model, optimizer)] == saved
+
+
+def loads(engine: str, where: str) -> list[list[float]]:
+    model, optimizer = build(engine, torch.float32, seed=1, rule=StableAdamW)
+    release_gradients(model, optimizer)
+    load(model, optimizer, where)
+    return [tensor.flatten().tolist() for tensor in everything(model, optimizer)]
+
+
+@pytest.mark.parametrize("engine", ["process_group", "fsdp2"])
+def test_one_rank_to_two(ranks: Ranks, tmp_path: Path, engine: str) -> None:
+    model, optimizer = build("single", torch.float32, rule=StableAdamW)
+    for step in range(4):
+        model(data(step, 0)).pow(2).mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    save(model, optimizer, str(tmp_path))
+    expected = [tensor.flatten().tolist() for tensor in everything(model, optimizer)]
+    assert ranks.run(loads, engine, str(tmp_path)) == [expected] * 2
+
+
+def full_state() -> None:
+    """Everything on the first rank, and back: float32 has no compensation, whose int16 no backend sends."""
+    model, optimizer = build("fsdp2", torch.float32)
+    release_gradients(model, optimizer)
+    train(model, optimizer, range(3))
+    options = StateDictOptions(full_state_dict=True, cpu_offload=True)
+    state = get_optimizer_state_dict(model, optimizer, options=options)
+    if dist.get_rank() == 0:
+        assert state["state"]["first.weight"]["exp_avg"].shape == (7, 6)
+    again, fresh = build("fsdp2", torch.float32)
+    set_model_state_dict(again, get_model_state_dict(model))
+    broadcast = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
+    set_optimizer_state_dict(again, fresh, state, options=broadcast)
+    assert_bitwise(everything(again, fresh), everything(model, optimizer), "full state")
+
+
+def test_full_state_dict(ranks: Ranks) -> None:
+    ranks.run(full_state)
+
+
+def whole_into_shards() -> None:
+    single = Net()
+    optimizer = AdamW(single.parameters(), **LR)
+    train(single, optimizer, range(1))
+    parts = sharded(Net())
+    other = AdamW(parts.parameters(), **LR)
+    with pytest.raises(InvalidArgument, match="set_optimizer_state_dict"):
+        other.load_state_dict(optimizer.state_dict())
+    assert not other.state
+
+
+def test_whole_tensors_are_not_loaded_into_shards(ranks: Ranks) -> None:
+    ranks.run(whole_into_shards)

@@ -1,0 +1,184 @@
+"""FSDP2: parameter groups, collectives, memory, and its options."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+from tests.torch_frontend.distributed.engines import LR
+from tests.torch_frontend.distributed.models import (
+    WIDTH,
+    Net,
+    assert_bitwise,
+    assert_close,
+    assert_ranks_equal,
+    data,
+    ddp,
+    loss_of,
+    mesh,
+    parameters_of,
+    sharded,
+    train,
+)
+from tests.torch_frontend.distributed.processes import Ranks
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+from penstock.torch_frontend import AdamW, StableAdamW, release_gradients
+from penstock.torch_frontend.communication.fsdp2 import parameter_groups
+
+pytestmark = pytest.mark.xdist_group("distributed")
+
+
+def stock(steps: int, rule: type = AdamW) -> list[torch.Tensor]:
+    model = ddp(Net())
+    train(model, rule(model.parameters(), **LR), range(steps))
+    return parameters_of(model)
+
+
+def collectives(rule: type) -> int:
+    """All-reduces in one backward and step: FSDP2's own collectives are of other kinds."""
+    model = sharded(Net())
+    optimizer = rule(model.parameters(), **LR)
+    release_gradients(model, optimizer)
+    train(model, optimizer, range(1))
+    counted, original = [], dist.all_reduce
+    dist.all_reduce = lambda *a, **k: (counted.append(a[0].numel()), original(*a, **k))[1]
+    try:
+        loss_of(model, data(1)).backward()
+        in_backward = list(counted)
+        optimizer.step()
+    finally:
+        dist.all_reduce = original
+    assert counted == in_backward, "step() has nothing to exchange"
+    return len(counted)
+
+
+def test_one_collective_a_parameter_group(ranks: Ranks) -> None:
+    """Three groups; one more all-reduce for the norm that is published."""
+    assert ranks.run(collectives, StableAdamW) == [3 + 1] * 2
+    assert ranks.run(collectives, AdamW) == [0 + 1] * 2
+
+
+def groupings(how: str) -> None:
+    model = Net()
+    if how == "one group for all":
+        fully_shard(model, mesh=mesh())
+    elif how == "a list":
+        fully_shard([model.first, model.middle], mesh=mesh())
+        fully_shard(model, mesh=mesh())
+    else:
+        fully_shard(model.middle, mesh=mesh())
+        fully_shard(model, mesh=mesh())
+    sizes = sorted(len(group) for group in set(parameter_groups(model).values()))
+    assert sizes == {"one group for all": [6], "a list": [2, 4], "the rest in the root": [2, 4]}[how]
+    optimizer = StableAdamW(model.parameters(), **LR)
+    release_gradients(model, optimizer)
+    train(model, optimizer, range(10))
+    assert_ranks_equal(parameters_of(model), how)
+    assert_close(parameters_of(model), stock(10, StableAdamW), 1e-6, how)
+
+
+@pytest.mark.parametrize("how", ["one group for all", "a list", "the rest in the root"])
+def test_groups(ranks: Ranks, how: str) -> None:
+    ranks.run(groupings, how)
+
+
+def two_dimensional(shape: tuple[int, int]) -> None:
+    """Hybrid sharding: replicas of shards."""
+    over = init_device_mesh("cpu", shape, mesh_dim_names=("replicas", "shards"))
+    model = Net()
+    for layer in model.layers():
+        fully_shard(layer, mesh=over)
+    fully_shard(model, mesh=over)
+    optimizer = StableAdamW(model.parameters(), **LR)
+    release = release_gradients(model, optimizer, max_norm=float("inf"))
+    train(model, optimizer, range(10), guard=release.guard)
+    assert_ranks_equal(parameters_of(model), str(shape))
+    assert_close(parameters_of(model), stock(10, StableAdamW), 1e-6, str(shape))
+
+
+@pytest.mark.parametrize("shape", [(2, 1), (1, 2)], ids=str)
+def test_hybrid_sharding(ranks: Ranks, shape: tuple[int, int]) -> None:
+    ranks.run(two_dimensional, shape)
+
+
+def mixed_precision(reduce_dtype: torch.dtype | None) -> None:
+    """Computed in bfloat16: the parameters, their gradients and their moments stay float32. As without release."""
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=reduce_dtype)
+    trained = []
+    for releases in (False, True):
+        model = sharded(Net(), mp_policy=policy)
+        optimizer = AdamW(model.parameters(), **LR)
+        if releases:
+            release_gradients(model, optimizer)
+        train(model, optimizer, range(6))
+        trained.append(parameters_of(model))
+        assert all(state["exp_avg"].dtype == torch.float32 for state in optimizer.state.values())
+    assert_bitwise(*trained, "release against plain FSDP2")
+
+
+@pytest.mark.parametrize("reduce_dtype", [None, torch.float32])
+def test_mixed_precision_policy(ranks: Ranks, reduce_dtype: torch.dtype | None) -> None:
+    ranks.run(mixed_precision, reduce_dtype)
+
+
+def options(name: str) -> None:
+    trained = []
+    for releases in (False, True):
+        model = sharded(Net(), reshard_after_forward=name != "kept after forward")
+        if name == "kept after backward":
+            model.set_reshard_after_backward(False)
+        optimizer = AdamW(model.parameters(), **LR)
+        if releases:
+            release_gradients(model, optimizer)
+        for step in range(4):
+            loss_of(model, data(step)).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            if name == "kept after backward":
+                model.reshard()
+                for layer in model.layers():
+                    layer.reshard()
+        trained.append(parameters_of(model))
+    assert_bitwise(*trained, name)
+
+
+@pytest.mark.parametrize("name", ["kept after forward", "kept after backward"])
+def test_when_parameters_are_gathered(ranks: Ranks, name: str) -> None:
+    ranks.run(options, name)
+
+
+def peak() -> None:
+    """One layer of gradients, of the part that lies here, by storage; the ledger says the same."""
+    from torch.multiprocessing.reductions import StorageWeakRef
+
+    layers = [nn.Linear(WIDTH, WIDTH) for _ in range(6)]
+    model = nn.Sequential(*layers)
+    for layer in layers:
+        fully_shard(layer, mesh=mesh())
+    fully_shard(model, mesh=mesh())
+    seen: dict[StorageWeakRef, int] = {}
+    most = [0]
+
+    def look(parameter) -> None:
+        storage = parameter.grad.to_local().untyped_storage()
+        seen[StorageWeakRef(storage)] = storage.nbytes()
+        most[0] = max(most[0], sum(size for reference, size in seen.items() if not reference.expired()))
+
+    for parameter in model.parameters():
+        parameter.register_post_accumulate_grad_hook(look)
+    optimizer = AdamW(model.parameters(), **LR)
+    release = release_gradients(model, optimizer)
+    for step in range(3):
+        model(data(step)).pow(2).mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    layer = (WIDTH * WIDTH + WIDTH) * 4 // dist.get_world_size()
+    assert layer == most[0], f"{most[0]} bytes alive, a layer has {layer}"
+    assert release.ledger.peak == layer
+
+
+def test_one_layer_of_gradients_is_alive(ranks: Ranks) -> None:
+    ranks.run(peak)

@@ -1,0 +1,175 @@
+"""Which engine is chosen, what is refused at set-up, and what is left when a release is removed."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+from tests.torch_frontend.distributed.engines import ENGINES, LR, THREE
+from tests.torch_frontend.distributed.models import (
+    WIDTH,
+    Net,
+    assert_bitwise,
+    assert_ranks_equal,
+    data,
+    ddp,
+    loss_of,
+    mesh,
+    parameters_of,
+    sharded,
+    train,
+)
+from tests.torch_frontend.distributed.processes import Ranks
+from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+
+from penstock.core.errors import InvalidArgument, Refused
+from penstock.torch_frontend import AdamW, release_gradients
+from penstock.torch_frontend.communication import communication_name
+
+pytestmark = pytest.mark.xdist_group("distributed")
+
+
+def chosen() -> list[str]:
+    alone = [dist.new_group([rank]) for rank in range(dist.get_world_size())][dist.get_rank()]
+    plain = communication_name(Net())
+    return [plain, communication_name(Net(), alone), communication_name(ddp(Net())), communication_name(sharded(Net()))]
+
+
+def test_the_engine_follows_from_the_parameters(ranks: Ranks) -> None:
+    assert ranks.run(chosen) == [["process_group", "local", "ddp", "fsdp2"]] * 2
+
+
+def refused(model: nn.Module, kind: type[Exception], match: str, parameters=None, **options) -> None:
+    """On this rank; no hook is left, and the optimizer goes on."""
+    optimizer = AdamW(model.parameters() if parameters is None else parameters, **LR)
+    with pytest.raises(kind, match=match):
+        release_gradients(model, optimizer, **options)
+    assert optimizer.release is None
+    assert not any(getattr(parameter, "_post_accumulate_grad_hooks", None) for parameter in model.parameters())
+
+
+def refusals() -> None:
+    refused(ddp(Net()), InvalidArgument, "averages over the processes of its DDP already", process_group=dist.group.WORLD)
+    refused(sharded(Net()), InvalidArgument, "averages over the processes of its mesh already", process_group=dist.group.WORLD)
+    other = [dist.new_group([rank]) for rank in range(dist.get_world_size())][1 - dist.get_rank()]
+    refused(Net(), InvalidArgument, "does not contain this process", process_group=other)
+    refused(Net(seed=dist.get_rank()), Refused, "'first.weight' .* begins with other values on other ranks.*Seed all ranks")
+    refused(nn.Linear(2, 2 + dist.get_rank()), Refused, "do not train the same parameters")
+    outside = nn.Linear(2, 2)
+    model = Net()
+    optimizer = AdamW([*model.parameters(), *outside.parameters()], **LR)
+    with pytest.raises(Refused, match="outside this model, whose gradient nothing would average"):
+        release_gradients(model, optimizer)
+    hooked = ddp(Net())
+    hooked.register_comm_hook(None, allreduce_hook)
+    refused(hooked, Refused, "has a communication hook of its own already")
+    ignoring = Net()
+    nn.parallel.DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(ignoring, ["last.bias"])
+    refused(ddp(ignoring), Refused, "'last.bias' is ignored")
+    partly = Net()
+    fully_shard(partly.first, mesh=mesh())
+    refused(partly, Refused, "'middle.weight' is not sharded while others are")
+    flat = FullyShardedDataParallel(Net(), use_orig_params=True, device_id=torch.device("cpu"))
+    refused(flat, Refused, "Use torch.distributed.fsdp.fully_shard")
+    refused(Net(), Refused, "the second pass of guard.. is always a whole one", max_norm=1.0, keep_bytes=100)
+    scaler = torch.amp.GradScaler("cpu")
+    refused(Net(), Refused, "give sync=, which tells the last micro-batch", accumulation="hold", scaler=scaler)
+
+
+def test_what_is_refused_at_set_up(ranks: Ranks) -> None:
+    ranks.run(refusals)
+
+
+def inside_ddp() -> None:
+    """The inner module, trained through DDP, which averages as well: a step is refused, and no rank goes its own way."""
+    inner = Net()
+    outer = ddp(inner)
+    optimizer = AdamW(inner.parameters(), **LR)
+    release_gradients(inner, optimizer)
+    loss_of(outer, data(0)).backward()
+    with pytest.raises(Refused):
+        optimizer.step()
+    assert_ranks_equal(parameters_of(inner), "inner module")
+
+
+def test_the_inner_module_of_ddp_is_refused_at_its_first_step(ranks: Ranks) -> None:
+    ranks.run(inside_ddp)
+
+
+def comes_and_goes(engine: str) -> None:
+    """Released, plain, paused, released again: DDP's hook stays for ever, and averages plainly without a release."""
+    stock = ddp(Net())
+    optimizer = AdamW(stock.parameters(), **LR)
+    train(stock, optimizer, range(12))
+    model = ddp(Net()) if engine == "ddp" else ENGINES[engine](Net())
+    optimizer = AdamW(model.parameters(), **LR)
+    with release_gradients(model, optimizer):
+        train(model, optimizer, range(3))
+    if engine == "process_group":  # nobody averages a plain module
+        with release_gradients(model, optimizer):
+            train(model, optimizer, range(3, 6))
+    else:
+        train(model, optimizer, range(3, 6))
+    release = release_gradients(model, optimizer)
+    with release.paused():
+        train(model, optimizer, range(6, 9))
+    train(model, optimizer, range(9, 12))
+    assert_bitwise(parameters_of(model), parameters_of(stock), engine)
+    assert_ranks_equal(parameters_of(model), engine)
+
+
+@pytest.mark.parametrize("engine", THREE)
+def test_a_release_that_is_removed_paused_and_put_on_again(ranks: Ranks, engine: str) -> None:
+    ranks.run(comes_and_goes, engine)
+
+
+def zero_grad_closes(engine: str) -> None:
+    """A loop that never calls step(), as GradScaler's on an overflow: what was released stays released, on all ranks."""
+    models = []
+    for closes in ("step", "zero_grad"):
+        model = ENGINES[engine](Net(dead=True))
+        optimizer = AdamW(model.parameters(), **LR)
+        release_gradients(model, optimizer)
+        for step in range(4):
+            loss_of(model, data(step)).backward()
+            getattr(optimizer, closes)()
+        models.append(parameters_of(model))
+        assert_ranks_equal(models[-1], engine)
+    assert_bitwise(*models, engine)
+
+
+@pytest.mark.parametrize("engine", THREE)
+def test_zero_grad_closes_a_step(ranks: Ranks, engine: str) -> None:
+    ranks.run(zero_grad_closes, engine)
+
+
+def in_flight() -> None:
+    """The bound, and the order: in the first pass, of a model used against its order, gradients wait for their turn."""
+    model = nn.ModuleList([nn.Linear(WIDTH, WIDTH) for _ in range(8)])
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.copy_(torch.randn(parameter.shape, generator=torch.Generator().manual_seed(parameter.numel())))
+    optimizer = AdamW(model.parameters(), **LR)
+    release = release_gradients(model, optimizer)
+    layer = (WIDTH * WIDTH + WIDTH) * 4
+
+    def step(number: int) -> int:
+        release.ledger.reset_peak()
+        x = data(number)
+        for index in reversed(range(8)):
+            x = model[index](x).tanh()
+        x.sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return release.ledger.peak
+
+    first, later = step(0), [step(number) for number in range(1, 4)]
+    assert first >= 7 * layer
+    assert max(later) <= 2.5 * layer
+    assert_ranks_equal(parameters_of(model), "process_group")
+
+
+def test_few_gradients_are_alive_once_the_order_is_learned(ranks: Ranks) -> None:
+    ranks.run(in_flight)

@@ -1,0 +1,104 @@
+"""Sharded parameters (DTensor) without release: the same numbers as on whole tensors."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from tests.torch_frontend.distributed.models import Net, assert_bitwise, assert_close, assert_ranks_equal, data, ddp
+from tests.torch_frontend.distributed.models import parameters_of, sharded, train, whole
+from tests.torch_frontend.distributed.processes import Ranks
+
+from penstock.torch_frontend import Adam, AdamW, StableAdamW
+
+pytestmark = pytest.mark.xdist_group("distributed")
+
+
+def equals_ddp(rule: type, dtype: torch.dtype, backend: str, bound: float) -> None:
+    plain, parts = ddp(Net(dtype, dead=True), find_unused_parameters=True), sharded(Net(dtype, dead=True))
+    options = {"lr": 1e-2, "weight_decay": 0.1}
+    optimizer = rule(plain.parameters(), **options, backend="eager")
+    other = rule(parts.parameters(), **options, backend=backend)
+    train(plain, optimizer, range(6))
+    train(parts, other, range(6))
+    found = parameters_of(parts)
+    if bound == 0:
+        assert_bitwise(found, parameters_of(plain), "FSDP2 against DDP")
+    else:
+        assert_close(found, parameters_of(plain), bound, "FSDP2 against DDP")
+    assert_ranks_equal(found, "FSDP2")
+    for one, two in zip(plain.parameters(), parts.parameters(), strict=True):
+        assert optimizer.state[one].keys() == other.state[two].keys()
+        for key, value in other.state[two].items():
+            expected = optimizer.state[one][key]
+            assert value.dtype == expected.dtype, key
+            assert hasattr(value, "placements") == (key != "step"), key
+            if bound == 0:
+                assert torch.equal(whole(value), expected), key
+
+
+@pytest.mark.parametrize("rule", [AdamW, Adam], ids=lambda rule: rule.__name__)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_without_clipping_equals_ddp_bit_for_bit(ranks: Ranks, rule: type, dtype: torch.dtype) -> None:
+    ranks.run(equals_ddp, rule, dtype, "eager", 0.0)
+
+
+def test_stable_adamw_sums_its_mean_square_over_shards(ranks: Ranks) -> None:
+    ranks.run(equals_ddp, StableAdamW, torch.float32, "eager", 1e-6)
+
+
+def test_compiled_backend_takes_the_local_parts(ranks: Ranks) -> None:
+    ranks.run(equals_ddp, StableAdamW, torch.float32, "compiled", 1e-6)
+
+
+def the_mean_square_matters() -> None:
+    """A gradient that is large in one shard only: a mean square for each shard would be far off."""
+    plain, parts = Net(), sharded(Net())
+    optimizers = [StableAdamW(model.parameters(), lr=1e-2) for model in (plain, parts)]
+    for step in range(4):
+        for one, two in zip(plain.parameters(), parts.parameters(), strict=True):
+            gradient = torch.randn(one.shape, generator=torch.Generator().manual_seed(step))
+            gradient[: one.shape[0] // 2] *= 30.0 if step == 2 else 1.0
+            one.grad = gradient
+            two.grad = torch.distributed.tensor.distribute_tensor(gradient, two.device_mesh, two.placements)
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    assert_close(parameters_of(parts), parameters_of(plain), 1e-6, "StableAdamW over shards")
+
+
+def test_stable_adamw_with_uneven_gradients(ranks: Ranks) -> None:
+    ranks.run(the_mean_square_matters)
+
+
+def one_collective_a_step() -> int:
+    model = sharded(Net())
+    optimizer = StableAdamW(model.parameters(), lr=1e-2)
+    (model(data(0)) ** 2).mean().backward()
+    counted, original = [], torch.distributed.all_reduce
+    torch.distributed.all_reduce = lambda *a, **k: (counted.append(1), original(*a, **k))[1]
+    try:
+        optimizer.step()
+    finally:
+        torch.distributed.all_reduce = original
+    return len(counted)
+
+
+def test_a_step_needs_one_collective(ranks: Ranks) -> None:
+    assert ranks.run(one_collective_a_step) == [1, 1]
+
+
+def skips_on_every_rank() -> None:
+    model = sharded(Net())
+    optimizer = AdamW(model.parameters(), lr=1e-2, on_nonfinite="skip")
+    before = parameters_of(model)
+    (model(data(0)) ** 2).mean().backward()
+    last = list(model.parameters())[0].grad
+    if torch.distributed.get_rank() == 1:
+        last.to_local()[0] = float("inf")
+    optimizer.step()
+    assert optimizer.skipped == 1
+    assert_bitwise(parameters_of(model), before, "a step with an infinity in one shard")
+
+
+def test_an_infinity_in_one_shard_skips_the_step_on_all(ranks: Ranks) -> None:
+    ranks.run(skips_on_every_rank)

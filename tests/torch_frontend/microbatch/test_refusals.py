@@ -1,0 +1,190 @@
+"""What cannot be divided is refused with a sentence, before anything is changed; what is unclear is asked for."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import pytest
+import torch
+from tests.torch_frontend.microbatch.models import LENGTH, WIDTH, batch, decoder, gradients, loss_of
+from torch import Tensor, nn
+
+from penstock.core.errors import InvalidArgument, Refused
+from penstock.torch_frontend import microbatch_blocks
+
+
+class Given(nn.Module):
+    """A block that does what it is told."""
+
+    def __init__(self, work: Any) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH, dtype=torch.float64)
+        self.work = work
+
+    def forward(self, x: Tensor, other: Any = None, **more: Any) -> Any:
+        return self.work(self.linear(x), other, **more)
+
+
+@pytest.mark.parametrize(
+    ("blocks", "arguments", "text"),
+    [
+        ([nn.Linear(2, 2)], {"chunks": 0}, "chunks=0 must be a whole number"),
+        ([nn.Linear(2, 2)], {"chunks": True}, "chunks=True"),
+        ([nn.Linear(2, 2)], {"chunks": 2.0}, "chunks=2.0"),
+        ([nn.Linear(2, 2)], {"chunks": 2, "batched": "x"}, r"batched='x' must be several names"),
+        ([], {"chunks": 2}, "blocks is empty"),
+        (nn.Linear(2, 2), {"chunks": 2}, "blocks is a Linear; give its blocks"),
+        (nn.ModuleDict({"a": nn.Linear(2, 2)}), {"chunks": 2}, "blocks holds a str"),
+    ],
+)
+def test_arguments_out_of_range(blocks: Any, arguments: dict[str, Any], text: str) -> None:
+    with pytest.raises(InvalidArgument, match=text):
+        microbatch_blocks(blocks, **arguments)
+
+
+@pytest.mark.parametrize(
+    ("block", "text"),
+    [
+        (nn.Sequential(nn.BatchNorm1d(4)), r"BatchNorm1d '0' in a block takes statistics over the batch"),
+        (nn.InstanceNorm1d(4, track_running_stats=True), "statistics over the batch"),
+        (nn.BatchNorm1d(4, track_running_stats=False).eval(), "statistics over the batch"),
+        (nn.TransformerEncoderLayer(4, 2, 8, batch_first=False), "batch_first=False"),
+        (nn.LSTM(4, 4), "batch_first=False"),
+    ],
+)
+def test_modules_whose_samples_are_not_independent(block: nn.Module, text: str) -> None:
+    with pytest.raises(Refused, match=text):
+        microbatch_blocks([nn.Linear(2, 2), block], chunks=2)
+    assert "forward" not in block.__dict__
+
+
+def test_statistics_that_are_frozen_are_not_refused_until_they_move() -> None:
+    block = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)).eval()
+    with microbatch_blocks([block], chunks=2):
+        block(torch.ones(4, 4)).sum().backward()
+        block.train()
+        with pytest.raises(Refused, match="statistics over the batch"):
+            block(torch.ones(4, 4))
+    microbatch_blocks([nn.InstanceNorm1d(4), nn.GroupNorm(2, 4)], chunks=2).remove()
+
+
+def test_blocks_that_are_divided_already_or_inside_one_another() -> None:
+    model = decoder()
+    divided = microbatch_blocks(model.layers, chunks=2)
+    for blocks in (model.layers, [model], [model.layers[1]]):
+        with pytest.raises(Refused, match="divided into micro-batches already"):
+            microbatch_blocks(blocks, chunks=2)
+    divided.remove()
+    divided.remove()
+    with pytest.raises(Refused, match="inside another one"):
+        microbatch_blocks([model, model.head], chunks=2)
+    assert all("forward" not in module.__dict__ for module in model.modules())
+
+
+def test_a_forward_that_was_replaced_since_stays() -> None:
+    model = decoder(2)
+    divided = microbatch_blocks(model.layers, chunks=2)
+    ours = model.layers[1].forward
+    model.layers[1].forward = functools.partial(ours)
+    with pytest.raises(Refused, match="replaced after microbatch_blocks"):
+        divided.remove()
+    assert "forward" in model.layers[0].__dict__
+    model.layers[1].forward = ours
+    divided.remove()
+
+
+def test_a_cache_is_refused_and_may_be_passed_whole_if_the_batched_arguments_are_named() -> None:
+    class Cache:
+        pass
+
+    block = Given(lambda x, cache: x)
+    with (
+        microbatch_blocks([block], chunks=2),
+        pytest.raises(Refused, match=r"argument other of the block is a Cache.*use_cache"),
+    ):
+        block(batch(), Cache())
+    with microbatch_blocks([block], chunks=2, batched=["x"]):
+        block(batch(), Cache()).sum().backward()
+
+
+def test_a_tensor_that_may_hold_the_batch_by_coincidence() -> None:
+    x = batch(LENGTH)  # as many samples as positions
+    table = torch.rand(LENGTH, LENGTH, dtype=torch.float64)
+    block = Given(lambda x, table: torch.einsum("btd,ts->bsd", x, table))
+    expected = block(x, table)
+    with microbatch_blocks([block], chunks=LENGTH):
+        with pytest.raises(Refused, match=r"argument other of the block has shape \(5, 5\).*batched="):
+            block(x, table)
+        with pytest.raises(Refused, match="argument other"):
+            block(x, other=table)
+        assert Given.forward is type(block).forward
+    with microbatch_blocks([block], chunks=LENGTH, batched=["x"]):
+        torch.testing.assert_close(block(x, table), expected, rtol=1e-12, atol=0)
+    same = Given(lambda x, other: x + other)
+    with microbatch_blocks([same], chunks=2):  # the shape of the first: it holds what that holds
+        torch.testing.assert_close(same(x, x), same.linear(x) + x, rtol=1e-12, atol=0)
+
+
+def test_names_of_batched_arguments_are_checked() -> None:
+    block = Given(lambda x, other, more=None: x + other)
+    with microbatch_blocks([block], chunks=2, batched=["y"]), pytest.raises(InvalidArgument, match=r"it got x, other, more"):
+        block(batch(), batch(), more=batch())
+    with (
+        microbatch_blocks([block], chunks=2, batched=["x", "other"]),
+        pytest.raises(InvalidArgument, match="argument other of the block is named in batched=, but its dimension 0 is 3"),
+    ):
+        block(batch(), batch(3))
+    with microbatch_blocks([block], chunks=2, batched=["x", "other"]):  # one for all samples
+        torch.testing.assert_close(block(batch(), batch(1)), block.linear(batch()) + batch(1), rtol=1e-12, atol=0)
+    with microbatch_blocks([nn.Identity()], chunks=2) as divided, pytest.raises(Refused, match="without a tensor"):
+        next(iter(divided._divided))(torch.ones(()))
+
+
+@pytest.mark.parametrize(
+    ("work", "text"),
+    [
+        (lambda x, _: (x, x.mean()), r"shape \(\) for a chunk of 3 samples"),
+        (lambda x, _: x.transpose(0, 1), r"shape \(5, 3, 16\)"),
+        (lambda x, _: (x, object()), "returned a object"),
+        (lambda x, _: (x, len(x)), "different structure"),
+    ],
+)
+def test_outputs_that_cannot_be_put_together(work: Any, text: str) -> None:
+    block = Given(work)
+    with microbatch_blocks([block], chunks=2), pytest.raises(Refused, match=text):
+        block(batch())
+    with microbatch_blocks([block], chunks=1):  # a single chunk may return anything
+        block(batch())
+
+
+def test_buffers_that_change_in_forward() -> None:
+    class Counting(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("count", torch.zeros(()))
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.count += 1
+            return x
+
+    block = Counting()
+    with microbatch_blocks([block], chunks=2), pytest.raises(Refused, match="changes its buffer 'count' in forward"):
+        block(batch().requires_grad_())
+
+
+def test_tensors_from_elsewhere() -> None:
+    scale = torch.ones((), dtype=torch.float64, requires_grad=True)
+    model = decoder()
+    model.layers[1] = Given(lambda x, _: x * scale)
+    with microbatch_blocks(model.layers, chunks=2), pytest.raises(Refused, match=r"a tensor of shape \(\) that requires"):
+        loss_of(model, batch()).backward()
+    assert scale.grad is None
+    assert all(parameter.grad is None for parameter in model.layers[1].parameters())
+
+
+def test_an_empty_batch_is_one_chunk() -> None:
+    model = decoder()
+    with microbatch_blocks(model.layers, chunks=2):
+        assert model(batch(0)).shape == (0, LENGTH, 3)
+        gradients(model, batch(1))

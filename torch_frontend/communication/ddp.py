@@ -1,0 +1,167 @@
+"""DistributedDataParallel: its buckets are averaged by a hook of ours, which then delivers their gradients."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from ...core.errors import Refused
+from .local import LocalCommunication
+
+_HOOKED: weakref.WeakKeyDictionary[nn.Module, _BucketHook] = weakref.WeakKeyDictionary()
+"""DistributedDataParallel takes one hook for ever; it serves the release that is in force, and averages plainly without."""
+
+
+class DDPCommunication(LocalCommunication):
+    """Delivers the gradients of a bucket once it is averaged: the last bucket's while the backward still runs.
+
+    DistributedDataParallel keeps its buckets, and at the end of the backward gives the averaged gradients back in `.grad`
+    (copies, or views of the buckets with gradient_as_bucket_view=True); those of released parameters are dropped in step().
+    A bucket's gradients are multiplied by 1/world_size and then summed, as without a hook: bit for bit the same.
+    """
+
+    name = "ddp"
+
+    def __init__(self, model: nn.parallel.DistributedDataParallel) -> None:
+        if model not in _HOOKED:
+            hook = _BucketHook(model.process_group)
+            try:
+                model.register_comm_hook(hook, _average_bucket)
+            except RuntimeError as error:
+                raise Refused(
+                    "this DistributedDataParallel has a communication hook of its own already, and takes only one. Construct "
+                    "it without (no register_comm_hook), or use the plain module: release_gradients(module, optimizer) "
+                    "averages its gradients by itself."
+                ) from error
+            _HOOKED[model] = hook
+        self._hook = _HOOKED[model]
+        self._model = weakref.ref(model)
+        self._parameters: set[Tensor] = set()
+        self._used: set[Tensor] = set()  # on this rank, since the last averaged pass
+        self._local: set[Tensor] = set()  # gradients in .grad that are not averaged
+        self._dropped: set[Tensor] = set()  # delivered, and given back in .grad by DistributedDataParallel
+
+    def attach(self, parameters: Sequence[Tensor], deliver: Any) -> None:
+        """See `Communication`."""
+        super().attach(parameters, deliver)
+        self._parameters.update(parameters)
+        self._hook.engine = weakref.ref(self)
+
+    def detach(self) -> None:
+        """See `Communication`."""
+        self._hook.engine = None
+        self.flush()
+
+    def keeps(self) -> bool:
+        """See `Communication`: inside no_sync()."""
+        model = self._model()
+        return model is not None and not model.require_backward_grad_sync
+
+    def held(self, parameter: Tensor) -> None:
+        """See `Communication`."""
+        self._used.add(parameter)
+        self._local.add(parameter)
+
+    def gradient_ready(self, parameter: Tensor) -> None:
+        """See `Communication`: its bucket brings it."""
+        self.held(parameter)
+
+    def flush(self, *, always: bool = False) -> None:
+        """See `Communication`."""
+        for parameter in [parameter for parameter in self._dropped if parameter.grad is not None]:
+            parameter.grad = None
+            self._dropped.discard(parameter)
+
+    def average(self, parameters: Sequence[Tensor]) -> None:
+        """See `Communication`: done already, in the last backward outside no_sync().
+
+        Raises:
+            Refused: there was none.
+        """
+        if self._local.intersection(parameters):
+            raise Refused(
+                "optimizer.step(), and gradients were never averaged: the last backward ran inside no_sync(), or its forward did "
+                "not go through DistributedDataParallel. Run the last micro-batch's forward through it, outside no_sync()."
+            )
+
+    def end_step(self) -> None:
+        """See `Communication`."""
+        self._local.clear()
+        self._used.clear()
+        self._dropped.clear()
+
+    def averaged(self, parameters: Sequence[Tensor], gradients: Sequence[Tensor], used: Sequence[bool]) -> None:
+        """A bucket is averaged. What the release leaves in `.grad`, DistributedDataParallel overwrites as it always does."""
+        own = [parameter.grad for parameter in parameters]
+        mine = [i for i, parameter in enumerate(parameters) if parameter in self._parameters and used[i]]
+        for i in mine:
+            parameters[i].grad = gradients[i]
+            self._local.discard(parameters[i])
+        self._deliver([parameters[i] for i in mine])
+        for i in mine:
+            if parameters[i].grad is None:
+                self._dropped.add(parameters[i])
+            else:
+                parameters[i].grad = own[i]
+
+    def used_anywhere(self, parameters: Sequence[Tensor], group: Any) -> tuple[Tensor, Any] | None:
+        """A bitmap under way over the ranks of which parameters were used; None where all of them must be."""
+        model = self._model()
+        if model is None or not (model.find_unused_parameters or model.static_graph):
+            return None
+        device = parameters[0].device
+        bits = torch.tensor([parameter in self._used for parameter in parameters], dtype=torch.int32, device=device)
+        return bits, dist.all_reduce(bits, group=group, async_op=True)
+
+    def pass_ended(self) -> None:
+        """The last bucket of a pass was delivered."""
+        self._used.clear()
+
+
+class _BucketHook:
+    """The state of the communication hook: buckets under way, and who gets them."""
+
+    def __init__(self, group: Any) -> None:
+        self.group = group
+        self.engine: weakref.ref[DDPCommunication] | None = None
+        self.in_flight: list[tuple[dist.GradBucket, Any, tuple[Tensor, Any] | None]] = []
+
+    def land(self, engine: DDPCommunication) -> None:
+        """Wait for the oldest bucket, and hand it over."""
+        bucket, work, bitmap = self.in_flight.pop(0)
+        work.wait()
+        parameters = bucket.parameters()
+        used = [True] * len(parameters)
+        if bitmap is not None:
+            bitmap[1].wait()
+            used = [bool(bit) for bit in bitmap[0].tolist()]
+        engine.averaged(parameters, bucket.gradients(), used)
+
+
+def _average_bucket(state: _BucketHook, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
+    """The communication hook: averages this bucket, and hands over the one before while it is under way."""
+    with torch.no_grad():
+        buffer = bucket.buffer()
+        buffer.mul_(1.0 / dist.get_world_size(state.group))
+        work = dist.all_reduce(buffer, group=state.group, async_op=True)
+        engine = None if state.engine is None else state.engine()
+        if engine is not None:
+            state.in_flight.append((bucket, work, engine.used_anywhere(bucket.parameters(), state.group)))
+            while len(state.in_flight) > (0 if bucket.is_last() else 1):
+                state.land(engine)
+            if bucket.is_last():
+                engine.pass_ended()
+        return work.get_future().then(_value)
+
+
+# torch compares the annotations with these objects, not with their names.
+_average_bucket.__annotations__ = {"bucket": dist.GradBucket, "return": torch.futures.Future[Tensor]}
+
+
+def _value(future: Any) -> Tensor:
+    return future.value()[0]

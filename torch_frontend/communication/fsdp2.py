@@ -1,0 +1,81 @@
+"""FSDP2 (`fully_shard`): it averages and scatters by itself, and calls the hooks with the shard that lies here."""
+
+from __future__ import annotations
+
+import sys
+import weakref
+from collections.abc import Sequence
+from typing import Any
+
+from torch import Tensor, nn
+
+from .local import LocalCommunication
+from .protocol import Deliver
+
+
+class FSDP2Communication(LocalCommunication):
+    """Gathers the gradients of one FSDP2 parameter group, which come one after the other, and delivers them together.
+
+    They lie in one buffer anyway, and what their updates need to know of the other shards (the mean square of StableAdamW,
+    norms, finiteness) travels in one collective. A group that is not complete, because a parameter was not used, is
+    delivered when the next group begins, or the pass ends.
+    """
+
+    name = "fsdp2"
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = weakref.ref(model)
+        self._group_of: dict[Tensor, tuple[Tensor, ...]] = {}
+        self._arrived: list[Tensor] = []
+
+    def attach(self, parameters: Sequence[Tensor], deliver: Deliver) -> None:
+        """See `Communication`."""
+        super().attach(parameters, deliver)
+        model = self._model()
+        if model is not None:
+            self._group_of = parameter_groups(model)
+
+    def gradient_ready(self, parameter: Tensor) -> None:
+        """See `Communication`."""
+        group = self._group_of.get(parameter, (parameter,))
+        if self._arrived and self._group_of.get(self._arrived[0]) is not group:
+            self.flush()
+        self._arrived.append(parameter)
+        if len(self._arrived) == len(group):
+            self.flush()
+
+    def flush(self, *, always: bool = False) -> None:
+        """See `Communication`."""
+        arrived, self._arrived = self._arrived, []
+        if arrived:
+            self._deliver(arrived)
+
+    def detach(self) -> None:
+        """See `Communication`."""
+        self._arrived = []
+
+
+def parameter_groups(model: nn.Module) -> dict[Tensor, tuple[Tensor, ...]]:
+    """Of each trainable parameter, those that FSDP2 handles together with it.
+
+    A parameter belongs to the innermost module around it that `fully_shard` was called on; modules that were given to it as
+    one list share their state.
+    """
+    fsdp = sys.modules.get("torch.distributed.fsdp")
+    sharded: Any = getattr(fsdp, "FSDPModule", ())
+    members: dict[int, list[Tensor]] = {}
+    seen: set[Tensor] = set()
+
+    def walk(module: nn.Module, owner: int | None) -> None:
+        if isinstance(module, sharded):
+            state = getattr(module, "_get_fsdp_state", None)  # not public: without it, each module of a list counts by itself
+            owner = id(module if state is None else state())
+        for parameter in module.parameters(recurse=False):
+            if owner is not None and parameter not in seen and parameter.requires_grad:
+                seen.add(parameter)
+                members.setdefault(owner, []).append(parameter)
+        for child in module.children():
+            walk(child, owner)
+
+    walk(model, None)
+    return {parameter: group for group in map(tuple, members.values()) for parameter in group}

@@ -1,0 +1,62 @@
+"""What an engine of communication is: it takes local gradients and hands over averaged ones."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+from torch import Tensor
+
+Deliver = Callable[[Sequence[Tensor]], None]
+"""Takes parameters with their averaged gradients in `.grad`, uses the gradients, and frees them.
+
+Those of one call may share an exchange with other processes, so every process must deliver the same ones together.
+"""
+
+
+class Communication(Protocol):
+    """Averages gradients over processes, each as soon as it exists, in rounds: a backward pass is one.
+
+    name: the value of the axis "communication" in `core.combinations`.
+    """
+
+    name: str
+
+    def attach(self, parameters: Sequence[Tensor], deliver: Deliver) -> None:
+        """Know these parameters, as well as those of earlier calls."""
+        ...
+
+    def detach(self) -> None:
+        """Undo `attach`: no hook is left, nothing is in flight."""
+        ...
+
+    def keeps(self) -> bool:
+        """Whether the gradients of this pass stay local, because the engine only adds them up now."""
+        ...
+
+    def held(self, parameter: Tensor) -> None:
+        """The local gradient stays in `.grad` for now; a later round, or `average`, takes it from there."""
+        ...
+
+    def gradient_ready(self, parameter: Tensor) -> None:
+        """The local gradient is in `.grad`: deliver it now, or later in this round, once it is averaged."""
+        ...
+
+    def flush(self, *, always: bool = False) -> None:
+        """The round ends: what was not delivered yet is.
+
+        A parameter that was not handed over in this round on this process, but on another, takes part with what lies in its
+        `.grad`, or with zeros.
+
+        Args:
+            always: a pass has ended in which every process took part, although this one may have had no gradient at all.
+        """
+        ...
+
+    def average(self, parameters: Sequence[Tensor]) -> None:
+        """step(), once: averages in place what is held in `.grad` of these parameters, and of those that others name."""
+        ...
+
+    def end_step(self) -> None:
+        """The step is closed, by step() or zero_grad()."""
+        ...

@@ -1,0 +1,122 @@
+"""Gradient release in the Trainer of Hugging Face Transformers."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...core.errors import MissingDependency, Refused
+from ..optimizers import AdamW, ReleasableOptimizer
+from ..release import Release
+from .trainer_settings import release_for_trainer
+
+try:
+    from transformers import Trainer, TrainerCallback
+
+    from .accelerate import plain_optimizer
+except ModuleNotFoundError as error:
+    raise MissingDependency(
+        "penstock.torch_frontend.integrations.transformers needs Transformers and Accelerate; install them with: "
+        "pip install 'penstock[trainers]'"
+    ) from error
+
+NOT_IN_PENSTOCK = ("fused", "foreach")
+"""How torch is to compute AdamW; not what."""
+
+
+class ReleaseTrainer(Trainer):
+    """A `transformers.Trainer` that releases gradients while it trains.
+
+    max_grad_norm, gradient_accumulation_steps, activation checkpointing, fp16 and bf16 mean what they do in `Trainer`, and
+    the logged grad_norm is the norm before clipping. Where `Trainer` would use torch's AdamW, this one uses penstock's with
+    the same settings; another optimizer of penstock comes as `optimizer_cls_and_kwargs=(StableAdamW, {"lr": 1e-4})` or as
+    `optimizers=(optimizer, None)`. A subclass of its own, of TRL's trainers for instance, is combined with it by inheritance:
+    `class MyTrainer(ReleaseTrainer, SFTTrainer)`.
+
+    Args:
+        *args: as for `Trainer`.
+        release_options: `accumulation`, `clipping` and `keep_bytes` of `release_gradients`; by default "hold" where there
+            are micro-batches, "exact" and 0.
+        **kwargs: as for `Trainer`.
+
+    Attributes:
+        release: of the latest train(), from its first step on; None before.
+
+    Raises:
+        Refused: in train(), before the first step: an optimizer of another kind, or a combination that cannot be met.
+    """
+
+    def __init__(self, *args: Any, release_options: Mapping[str, Any] | None = None, **kwargs: Any) -> None:
+        self.release: Release | None = None
+        self._release_options = dict(release_options or {})
+        self._in_train = contextlib.ExitStack()
+        super().__init__(*args, **kwargs)
+        self.add_callback(_ClosesStep())
+
+    @staticmethod
+    def get_optimizer_cls_and_kwargs(args: Any, model: Any = None) -> tuple[Any, Any]:
+        """As `Trainer`'s; its default, torch's AdamW, becomes penstock's, with the same settings."""
+        kind, settings = Trainer.get_optimizer_cls_and_kwargs(args, model)
+        if kind is not torch.optim.AdamW:
+            raise Refused(
+                f"optim={str(getattr(args.optim, 'value', args.optim))!r} is no optimizer that can release gradients; leave "
+                "TrainingArguments.optim at its default for AdamW, or give optimizer_cls_and_kwargs=(StableAdamW, {...})."
+            )
+        return AdamW, {name: value for name, value in settings.items() if name not in NOT_IN_PENSTOCK}
+
+    def train(self, *args: Any, **kwargs: Any) -> Any:
+        """As `Trainer`'s; gradients are released from the first step until it returns."""
+        self.release = None
+        with contextlib.ExitStack() as self._in_train:  # an exception reaches the release, too
+            return super().train(*args, **kwargs)
+
+    def training_step(self, model: Any, *args: Any, **kwargs: Any) -> Tensor:
+        """As `Trainer`'s: forward and backward of one micro-batch."""
+        if self.release is None:
+            self.release = self._in_train.enter_context(self._set_up(model))
+        return super().training_step(model, *args, **kwargs)
+
+    def compute_loss(
+        self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Tensor | int | None = None
+    ) -> Any:
+        """As `Trainer`'s; the loss is guarded."""
+        result: Any = super().compute_loss(model, inputs, return_outputs=return_outputs, num_items_in_batch=num_items_in_batch)
+        if self.release is None:
+            return result
+        if return_outputs:
+            return self.release.guard(result[0]), result[1]
+        return self.release.guard(result)
+
+    def _set_up(self, model: Any) -> Release:
+        if self.args.auto_find_batch_size:
+            raise Refused(
+                "auto_find_batch_size=True starts over when memory runs out in mid-backward, where released parameters are "
+                "updated already; find the batch size first, and switch it off."
+            )
+        optimizer = plain_optimizer(self.optimizer)
+        if not isinstance(optimizer, ReleasableOptimizer):
+            raise Refused(
+                f"the trainer's optimizer is a {type(optimizer).__name__}; give it one of penstock.torch_frontend's, or none: "
+                "AdamW with the settings of the TrainingArguments."
+            )
+        return release_for_trainer(
+            model,
+            optimizer,
+            micro_batches=self.args.gradient_accumulation_steps,
+            sync=lambda: self.accelerator.sync_gradients,
+            max_norm=self.args.max_grad_norm,
+            scaler=self.accelerator.scaler,
+            **self._release_options,
+        )
+
+
+class _ClosesStep(TrainerCallback):
+    """Trainer clears the gradients of the model, not of the optimizer: a step that its GradScaler skipped would stay open."""
+
+    def on_step_end(self, args: Any, state: Any, control: Any, *, optimizer: Any, **others: Any) -> None:
+        """After Trainer's own step, before it saves."""
+        optimizer.zero_grad()

@@ -1,0 +1,176 @@
+"""`microbatch_blocks`: what can be wrong is found first, then each block's forward is divided."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Collection, Iterable
+from types import TracebackType
+from typing import Any
+
+import torch
+from torch import nn
+
+from ...core.errors import InvalidArgument, Refused
+from .division import divide
+from .recompute import Call, Recomputed, Room
+
+
+def microbatch_blocks(
+    blocks: Iterable[nn.Module], *, chunks: int, batched: Collection[str] | None = None, preserve_rng_state: bool = True
+) -> MicrobatchedBlocks:
+    """Run each block over micro-batches of its batch: the whole batch's gradient, with one block's of it alive.
+
+        g_block = sum over the chunks x_i of the batch of  d loss / d block(x_i) * d block(x_i) / d parameters
+
+    Forward computes chunk by chunk without a graph and keeps the block's input only. Backward takes one block after the
+    other: each chunk is computed again, now with a graph, and walked back; the gradients add up, and each parameter gets its
+    sum once. Gradient release then frees the block's gradients before the next block begins. Model and loss see the whole
+    batch: nothing in the training loop changes, and a mean over its tokens is the mean over all of them. It costs one more
+    forward, as activation checkpointing does; `chunks=1` is just that.
+
+    Samples must not depend on each other inside a block, and dimension 0 must be the batch, of the block's outputs as well.
+    Random numbers (dropout) are drawn chunk by chunk, and the same ones again in backward; they are others than those of an
+    undivided batch. The floating-point sums of half-precision parameters are float32 until the last chunk. Hooks on modules
+    inside a block run for every chunk, forward and backward. Blocks in eval mode run undivided where no gradient is needed.
+
+    Args:
+        blocks: the modules, for instance `model.layers`. One that occurs twice is divided once and may run twice.
+        chunks: micro-batches to divide a batch into, at least 1; a smaller batch is divided into single samples. Sizes
+            differ by one sample at most where the batch cannot be divided evenly; the result is the same.
+        batched: names of the block's arguments whose tensors hold the batch; others are passed to every chunk as they are.
+            By default the first tensor holds it, and every other one with as many entries in dimension 0; where that can be
+            a coincidence, the call is refused.
+        preserve_rng_state: False saves the random state of each chunk, for blocks without random numbers.
+
+    Returns:
+        What `remove()` takes the division off with; a context manager, too.
+
+    Raises:
+        InvalidArgument: an argument out of range; in a call, `batched` that does not fit.
+        Refused: a module whose samples depend on each other (BatchNorm), or whose batch is not dimension 0; blocks that are
+            divided already, or inside one another. In a call: arguments or outputs that cannot be divided.
+
+    Source: Pudipeddi et al., 2020, Training Large Neural Networks with Constant Memory using a New Execution Algorithm
+    (L2L), https://arxiv.org/abs/2002.05645.
+    """
+    if not isinstance(chunks, int) or isinstance(chunks, bool) or chunks < 1:
+        raise InvalidArgument(f"chunks={chunks!r} must be a whole number, at least 1.")
+    if isinstance(batched, str):
+        raise InvalidArgument(f"batched={batched!r} must be several names: ({batched!r},).")
+    if not isinstance(blocks, Iterable):
+        raise InvalidArgument(f"blocks is a {type(blocks).__name__}; give its blocks, for instance model.layers.")
+    modules = list(dict.fromkeys(blocks))
+    for module in modules:
+        if not isinstance(module, nn.Module):
+            raise InvalidArgument(f"blocks holds a {type(module).__name__}; it must hold modules, for instance model.layers.")
+    if not modules:
+        raise InvalidArgument("blocks is empty; give the model's blocks, for instance model.layers.")
+    for module in modules:
+        inside = list(module.modules())
+        if any(isinstance(part.__dict__.get("forward"), DividedForward) for part in inside):
+            raise Refused("a block is divided into micro-batches already; call remove() on what microbatch_blocks returned.")
+        if any(part is other for part in inside[1:] for other in modules):
+            raise Refused("a block is inside another one; give the outer blocks, or the inner ones, and not both.")
+        _require_independent_samples(module)
+        if batched is None:
+            _require_batch_first(module)
+    return MicrobatchedBlocks(modules, chunks, None if batched is None else tuple(batched), preserve_rng_state)
+
+
+class MicrobatchedBlocks:
+    """Blocks that run over micro-batches; made by `microbatch_blocks`. As a context manager it removes that at the end.
+
+    Attributes:
+        chunks: micro-batches that a batch is divided into.
+    """
+
+    def __init__(self, blocks: list[nn.Module], chunks: int, batched: tuple[str, ...] | None, preserve_rng_state: bool) -> None:
+        self.chunks = chunks
+        self._divided = {block: DividedForward(block, chunks, batched, preserve_rng_state) for block in blocks}
+        for block, divided in self._divided.items():
+            block.forward = divided
+
+    def remove(self) -> None:
+        """Give every block its own forward back; nothing happens a second time.
+
+        Raises:
+            Refused: somebody has replaced a block's forward since; nothing was changed.
+        """
+        for block, divided in self._divided.items():
+            if block.__dict__.get("forward") is not divided:
+                raise Refused("a block's forward was replaced after microbatch_blocks; undo that first.")
+        for block, divided in self._divided.items():
+            divided.restore(block)
+        self._divided.clear()
+
+    def __enter__(self) -> MicrobatchedBlocks:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.remove()
+
+
+class DividedForward:
+    """Stands in for the forward of a block, and calls it chunk by chunk. A copied block has a copy of its own."""
+
+    def __init__(self, block: nn.Module, chunks: int, batched: tuple[str, ...] | None, preserve_rng_state: bool) -> None:
+        self._room = Room(block)
+        self._chunks = chunks
+        self._batched = batched
+        self._preserve_rng_state = preserve_rng_state
+        self._before = block.__dict__.get("forward")  # set on the module itself, by whomever
+        self._names = _positional_names(block.forward)
+
+    @torch.compiler.disable
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """The block's output for the whole batch."""
+        block = self._room.block
+        if not block.training and not torch.is_grad_enabled():
+            return self._forward(*args, **kwargs)
+        _require_independent_samples(block)
+        division = divide(self._names, args, kwargs, self._chunks, self._batched)
+        call = Call(self._room, self._forward, division, preserve_rng_state=self._preserve_rng_state)
+        outputs = Recomputed.apply(call, *call.inputs())
+        return call.outputs.whole(outputs)
+
+    def _forward(self, *args: Any, **kwargs: Any) -> Any:
+        block = self._room.block
+        own = self._before if self._before is not None else type(block).forward.__get__(block)
+        return own(*args, **kwargs)
+
+    def restore(self, block: nn.Module) -> None:
+        """Take this off the block."""
+        if self._before is None:
+            del block.forward
+        else:
+            block.forward = self._before
+
+
+def _positional_names(forward: Callable[..., Any]) -> tuple[str, ...]:
+    try:
+        parameters = inspect.signature(forward).parameters.values()
+    except (TypeError, ValueError):
+        return ()
+    return tuple(p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD))
+
+
+def _require_independent_samples(block: nn.Module) -> None:
+    for name, module in block.named_modules():
+        statistics = isinstance(module, nn.modules.batchnorm._NormBase) and (
+            module.track_running_stats or isinstance(module, nn.modules.batchnorm._BatchNorm)
+        )
+        if statistics and (module.training or not module.track_running_stats):
+            raise Refused(
+                f"{type(module).__name__} {name!r} in a block takes statistics over the batch, which micro-batches would "
+                "change. Call its eval(), use LayerNorm or GroupNorm, or leave the block out of microbatch_blocks."
+            )
+
+
+def _require_batch_first(block: nn.Module) -> None:
+    for name, module in block.named_modules():
+        if getattr(module, "batch_first", True) is False:
+            raise Refused(
+                f"{type(module).__name__} {name!r} in a block has batch_first=False: its dimension 0 is not the batch. "
+                "Construct it with batch_first=True; or, if the block's own arguments have the batch in dimension 0, name them "
+                "in batched=."
+            )

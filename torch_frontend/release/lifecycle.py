@@ -1,0 +1,103 @@
+"""Where every tensor stands in its step: asks `core.release` what is to be done, does it, and books the bytes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from torch import Tensor
+
+from ...core.errors import Refused
+from ...core.release import Action, Decision, Event, Ledger, Policy, Status, Step, decide
+from ..communication.shards import local
+from ..groups import check_gradient
+from ..optimizers import ReleasableOptimizer
+
+
+class Lifecycle:
+    """The status of every parameter, and the ledger of the gradients that are alive.
+
+    Args:
+        policy: what is done with a gradient.
+        strict: see `core.release.decide`.
+        describe: how an error names a parameter.
+    """
+
+    def __init__(
+        self, optimizer: ReleasableOptimizer, policy: Policy, *, strict: bool, describe: Callable[[Tensor], str]
+    ) -> None:
+        self.policy = policy
+        self.strict = strict
+        self.ledger = Ledger()
+        self._optimizer = optimizer
+        self._describe = describe
+        self._status: dict[Tensor, Status] = {}
+
+    def status(self, parameter: Tensor) -> Status:
+        """Where it stands."""
+        return self._status.get(parameter, Status.IDLE)
+
+    def tensors(self) -> list[Tensor]:
+        """Those that an event of this step has touched."""
+        return list(self._status)
+
+    def arrive(self, parameter: Tensor, gradient: Tensor) -> None:
+        """The gradient exists."""
+        here = local(gradient)
+        nbytes = here.numel() * here.element_size()  # its own part, where gradients share a buffer
+        self.ledger.arrive(parameter, min(nbytes, here.untyped_storage().nbytes()))
+
+    def free(self, parameter: Tensor) -> None:
+        """Free its gradient, whatever becomes of it."""
+        parameter.grad = None
+        self.ledger.free(parameter)
+
+    def decide(self, parameter: Tensor, event: Event, *, paused: bool = False) -> Decision:
+        """What is to be done; changes nothing.
+
+        Raises:
+            Refused: nothing exact can be done; the text names the parameter.
+        """
+        try:
+            policy = Policy.PAUSE if paused else self.policy
+            return decide(policy, self.status(parameter), event, strict=self.strict)
+        except Refused as refusal:
+            raise Refused(f"{self._describe(parameter)}: {refusal}") from None
+
+    def carry_out(self, decided: Sequence[tuple[Tensor, Tensor | None, Decision]]) -> None:
+        """Do it: of each parameter its gradient, ready to be used as it is, and what is to be done."""
+        tasks = [(parameter, gradient, decision.action) for parameter, gradient, decision in decided]
+        used = [task for task in tasks if task[2].steps or task[2] in (Action.ACCUMULATE, Action.ACCUMULATE_FIRST)]
+        if used:
+            self._optimizer.perform_all(used)
+            self._optimizer._opt_called = True
+        for parameter, _, decision in decided:
+            if decision.action.frees:
+                self.free(parameter)
+            self._status[parameter] = decision.status
+
+    def waiting(self) -> dict[Tensor, Tensor | None]:
+        """The parameters that a step() has to look at, with the gradients that wait in `.grad`."""
+        waiting: dict[Tensor, Tensor | None] = {}
+        for group in self._optimizer.param_groups:
+            for parameter in group["params"]:
+                gradient, status = parameter.grad, self.status(parameter)
+                if gradient is not None:
+                    check_gradient(parameter, gradient)
+                    if status is Status.RELEASED:
+                        self.decide(parameter, Step(waiting=True))  # refuses
+                    if status is Status.IDLE:  # set by hand, unfrozen since, or outside the model: what step() would use
+                        self._status[parameter] = Status.HELD
+                if gradient is not None or status is not Status.IDLE:
+                    waiting[parameter] = gradient
+        return waiting
+
+    def close(self) -> None:
+        """The step is over. Leniently, micro-batches in the moments stay for the update that ends them."""
+        left = [p for p, status in self._status.items() if status is Status.ACCUMULATED and not self.strict]
+        self._status = dict.fromkeys(left, Status.ACCUMULATED)
+
+    def abandon(self) -> None:
+        """The step was cut short and is not completed."""
+        for parameter in self._status:
+            self._optimizer.state[parameter].pop("mean_square", None)
+        self._status.clear()

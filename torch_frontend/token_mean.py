@@ -1,0 +1,91 @@
+"""The mean over all tokens of several micro-batches and processes, whose numbers of tokens differ.
+
+The mean of the micro-batches' means is not it: tokens of a short one would count for more. The denominator is therefore an
+argument, known before the first backward (https://github.com/huggingface/transformers/issues/34191).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..core.errors import InvalidArgument
+
+Weight = Tensor | float
+
+
+def total_weight(weights: Weight | Iterable[Weight], *, process_group: Any = None) -> Tensor:
+    """The sum of the weights of every micro-batch of a step, on every process: the denominator of `token_mean`.
+
+        total = sum over processes and micro-batches of weight
+
+    One small all-reduce a step where several processes train; every process must call it, and must call it equally often.
+
+    Args:
+        weights: of one micro-batch, or of all of a step's, each a number or a 0-d tensor: how many tokens its loss is the sum
+            over, or the sum of the tokens' weights. Exact for whole numbers below 2^53.
+        process_group: over which gradients are averaged; None: the default one, where there is one.
+
+    Returns:
+        0-d, float64 (float32 on devices without it), on the device of the first weight that is a tensor.
+
+    Raises:
+        InvalidArgument: no weights, or one that is not a single number.
+    """
+    given = [weights] if isinstance(weights, (Tensor, int, float)) else list(weights)
+    if not given:
+        raise InvalidArgument("weights is empty; give the weight of every micro-batch of the step.")
+    tensors = [weight for weight in given if isinstance(weight, Tensor)]
+    for weight in given:
+        if not isinstance(weight, (Tensor, int, float)) or (isinstance(weight, Tensor) and weight.numel() != 1):
+            raise InvalidArgument(f"weights holds {weight!r}; each must be a number or a tensor with one element.")
+    device = tensors[0].device if tensors else torch.device("cpu")
+    dtype = torch.float32 if device.type == "mps" else torch.float64
+    total = torch.zeros((), dtype=dtype, device=device)
+    for weight in given:
+        total = total + (weight.detach().reshape(()).to(device, dtype) if isinstance(weight, Tensor) else weight)
+    if _processes(process_group) > 1:
+        torch.distributed.all_reduce(total, group=process_group)
+    return total
+
+
+def token_mean(loss_sum: Tensor, total: Weight, *, process_group: Any = None) -> Tensor:
+    """A micro-batch's share of the mean over all tokens of a step; the sum of the shares' gradients is the mean's.
+
+        token_mean = loss_sum * processes / total
+
+    Processes' gradients are averaged (DistributedDataParallel, fully_shard and gradient release do so), which the factor
+    makes up for. Call backward() on each micro-batch's share, and step() after the last.
+
+    Args:
+        loss_sum: 0-d, the sum (not the mean) of the losses of this micro-batch's tokens, weighted if they have weights.
+        total: from `total_weight`, over all micro-batches and processes of this step.
+        process_group: as for `total_weight`.
+
+    Returns:
+        0-d, float32 (float64 for a float64 loss). Summed over micro-batches and averaged over processes, it is the mean loss.
+
+    Raises:
+        InvalidArgument: a loss that is not 0-d, or a total that is known here to be no positive number. (One on a device is
+            not waited for: with no tokens at all the loss is NaN, as torch.nn.functional.cross_entropy's mean is.)
+    """
+    if not isinstance(loss_sum, Tensor) or loss_sum.dim() != 0:
+        raise InvalidArgument("loss_sum must be a 0-d tensor: the sum of the micro-batch's token losses, with reduction='sum'.")
+    if isinstance(total, Tensor) and total.requires_grad:
+        raise InvalidArgument("total requires a gradient; count the tokens without one (total_weight does).")
+    known = not isinstance(total, Tensor) or total.device.type == "cpu"
+    if known and not (float(total) > 0 and math.isfinite(total)):
+        raise InvalidArgument(f"total={float(total)} must be a positive number: the weight of all tokens of the step.")
+    dtype = torch.promote_types(loss_sum.dtype, torch.float32)
+    factor = _processes(process_group) / total
+    return loss_sum.to(dtype) * (factor.to(loss_sum.device, dtype) if isinstance(factor, Tensor) else factor)
+
+
+def _processes(process_group: Any) -> int:
+    if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
+        return 1
+    return torch.distributed.get_world_size(process_group)
