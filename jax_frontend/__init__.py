@@ -22,7 +22,8 @@ for _package in ("jax", "optax"):
 
 from .compensation import compensated  # noqa: E402  (only after the check)
 from .state import AdamState, CompensatedState  # noqa: E402
-from .train_step import TrainState, init_train_state, make_train_step  # noqa: E402
+from .train_state import TrainState, init_train_state  # noqa: E402
+from .train_step import make_train_step  # noqa: E402
 from .transforms import adam, adamw, scale_by_stable_adam, stable_adamw  # noqa: E402
 from .update import make_update  # noqa: E402
 

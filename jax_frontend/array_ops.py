@@ -6,6 +6,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from ..core.array_ops import Array
+from ..core.dtypes import compute_dtype
 
 _FLOAT16_SMALLEST_NORMAL = 2.0**-14
 _FLOAT16_SUBNORMAL_SPACING = 2.0**-24
@@ -45,3 +46,8 @@ class JaxOps:
 
 
 jax_ops = JaxOps()
+
+
+def widened(x: Array) -> Array:
+    """x in its compute dtype."""
+    return jax_ops.cast(x, compute_dtype(jax_ops.dtype_name(x)))
