@@ -21,20 +21,31 @@ for _package in ("jax", "optax"):
         )
 
 from .compensation import compensated  # noqa: E402  (only after the check)
+from .loss_scaling import LossScale, dynamic_loss_scale  # noqa: E402
+from .separability import check_separable  # noqa: E402
 from .state import AdamState, CompensatedState  # noqa: E402
-from .train_state import TrainState, init_train_state  # noqa: E402
+from .train_state import LayeredState, TrainState, init_train_state  # noqa: E402
 from .train_step import make_train_step  # noqa: E402
 from .transforms import adam, adamw, scale_by_stable_adam, stable_adamw  # noqa: E402
 from .update import make_update  # noqa: E402
+from .walk.layer_stack import Layers, LayerStack  # noqa: E402
+from .walk.release_step import make_release_step  # noqa: E402
 
 __all__ = [
     "AdamState",
     "CompensatedState",
+    "LayerStack",
+    "LayeredState",
+    "Layers",
+    "LossScale",
     "TrainState",
     "adam",
     "adamw",
+    "check_separable",
     "compensated",
+    "dynamic_loss_scale",
     "init_train_state",
+    "make_release_step",
     "make_train_step",
     "make_update",
     "scale_by_stable_adam",
