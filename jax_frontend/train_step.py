@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import optax
 from jax import lax
 
+from ..core.errors import InvalidArgument
 from ..core.hyperparameters import Range, check_number
 from .array_ops import widened
 from .direct import apply_directly
@@ -27,13 +28,14 @@ def make_train_step(
     *,
     microbatches: int = 1,
     max_norm: float | None = None,
+    clip_passes: int | None = None,
 ) -> jax.stages.Wrapped:
     r"""A jitted training step (state, batch) -> (state, metrics) that donates its state.
 
         g = mean over the micro-batches of the gradients       g <- g * min(1, max_norm/||g||)       update with tx
 
     For models whose layers are unrolled: XLA then interleaves backward pass and update, and only a few gradients are
-    alive at any time. micro-batches and max_norm are exact; each of them needs all gradients at once.
+    alive at any time, with max_norm too. Of micro-batches the sum of all gradients is alive. Both are exact.
 
     Args:
         loss_fn: (params, batch) -> the mean loss, a floating-point scalar; or -> (sum, weight), two scalars: the loss
@@ -45,6 +47,10 @@ def make_train_step(
         max_norm: largest global norm of the gradient, in (0, inf); None: no clipping. The norm of finite gradients is
             finite wherever float32 can hold it. What is not finite propagates: a NaN makes all gradients NaN, an
             infinity becomes NaN and the others 0.
+        clip_passes: how often the backward pass runs for max_norm. 2: once for the norm, its gradients dropped one by one,
+            and once more for the update, on the activations of the one forward pass: up to two thirds more arithmetic.
+            1: once, and all gradients wait for their norm: as many bytes more as the parameters have. None: 2, but 1 with
+            micro-batches, whose gradients wait for each other anyway.
 
     Returns:
         A jitted function (it has .lower). metrics are 0-d arrays: "loss", before the update; "grad_norm", the global
@@ -53,17 +59,27 @@ def make_train_step(
         tx drops (optax.apply_if_finite) is told by that wrapper's state, not here.
 
     Raises:
-        InvalidArgument: microbatches or max_norm out of range; when traced, a loss that is not a scalar, or a batch that
-            cannot be cut evenly.
+        InvalidArgument: microbatches, max_norm or clip_passes out of range; when traced, a loss that is not a scalar, or a
+            batch that cannot be cut evenly.
         Refused: when traced, if a transform after a compensated one changes its updates.
     """
     check_microbatches(microbatches)
     if max_norm is not None:
         check_number("max_norm", max_norm, Range(0.0, low_included=False))
+    twice = _clips_twice(clip_passes, microbatches) and max_norm is not None
 
     def step(state: TrainState, batch: PyTree) -> tuple[TrainState, dict[str, jax.Array]]:
-        loss, weight, grads = _mean_gradient(loss_fn, state.params, batch, microbatches)
-        norm = global_norm(grads)
+        if microbatches > 1:
+            loss, weight, grads = _mean_gradient(loss_fn, state.params, batch, microbatches)
+            norm = global_norm(grads)
+        else:
+            loss, weight, backward = _backward(loss_fn, state.params, batch)
+            grads = backward(1.0)
+            norm = global_norm(grads)
+            if twice:
+                # Equal passes XLA would merge, through a barrier too. This one starts from a number that only the end of
+                # the first one gives: 1, or the norm where that is NaN, which no compiler can tell before.
+                grads = backward(jnp.where(norm >= 0, 1.0, norm))
         grads = clipped(grads, norm, max_norm)
         new = TrainState(*apply_directly(tx, grads, state.opt_state, state.params))
         skipped = jnp.asarray(False)
@@ -75,16 +91,37 @@ def make_train_step(
     return jax.jit(step, donate_argnums=0)
 
 
+def _clips_twice(clip_passes: Any, microbatches: int) -> bool:
+    if clip_passes is None:
+        return microbatches == 1
+    if isinstance(clip_passes, bool) or clip_passes not in (1, 2):
+        raise InvalidArgument(f"clip_passes={clip_passes!r} is not possible; it must be 1 or 2.")
+    if clip_passes == 2 and microbatches > 1:
+        raise InvalidArgument(
+            f"clip_passes=2 with microbatches={microbatches} would save nothing: the gradients of the micro-batches are summed "
+            "up before the norm is known. Leave clip_passes out, or use make_release_step, which sums up layer by layer."
+        )
+    return clip_passes == 2
+
+
+def _backward(
+    loss_fn: LossFunction, params: PyTree, batch: PyTree
+) -> tuple[jax.Array, jax.Array | None, Callable[[Any], PyTree]]:
+    """The loss, the weight (None for a loss that is a mean), and the backward pass: the gradient times a number."""
+    scaled, pull_back, loss = jax.vjp(lambda p: scaled_loss(loss_fn)(p, batch), params, has_aux=True)
+
+    def backward(seed: Any) -> PyTree:
+        (grads,) = pull_back(jnp.asarray(seed, scaled.dtype))
+        return grads if loss.weight is None else divided(grads, loss.weight / loss.scale, params)
+
+    return loss.total if loss.weight is None else loss.total / loss.weight, loss.weight, backward
+
+
 def _mean_gradient(
     loss_fn: LossFunction, params: PyTree, batch: PyTree, microbatches: int
 ) -> tuple[jax.Array, jax.Array | None, PyTree]:
     """The mean loss over the whole batch, the total weight (None for a loss that is a mean), the mean's gradient."""
     value_and_grad = jax.value_and_grad(scaled_loss(loss_fn), has_aux=True)
-    if microbatches == 1:
-        (_, loss), grads = value_and_grad(params, batch)
-        if loss.weight is None:
-            return loss.total, None, grads
-        return loss.total / loss.weight, loss.weight, divided(grads, loss.weight / loss.scale, params)
 
     def of_chunk(chunk: PyTree) -> PyTree:
         (_, loss), grads = value_and_grad(params, chunk)
