@@ -13,6 +13,7 @@ from ..core.errors import InvalidArgument
 from .buffers import buffers, strong
 from .direct import as_transformation
 from .loss_scaling import LossScale, as_loss_scale
+from .sharding import made_beside, put_everywhere
 from .state import PyTree
 from .walk.layer_stack import LayerStack, check_layer_axis, check_parameters, looks_stacked
 
@@ -42,7 +43,8 @@ def init_train_state(
     """The state before the first step. Every array in it is its own: params stay usable when the state is donated.
 
     For stacked layers the optimizer state has a layer axis: each layer is updated by itself, and what a transform takes of
-    a tensor (StableAdamW's mean square, a norm) is taken of each layer's.
+    a tensor (StableAdamW's mean square, a norm) is taken of each layer's. Where params are sharded (`NamedSharding`), so is
+    what the state has beside each of them.
 
     Args:
         tx: any Optax transform.
@@ -67,12 +69,12 @@ def init_train_state(
     copied = jax.tree.map(lambda leaf: strong(jnp.copy(leaf)), params)
     init = as_transformation(tx).init
     if isinstance(stack, LayerStack) and isinstance(stack.layer, Mapping):
-        layers = {name: jax.vmap(init)(copied["layers"][name]) for name in stack.layer}
-        opt_state: PyTree = LayeredState(init(copied["outer"]), layers)
+        layers = {name: made_beside(jax.vmap(init), copied["layers"][name]) for name in stack.layer}
+        opt_state: PyTree = LayeredState(made_beside(init, copied["outer"]), layers)
     elif isinstance(stack, LayerStack) or single:
-        opt_state = LayeredState(init(copied["outer"]), jax.vmap(init)(copied["layers"]))
+        opt_state = LayeredState(made_beside(init, copied["outer"]), made_beside(jax.vmap(init), copied["layers"]))
     else:
-        opt_state = init(copied)
+        opt_state = made_beside(init, copied)
     taken: set[Any] = set()
 
     def own(leaf: Any) -> Any:
@@ -82,7 +84,7 @@ def init_train_state(
         taken.update(held)
         return jnp.copy(leaf) if shared else strong(leaf)
 
-    return jax.tree.map(own, TrainState(copied, opt_state, jax.tree.map(jnp.copy, scale)))
+    return jax.tree.map(own, TrainState(copied, opt_state, put_everywhere(jax.tree.map(jnp.copy, scale), copied)))
 
 
 def check_unstacked(state: TrainState) -> None:
