@@ -22,6 +22,7 @@ for _package in ("jax", "optax"):
 
 from .compensation import compensated  # noqa: E402  (only after the check)
 from .loss_scaling import LossScale, dynamic_loss_scale  # noqa: E402
+from .release_layers import ReleasedLayers, release_layers  # noqa: E402
 from .separability import check_separable  # noqa: E402
 from .state import AdamState, CompensatedState  # noqa: E402
 from .train_state import LayeredState, TrainState, init_train_state  # noqa: E402
@@ -38,6 +39,7 @@ __all__ = [
     "LayeredState",
     "Layers",
     "LossScale",
+    "ReleasedLayers",
     "TrainState",
     "adam",
     "adamw",
@@ -48,6 +50,7 @@ __all__ = [
     "make_release_step",
     "make_train_step",
     "make_update",
+    "release_layers",
     "scale_by_stable_adam",
     "stable_adamw",
 ]

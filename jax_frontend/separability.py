@@ -11,6 +11,7 @@ whole tree at once, a count of the leaves.
 
 from __future__ import annotations
 
+import functools
 import types
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
@@ -64,7 +65,7 @@ _REMEDIES = {
 _CALLS = frozenset(
     (
         *("jit", "pjit", "closed_call", "core_call", "checkpoint", "remat", "remat2"),
-        *("custom_jvp_call", "custom_vjp_call", "custom_vjp_call_jaxpr"),
+        *("custom_jvp_call", "custom_vjp_call", "custom_vjp_call_jaxpr", "custom_vmap_call"),
     )
 )
 """Primitives whose operands and results are those of the one jaxpr in their parameters."""
@@ -90,18 +91,33 @@ def check_separable(tx: optax.GradientTransformation, params: PyTree, **extra_ar
         InvalidArgument: tx.update returns a state of other shapes than tx.init.
         UnsupportedTensor: a parameter that is no floating-point array.
     """
-    tx = as_transformation(tx)
     for path, leaf in jax.tree_util.tree_leaves_with_path(params):
         check_parameter_dtype(jnp.result_type(leaf).name, f"params{jax.tree_util.keystr(path)}")
-    layer = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(jnp.shape(leaf), jnp.result_type(leaf)), params)
-    if not jax.tree.leaves(layer):
+    leaves, treedef = jax.tree.flatten(params)
+    kinds = tuple((jnp.shape(leaf), jnp.result_type(leaf)) for leaf in leaves)
+    if not leaves:
         return
+    if extra_args:
+        _check(tx, treedef, kinds, extra_args)
+    else:
+        _check_once(tx, treedef, kinds)
+
+
+def _check(tx: Any, treedef: Any, kinds: tuple[tuple[tuple[int, ...], Any], ...], extra_args: dict[str, Any]) -> None:
+    tx = as_transformation(tx)
+    layer = jax.tree.unflatten(treedef, [jax.ShapeDtypeStruct(*kind) for kind in kinds])
     _check_update(tx, layer, extra_args)
     join = _joining(tx, layer, extra_args)
     if _entangled(tx, layer, join, extra_args):
         raise Refused(_refusal(tx, "what it does to one layer depends on the other layers"))
     if _differs(tx, layer, join, extra_args):
         raise Refused(_refusal(tx, "it updates a layer alone differently from the same layer among others"))
+
+
+@functools.lru_cache(maxsize=32)
+def _check_once(tx: Any, treedef: Any, kinds: tuple[tuple[tuple[int, ...], Any], ...]) -> None:
+    """A step is traced again for every shape of its batch; what has passed has passed."""
+    _check(tx, treedef, kinds, {})
 
 
 def _refusal(tx: optax.GradientTransformation, reason: str) -> str:

@@ -17,7 +17,7 @@ from .direct import apply_directly
 from .losses import check_microbatches, chunks, divided, scaled_loss
 from .norms import clipped, global_norm
 from .state import PyTree
-from .train_state import TrainState
+from .train_state import TrainState, check_unstacked
 
 LossFunction = Callable[[PyTree, PyTree], Any]
 
@@ -59,8 +59,8 @@ def make_train_step(
         tx drops (optax.apply_if_finite) is told by that wrapper's state, not here.
 
     Raises:
-        InvalidArgument: microbatches, max_norm or clip_passes out of range; when traced, a loss that is not a scalar, or a
-            batch that cannot be cut evenly.
+        InvalidArgument: microbatches, max_norm or clip_passes out of range; when traced, a loss that is not a scalar, a
+            batch that cannot be cut evenly, or the state of stacked layers.
         Refused: when traced, if a transform after a compensated one changes its updates.
     """
     check_microbatches(microbatches)
@@ -69,6 +69,7 @@ def make_train_step(
     twice = _clips_twice(clip_passes, microbatches) and max_norm is not None
 
     def step(state: TrainState, batch: PyTree) -> tuple[TrainState, dict[str, jax.Array]]:
+        check_unstacked(state)
         if microbatches > 1:
             loss, weight, grads = _mean_gradient(loss_fn, state.params, batch, microbatches)
             norm = global_norm(grads)

@@ -150,7 +150,7 @@ def by_the_number_of_arrays() -> optax.GradientTransformation:
     def update(updates, state, params=None):
         return jax.tree.map(lambda leaf: leaf / len(jax.tree.leaves(updates)), updates), state
 
-    return optax.GradientTransformation(optax.init_empty_state, update)
+    return optax.GradientTransformation(lambda params: optax.EmptyState(), update)
 
 
 @pytest.mark.parametrize("tx", [by_the_largest_so_far(), from_the_first_parameters(), by_the_number_of_arrays()])
