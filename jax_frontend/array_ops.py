@@ -19,7 +19,7 @@ class JaxOps:
 
     def dtype_name(self, x: Array) -> str:
         """See `ArrayOps`."""
-        return jnp.asarray(x).dtype.name
+        return jnp.result_type(x).name
 
     def cast(self, x: Array, dtype: str) -> Array:
         """See `ArrayOps`."""
