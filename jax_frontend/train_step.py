@@ -113,7 +113,7 @@ def _backward(
 
     def backward(seed: Any) -> PyTree:
         (grads,) = pull_back(jnp.asarray(seed, scaled.dtype))
-        return grads if loss.weight is None else divided(grads, loss.weight / loss.scale, params)
+        return grads if loss.weight is None or loss.scale is None else divided(grads, loss.weight / loss.scale, params)
 
     return loss.total if loss.weight is None else loss.total / loss.weight, loss.weight, backward
 

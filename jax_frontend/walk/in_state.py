@@ -30,7 +30,7 @@ class Moments(NamedTuple):
 class Rest(NamedTuple):
     """What they leave as it is."""
 
-    count: jax.Array
+    count: jax.Array  # type: ignore[assignment]
     compensation: PyTree
 
 

@@ -88,9 +88,10 @@ class Layers:
 
 
 def _check_carry(before: PyTree, after: PyTree) -> None:
-    if jax.tree.structure(before) != jax.tree.structure(after):
+    structures: list[Any] = [jax.tree.structure(tree) for tree in (before, after)]
+    if structures[0] != structures[1]:
         raise InvalidArgument(
-            f"the layer makes {jax.tree.structure(after)} of {jax.tree.structure(before)}; all layers of a stack must return "
+            f"the layer makes {structures[1]} of {structures[0]}; all layers of a stack must return "
             "the structure they are given (with auxiliary=True a tuple (x, auxiliary))."
         )
     for (path, old), new in zip(jax.tree_util.tree_leaves_with_path(before), jax.tree.leaves(after), strict=True):

@@ -72,43 +72,49 @@ def forward(stack: LayerStack, params: PyTree, batch: PyTree, save_residuals: bo
         batch: with a leading axis of micro-batches.
         save_residuals: what a layer's backward pass needs is saved instead of computed a second time.
     """
-    outer, x, microbatches = params["outer"], None, length(batch)
+    x = None
     stacks: dict[str, OfStack] = {}
     auxiliary: dict[str, PyTree] = {}
     for name, layers in stack.named(params["layers"]).items():
-        section, count, entering = stack.sections[name], number_of_layers(layers), x
-
-        def enter(_: Any, chunk: PyTree, name: str = name) -> tuple[Any, tuple[PyTree, PyTree]]:
-            x, context = stack.entered(name, outer, *chunk)
-            return None, jax.tree.map(jnp.asarray, (x, context))
-
-        _, (x, context) = each(enter, None, (x, batch), microbatches)
-        _, inputs = each(
-            lambda _, chunk, section=section, count=count: (None, section.inputs_of(chunk, count)), None, batch, microbatches
-        )
-        inputs = swapped(inputs)
-        layer_pass = Recomputed(section)
-        if save_residuals:
-            sole = jax.eval_shape(lambda *trees: (*at(trees[:3], 0), at(at(trees[3], 0), 0)), layers, x, context, inputs)
-            layer_pass = Saved(section, sole[0], sole[1], Given(*sole[2:]))
-
-        def run(
-            x: PyTree, of_layer: PyTree, layer_pass: Recomputed = layer_pass, context: PyTree = context
-        ) -> tuple[PyTree, PyTree]:
-            layer, inputs = of_layer
-
-            def one(_: Any, chunk: PyTree) -> tuple[Any, PyTree]:
-                x, context, inputs = chunk
-                return None, layer_pass.forward(layer, x, Given(context, inputs))
-
-            _, (x, auxiliary, saved) = each(one, None, (x, context, inputs), microbatches)
-            return x, (auxiliary, saved)
-
-        x, (outputs, saved) = lax.scan(run, x, (layers, inputs))
-        if section.auxiliary:
+        stacks[name], x, outputs = _through(stack, name, params["outer"], layers, x, batch, save_residuals)
+        if stack.sections[name].auxiliary:
             auxiliary[name] = outputs
-        stacks[name] = OfStack(layer_pass, count, entering, context, inputs, saved)
     return Forward(stacks, x, auxiliary)
+
+
+def _through(
+    stack: LayerStack, name: str, outer: PyTree, layers: PyTree, entering: PyTree, batch: PyTree, save_residuals: bool
+) -> tuple[OfStack, PyTree, PyTree]:
+    """Into one stack and through its layers: what it leaves, x, and the auxiliary outputs."""
+    section, count, microbatches = stack.sections[name], number_of_layers(layers), length(batch)
+
+    def enter(_: Any, chunk: PyTree) -> tuple[Any, PyTree]:
+        entering, batch = chunk
+        x, context = stack.entered(name, outer, entering, batch)
+        return None, (jax.tree.map(jnp.asarray, (x, context)), section.inputs_of(batch, count))
+
+    _, ((x, context), inputs) = each(enter, None, (entering, batch), microbatches)
+    inputs = swapped(inputs)
+    layer_pass = Recomputed(section)
+    if save_residuals:
+
+        def first(layers: PyTree, x: PyTree, context: PyTree, inputs: PyTree) -> tuple[PyTree, PyTree, Given]:
+            return at(layers, 0), at(x, 0), Given(at(context, 0), at(at(inputs, 0), 0))
+
+        layer_pass = Saved(section, *jax.eval_shape(first, layers, x, context, inputs))
+
+    def run(x: PyTree, of_layer: PyTree) -> tuple[PyTree, PyTree]:
+        layer, inputs = of_layer
+
+        def one(_: Any, chunk: PyTree) -> tuple[Any, PyTree]:
+            x, *given = chunk
+            return None, layer_pass.forward(layer, x, Given(*given))
+
+        _, (x, auxiliary, saved) = each(one, None, (x, context, inputs), microbatches)
+        return x, (auxiliary, saved)
+
+    x, (auxiliary, saved) = lax.scan(run, x, (layers, inputs))
+    return OfStack(layer_pass, count, entering, context, inputs, saved), x, auxiliary
 
 
 def head(stack: LayerStack, outer: PyTree, passed: Forward, batch: PyTree, chunks: int, seed: jax.Array | float) -> Head:

@@ -147,7 +147,7 @@ class _Release:
     def exact(self, state: TrainState, batch: PyTree) -> tuple[TrainState, dict[str, jax.Array]]:
         """All micro-batches of a layer, then its update."""
         outer, layers, states = self._parts(state)
-        dtype, scale = norm_dtype(state.params), state.loss_scale and state.loss_scale.scale
+        dtype, scale = norm_dtype(state.params), None if state.loss_scale is None else state.loss_scale.scale
         passed = forward(self.stack, state.params, batch, self.save_residuals)
         start = head(self.stack, outer, passed, batch, self.microbatches, 1.0 if scale is None else scale)
         proceed = None if start.weight is None else start.weight > 0  # false of NaN
