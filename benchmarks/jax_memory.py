@@ -17,10 +17,18 @@ import optax
 from jax import lax
 
 from benchmarks.jax_decoder import Decoder
-from penstock.jax_frontend import adamw, init_train_state, make_release_step, make_train_step, stable_adamw
+from penstock.jax_frontend import (
+    ReleasedLayers,
+    adamw,
+    init_train_state,
+    make_release_step,
+    make_train_step,
+    release_layers,
+    stable_adamw,
+)
 
 MICROBATCHES = 4
-OPTIMIZERS = {"adamw": adamw(1e-3, weight_decay=1e-2), "stable_adamw": stable_adamw(1e-3)}
+OPTIMIZERS = {"optax.adamw": optax.adamw(1e-3), "adamw": adamw(1e-3), "stable_adamw": stable_adamw(1e-3)}
 
 Step = Any
 """A jitted function of (state, batch)."""
@@ -32,6 +40,7 @@ class Method:
 
     make: the optimizer and the model to a jitted step. rows: of the batch. stacked: whether the layers are.
     layered: the state is that of the reverse walk, each layer's by itself. every: optax.MultiSteps around the optimizer.
+    own: for penstock's optimizers only.
     """
 
     name: str
@@ -40,6 +49,7 @@ class Method:
     stacked: bool = True
     layered: bool = False
     every: int = 1
+    own: bool = False
 
 
 def plain(loss: Callable[..., Any], tx: optax.GradientTransformation, *, donated: bool = True) -> Step:
@@ -81,6 +91,17 @@ def clipping(tx: optax.GradientTransformation) -> optax.GradientTransformation:
     )
 
 
+def own_loop(tx: optax.GradientTransformation, model: Decoder) -> Step:
+    """`release_layers` in a scan."""
+
+    def loss_fn(outer: Any, layers: ReleasedLayers, batch: Any) -> Any:
+        x = model.embed(outer, batch)
+        x, _ = lax.scan(lambda x, index: (layers(index, x), None), x, layers.indices)
+        return model.loss(outer, x, batch)
+
+    return release_layers(loss_fn, model.layer, tx)
+
+
 METHODS = (
     Method("scan", lambda tx, model: plain(model.stack, tx)),
     Method("scan, remat", lambda tx, model: plain(model.rematerialised, tx)),
@@ -110,7 +131,10 @@ METHODS = (
         lambda tx, model: make_release_step(model.stack, tx, microbatches=MICROBATCHES, accumulation="state"),
         rows=MICROBATCHES,
         layered=True,
+        own=True,
     ),
+    Method("make_release_step, saved residuals", lambda tx, model: make_release_step(model.stack, tx, save_residuals=True), layered=True),
+    Method("release_layers", own_loop, layered=True),
 )
 
 

@@ -27,7 +27,8 @@ def measure_jax(model: Any, pattern: str) -> dict[str, dict[str, dict[str, float
     from benchmarks import jax_memory
 
     chosen = [method for method in jax_memory.METHODS if fnmatch.fnmatchcase(method.name, pattern)]
-    pairs = [(method, optimizer) for method in chosen for optimizer in jax_memory.OPTIMIZERS]
+    own = {"adamw", "stable_adamw"}
+    pairs = [(method, name) for method in chosen for name in jax_memory.OPTIMIZERS if name in own or not method.own]
     found: dict[str, dict[str, dict[str, float]]] = {}
     for method, optimizer in track(pairs, "compiling", console=Console(stderr=True), transient=True):
         found.setdefault(method.name, {})[optimizer] = jax_memory.measure(method, optimizer, model)
@@ -48,10 +49,11 @@ def main() -> None:
 
     model = Decoder(layers=arguments.layers, width=arguments.width)
     figures = measure_jax(model, arguments.method)
-    optimizers = list(next(iter(figures.values())))
+    optimizers = list(dict.fromkeys(name for by_optimizer in figures.values() for name in by_optimizer))
     table = Table("step", *optimizers, title=f"peak bytes / parameter bytes, {model.layers} layers of width {model.width}")
     for name, by_optimizer in figures.items():
-        table.add_row(name, *(f"{by_optimizer[optimizer]['peak_over_parameters']:.2f}" for optimizer in optimizers))
+        cells = [by_optimizer.get(optimizer) for optimizer in optimizers]
+        table.add_row(name, *("-" if cell is None else f"{cell['peak_over_parameters']:.2f}" for cell in cells))
     Console().print(table)
     output = arguments.output
     if output is None and arguments.method == "*" and model == Decoder():
