@@ -130,7 +130,7 @@ def release_layers(
             raise InvalidArgument(
                 "loss_fn returned a tuple; it must return the mean loss, a scalar: divide by the weight in it."
             )
-        new_layers, new_states = jax.tree.map(jax.ref.freeze, references)
+        new_layers, new_states = jax.tree.map(lambda reference: reference[...], references)
         new_outer, outer_state = apply_directly(tx, g, state.opt_state.outer, outer)
         metrics = {"loss": told.total, "grad_norm": global_norm((g, norms)), "skipped": jnp.asarray(False)}
         return TrainState({"outer": new_outer, "layers": new_layers}, LayeredState(outer_state, new_states)), metrics
