@@ -3,11 +3,12 @@
     tx = optax.chain(optax.zero_nans(), stable_adamw(1e-3))
     update = make_update(tx)                       # (grads, state, params) -> (params, state), all three donated
     step = make_train_step(loss_fn, tx)            # (state, batch) -> (state, metrics), the state donated
+    step = make_release_step(stack, tx)            # the same for layers stacked along an axis: one layer's gradient alive
 
 XLA interleaves backward pass and update of an *unrolled* model by itself once everything is donated; `make_train_step`
-is that step. Layers scanned over a stacked axis keep all their gradients until the scan ends; the reverse walk over such
-a stack, which releases them layer by layer, has its place in this package beside `train_step` and applies updates
-through the same `direct.apply_directly`.
+is that step. Layers scanned over a stacked axis keep all their gradients until the scan ends: `make_release_step` walks back
+over such a stack itself, and updates every layer the moment its gradient exists. Both apply updates through the same
+`direct.apply_directly`.
 """
 
 from importlib.util import find_spec

@@ -77,13 +77,17 @@ def chunks(batch: PyTree, microbatches: int) -> PyTree:
     """The batch with (microbatches, rest) in the place of its leading axis. A single typed PRNG key is split.
 
     Raises:
-        InvalidArgument: a leaf cannot be cut evenly.
+        InvalidArgument: a leaf cannot be cut evenly, or there is none.
     """
+    if not jax.tree.leaves(batch):
+        raise InvalidArgument("batch has no arrays; give the model at least one.")
 
     def cut(path: Any, leaf: jax.Array) -> jax.Array:
         shape = jnp.shape(leaf)
+        if microbatches == 1:
+            return jnp.asarray(leaf)[None]
         if not shape and jnp.issubdtype(jnp.asarray(leaf).dtype, jax.dtypes.prng_key):
-            return leaf[None] if microbatches == 1 else jax.random.split(leaf, microbatches)
+            return jax.random.split(leaf, microbatches)
         if not shape or shape[0] % microbatches:
             raise InvalidArgument(
                 f"microbatches={microbatches} does not divide the leading axis of batch{jax.tree_util.keystr(path)}, "

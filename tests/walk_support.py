@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from penstock.jax_frontend import LayeredState, LayerStack, TrainState
+from penstock.jax_frontend import LayeredState, LayerStack, TrainState, stable_adamw
 from penstock.jax_frontend.direct import apply_directly
 
 LAYERS, WIDTH, VOCABULARY, ROWS, LENGTH = 3, 6, 7, 8, 5
@@ -35,6 +35,9 @@ def mean_loss(outer: Any, x: jax.Array, batch: Any) -> jax.Array:
 def masked_loss(outer: Any, x: jax.Array, batch: Any) -> tuple[jax.Array, jax.Array]:
     return jnp.sum(each_loss(outer, x, batch) * batch["mask"][:, 1:]), jnp.sum(batch["mask"][:, 1:])
 
+
+TX = stable_adamw(1e-2)
+"""One object for many tests: what was checked of it once is remembered."""
 
 STACK = LayerStack(embed, layer, mean_loss)
 MASKED = LayerStack(embed, layer, masked_loss)

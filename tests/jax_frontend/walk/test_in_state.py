@@ -7,8 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from tests.jax_support import TRANSFORMS, assert_close, assert_equal, float64
-from tests.walk_support import LAYERS, MASKED, STACK, batch, parameters
+from tests.jax_support import TRANSFORMS, assert_equal, float64
+from tests.walk_support import LAYERS, MASKED, STACK, TX, batch, parameters
 
 from penstock.core.errors import Refused
 from penstock.core.reference import Gradient, Reference, Settings
@@ -53,14 +53,14 @@ def test_equals_the_reference(rule, microbatches) -> None:
 
 
 def test_one_micro_batch_is_exact() -> None:
-    tx, data = stable_adamw(1e-2), batch()
+    tx, data = TX, batch()
     inside, _ = make_release_step(STACK, tx, accumulation="state")(init_train_state(tx, parameters()), data)
     exact, _ = make_release_step(STACK, tx)(init_train_state(tx, parameters()), data)
     assert_equal(inside, exact)
 
 
 def test_low_precision_keeps_its_dtypes_and_its_memory() -> None:
-    tx, data, params = stable_adamw(1e-2), batch(), parameters("bfloat16")
+    tx, data, params = TX, batch(), parameters("bfloat16")
     step, state = make_release_step(STACK, tx, microbatches=4, accumulation="state"), init_train_state(tx, params)
     dtypes = jax.tree.map(lambda leaf: (leaf.dtype, leaf.shape), state)
     for _ in range(2):
@@ -69,12 +69,10 @@ def test_low_precision_keeps_its_dtypes_and_its_memory() -> None:
         assert all(leaf.is_deleted() for leaf in given)
     assert jax.tree.map(lambda leaf: (leaf.dtype, leaf.shape), state) == dtypes
     assert any(np.any(np.asarray(leaf)) for leaf in jax.tree.leaves(state.opt_state.layers.compensation))
-    kinds = make_release_step(STACK, tx)(init_train_state(tx, params), data)[0]
-    assert_close(jax.tree.map(jnp.zeros_like, state), jax.tree.map(jnp.zeros_like, kinds), rtol=0.0)
 
 
 def test_what_cannot_be_accumulated_is_refused() -> None:
-    tx, data = stable_adamw(1e-2), batch()
+    tx, data = TX, batch()
     foreign = {
         "chain": optax.chain(optax.zero_nans(), tx),
         "optax": optax.adamw(1e-2),

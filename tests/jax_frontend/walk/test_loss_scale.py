@@ -8,7 +8,7 @@ import numpy as np
 import optax
 import pytest
 from tests.jax_support import assert_close, assert_equal, float64
-from tests.walk_support import MASKED, STACK, batch, parameters
+from tests.walk_support import MASKED, STACK, TX, batch, parameters
 
 from penstock.core.errors import InvalidArgument
 from penstock.jax_frontend import (
@@ -35,7 +35,7 @@ def linear(factor: float) -> LayerStack:
 )
 def test_a_scale_changes_nothing_in_float64(stack, options) -> None:
     with float64():
-        tx, data, params = stable_adamw(1e-2), batch(), parameters("float64")
+        tx, data, params = TX, batch(), parameters("float64")
         step = make_release_step(stack, tx, **options)
         plain, expected = step(init_train_state(tx, params), data)
         scaled, metrics = step(init_train_state(tx, params, loss_scale=2.0**10), data)
@@ -58,7 +58,7 @@ def test_small_gradients_survive_only_with_a_scale() -> None:
 
 @pytest.mark.parametrize("fence", ["conditional", "barrier"])
 def test_an_overflow_changes_nothing_but_the_scale(fence) -> None:
-    tx, stack, data = stable_adamw(1e-2), linear(1.0), jnp.zeros((2, 4))
+    tx, stack, data = TX, linear(1.0), jnp.zeros((2, 4))
     params = {"outer": {"unused": jnp.ones(3)}, "layers": jnp.ones((3, 4), jnp.float16)}
     scale = dynamic_loss_scale(2.0**20, period=2)
     step, state = make_release_step(stack, tx, fence=fence), init_train_state(tx, params, loss_scale=scale)
@@ -82,7 +82,7 @@ def test_an_overflow_changes_nothing_but_the_scale(fence) -> None:
 
 
 def test_a_scale_that_is_not_to_blame_stays() -> None:
-    tx, params = stable_adamw(1e-2), parameters()
+    tx, params = TX, parameters()
     data = {**batch(), "mask": jnp.zeros((8, 6), bool)}
     state = init_train_state(tx, params, loss_scale=dynamic_loss_scale(8.0, period=3))
     state, metrics = make_release_step(MASKED, tx)(state, data)
@@ -91,7 +91,7 @@ def test_a_scale_that_is_not_to_blame_stays() -> None:
 
 
 def test_mistakes_are_named() -> None:
-    tx, params = stable_adamw(1e-2), parameters()
+    tx, params = TX, parameters()
     for arguments, name in (((0.5,), "initial"), ((float("inf"),), "initial")):
         with pytest.raises(InvalidArgument, match=name):
             dynamic_loss_scale(*arguments)

@@ -6,12 +6,10 @@ import jax
 import jax.numpy as jnp
 import optax
 import pytest
-from tests.walk_support import STACK, batch, each_loss, embed, layer, mean_loss, parameters
+from tests.walk_support import STACK, TX, batch, each_loss, embed, layer, mean_loss, parameters
 
 from penstock.core.errors import InvalidArgument, Refused, UnsupportedTensor
-from penstock.jax_frontend import Layers, LayerStack, init_train_state, make_release_step, make_train_step, stable_adamw
-
-TX = stable_adamw(1e-2)
+from penstock.jax_frontend import Layers, LayerStack, init_train_state, make_release_step, make_train_step
 
 
 def run(stack=STACK, params=None, tx=TX, data=None, **options) -> None:
@@ -43,6 +41,8 @@ def test_arguments() -> None:
     ):
         with pytest.raises(InvalidArgument, match=name):
             LayerStack(*arguments)
+    with pytest.raises(InvalidArgument, match="batch has no arrays"):
+        run(data={})
     with pytest.raises(InvalidArgument, match=r"microbatches=3 does not divide.*\['\w+'\].*\(8, 6\)"):
         run(microbatches=3)
 

@@ -9,9 +9,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from tests.jax_support import assert_close, float64
-from tests.walk_support import reference
+from tests.walk_support import TX, reference
 
-from penstock.jax_frontend import Layers, LayerStack, init_train_state, make_release_step, stable_adamw
+from penstock.jax_frontend import Layers, LayerStack, init_train_state, make_release_step
 
 LAYERS, WIDTH, ROWS, LENGTH = 3, 4, 4, 5
 
@@ -142,7 +142,7 @@ def mean_over_chunks(stack: LayerStack, microbatches: int) -> LayerStack:
 def test_equals_the_plain_gradient_and_update(case) -> None:
     model, given = CASES[case]
     with float64():
-        (stack, params), batch, tx = model(), data(), stable_adamw(1e-2)
+        (stack, params), batch, tx = model(), data(), TX
         step = make_release_step(stack, tx, **given)
         plain = reference(mean_over_chunks(stack, given.get("microbatches", 1)), tx, given.get("max_norm"))
         state, expected = init_train_state(tx, params, stack), init_train_state(tx, params, stack)
@@ -164,7 +164,7 @@ def test_dropout_has_one_key_for_each_layer_and_micro_batch(save_residuals) -> N
     layers = Layers(layer, inputs=lambda batch: batch["key"])
     stack = LayerStack(lambda outer, batch: batch["x"], layers, lambda o, x, b: jnp.mean(x**2))
     with float64():
-        params, tx = {"outer": {}, "layers": normal(1, LAYERS, WIDTH, WIDTH)}, stable_adamw(1e-2)
+        params, tx = {"outer": {}, "layers": normal(1, LAYERS, WIDTH, WIDTH)}, TX
         batch = {"x": normal(2, ROWS, WIDTH), "key": jax.random.key(7)}
 
         def by_hand(params: Any) -> jax.Array:
@@ -192,3 +192,11 @@ def test_the_stack_is_the_plain_loss() -> None:
         mixed = jnp.where(batch["mask"][..., None], x * (i + 1) + positions, 0.0)
         x = x + jnp.tanh(mixed @ params["layers"]["w"][i])
     np.testing.assert_allclose(stack(params, batch), square(outer, x, batch), rtol=1e-5)
+
+
+def test_one_micro_batch_may_have_anything_in_its_batch() -> None:
+    stack = LayerStack(lambda o, b: b["x"] * b["scale"], lambda w, x: x @ w, lambda o, x, b: jnp.mean(x**2))
+    params = {"outer": {}, "layers": normal(1, LAYERS, WIDTH, WIDTH)}
+    batch = {"x": normal(2, ROWS, WIDTH), "scale": 0.5}
+    _, metrics = make_release_step(stack, TX)(init_train_state(TX, params), batch)
+    np.testing.assert_allclose(metrics["loss"], stack(params, batch), rtol=1e-5)

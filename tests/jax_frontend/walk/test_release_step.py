@@ -11,7 +11,20 @@ import numpy as np
 import optax
 import pytest
 from tests.jax_support import TRANSFORMS, assert_close, assert_equal, float64
-from tests.walk_support import LAYERS, MASKED, STACK, batch, each_loss, embed, layer, mean_loss, parameters, reference, updated
+from tests.walk_support import (
+    LAYERS,
+    MASKED,
+    STACK,
+    TX,
+    batch,
+    each_loss,
+    embed,
+    layer,
+    mean_loss,
+    parameters,
+    reference,
+    updated,
+)
 
 from penstock.core.compensation import Stored, load
 from penstock.jax_frontend import LayeredState, Layers, LayerStack, init_train_state, make_release_step, stable_adamw
@@ -33,7 +46,7 @@ CASES = {
 
 @functools.cache
 def trajectory(stack: LayerStack, max_norm: float | None) -> list[Any]:
-    tx, data = stable_adamw(1e-2), batch()
+    tx, data = TX, batch()
     plain, state, steps = reference(stack, tx, max_norm), init_train_state(tx, parameters("float64")), []
     for _ in range(3):
         state, loss, norm = plain(state, data)
@@ -45,7 +58,7 @@ def trajectory(stack: LayerStack, max_norm: float | None) -> list[Any]:
 def test_equals_the_plain_gradient_and_update_in_float64(case) -> None:
     stack, given = CASES[case]
     with float64():
-        tx, data = stable_adamw(1e-2), batch()
+        tx, data = TX, batch()
         step, state = make_release_step(stack, tx, **given), init_train_state(tx, parameters("float64"))
         for expected, loss, norm in trajectory(stack, given.get("max_norm")):
             state, metrics = step(state, data)
@@ -61,7 +74,7 @@ def test_equals_the_plain_gradient_and_update_in_float64(case) -> None:
     "tx",
     [
         *(TRANSFORMS[rule](optax.linear_schedule(1e-2, 0.0, 5), weight_decay=0.1) for rule in TRANSFORMS),
-        optax.chain(optax.zero_nans(), optax.adaptive_grad_clip(0.1), stable_adamw(1e-2)),
+        optax.chain(optax.zero_nans(), optax.adaptive_grad_clip(0.1), TX),
         optax.inject_hyperparams(optax.adamw)(learning_rate=1e-2),
         optax.sgd(1e-2, momentum=0.9),
         optax.lamb(1e-2),
@@ -80,7 +93,7 @@ def test_every_separable_transform_can_be_walked(tx) -> None:
 
 
 def test_a_spike_in_one_layer_leaves_the_others_alone() -> None:
-    tx, data, params = stable_adamw(1e-2), batch(), parameters()
+    tx, data, params = TX, batch(), parameters()
 
     @jax.custom_vjp
     def spiked(params, factor):
@@ -153,7 +166,7 @@ def test_it_learns_donates_and_compiles_once(rule, dtype) -> None:
 
 
 def test_counts_and_states_have_a_layer_axis() -> None:
-    tx = optax.chain(optax.zero_nans(), stable_adamw(1e-2))
+    tx = optax.chain(optax.zero_nans(), TX)
     state = init_train_state(tx, parameters())
     assert isinstance(state.opt_state, LayeredState)
     assert all(leaf.shape[0] == LAYERS for leaf in jax.tree.leaves(state.opt_state.layers))
@@ -164,7 +177,7 @@ def test_counts_and_states_have_a_layer_axis() -> None:
 
 @pytest.mark.parametrize(("weight", "fence"), [(0, "conditional"), (-1, "barrier"), (float("nan"), "none")])
 def test_a_weight_that_is_not_positive_skips_the_update(weight, fence) -> None:
-    tx, params = stable_adamw(1e-2), parameters()
+    tx, params = TX, parameters()
     stack = LayerStack(embed, layer, lambda o, x, b: (each_loss(o, x, b).sum(), b["weight"].sum()))
     step = make_release_step(stack, tx, microbatches=2, fence=fence)
     state, metrics = step(init_train_state(tx, params), {**batch(), "weight": jnp.full(8, weight, jnp.float32)})
@@ -195,7 +208,7 @@ def test_what_is_not_finite_propagates_through_clipping() -> None:
 
 def test_the_update_is_that_of_one_layer_outside() -> None:
     """apply_directly, vectorised over the layer axis, on the same gradients: a float32 contraction more or less."""
-    tx, data, params = stable_adamw(1e-2), batch(), parameters()
+    tx, data, params = TX, batch(), parameters()
     state, _ = make_release_step(STACK, tx)(init_train_state(tx, params), data)
     start = init_train_state(tx, params)
     expected = jax.jit(lambda s: updated(STACK, tx, s, jax.grad(STACK)(s.params, data)))(start)
