@@ -4,7 +4,9 @@ PIP_ARGS ?=
 ARGS     ?=
 BIN      := $(VENV)/bin
 
-.PHONY: demo test lint parity clean
+OLDEST   ?= .venv-oldest
+
+.PHONY: demo test test-oldest lint parity clean
 
 demo: $(VENV)/.installed-parity
 	$(BIN)/penstock demo $(ARGS)
@@ -15,6 +17,10 @@ parity: $(VENV)/.installed-parity
 test: $(VENV)/.installed-test
 	$(BIN)/python -m pytest -q -n 2 --dist loadgroup $(ARGS)
 
+# The JAX tests with the oldest supported versions; jax and optax need nothing of PyTorch.
+test-oldest: $(OLDEST)/.installed-jax
+	$(OLDEST)/bin/python -m pytest -q -n 2 --dist loadgroup tests/jax_frontend $(ARGS)
+
 lint: $(VENV)/.installed-lint
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -22,10 +28,15 @@ lint: $(VENV)/.installed-lint
 	$(BIN)/pyright --pythonpath $(BIN)/python
 
 clean:
-	rm -rf $(VENV)
+	rm -rf $(VENV) $(OLDEST)
 
 # One stamp an extra: a target installs what it needs, once, and again when the requirements change.
 $(VENV)/.installed-%: pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install -q -c constraints.txt $(PIP_ARGS) -e '.[$*]'
+	touch $@
+
+$(OLDEST)/.installed-jax: pyproject.toml constraints-oldest.txt
+	test -x $(OLDEST)/bin/python || $(PYTHON) -m venv $(OLDEST)
+	$(OLDEST)/bin/python -m pip install -q -c constraints-oldest.txt $(PIP_ARGS) -e '.[jax]' pytest pytest-xdist
 	touch $@

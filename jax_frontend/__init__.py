@@ -3,11 +3,12 @@
     tx = optax.chain(optax.zero_nans(), stable_adamw(1e-3))
     update = make_update(tx)                       # (grads, state, params) -> (params, state), all three donated
     step = make_train_step(loss_fn, tx)            # (state, batch) -> (state, metrics), the state donated
+    step = make_release_step(stack, tx)            # the same for layers stacked along an axis: one layer's gradient alive
 
 XLA interleaves backward pass and update of an *unrolled* model by itself once everything is donated; `make_train_step`
-is that step. Layers scanned over a stacked axis keep all their gradients until the scan ends; the reverse walk over such
-a stack, which releases them layer by layer, has its place in this package beside `train_step` and applies updates
-through the same `direct.apply_directly`.
+is that step. Layers scanned over a stacked axis keep all their gradients until the scan ends: `make_release_step` walks back
+over such a stack itself, and updates every layer the moment its gradient exists. Both apply updates through the same
+`direct.apply_directly`.
 """
 
 from importlib.util import find_spec
@@ -21,21 +22,36 @@ for _package in ("jax", "optax"):
         )
 
 from .compensation import compensated  # noqa: E402  (only after the check)
+from .loss_scaling import LossScale, dynamic_loss_scale  # noqa: E402
+from .release_layers import ReleasedLayers, release_layers  # noqa: E402
+from .separability import check_separable  # noqa: E402
 from .state import AdamState, CompensatedState  # noqa: E402
-from .train_step import TrainState, init_train_state, make_train_step  # noqa: E402
+from .train_state import LayeredState, TrainState, init_train_state  # noqa: E402
+from .train_step import make_train_step  # noqa: E402
 from .transforms import adam, adamw, scale_by_stable_adam, stable_adamw  # noqa: E402
 from .update import make_update  # noqa: E402
+from .walk.layer_stack import Layers, LayerStack  # noqa: E402
+from .walk.release_step import make_release_step  # noqa: E402
 
 __all__ = [
     "AdamState",
     "CompensatedState",
+    "LayerStack",
+    "LayeredState",
+    "Layers",
+    "LossScale",
+    "ReleasedLayers",
     "TrainState",
     "adam",
     "adamw",
+    "check_separable",
     "compensated",
+    "dynamic_loss_scale",
     "init_train_state",
+    "make_release_step",
     "make_train_step",
     "make_update",
+    "release_layers",
     "scale_by_stable_adam",
     "stable_adamw",
 ]

@@ -6,6 +6,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from ..core.array_ops import Array
+from ..core.dtypes import compute_dtype
 
 _FLOAT16_SMALLEST_NORMAL = 2.0**-14
 _FLOAT16_SUBNORMAL_SPACING = 2.0**-24
@@ -18,7 +19,7 @@ class JaxOps:
 
     def dtype_name(self, x: Array) -> str:
         """See `ArrayOps`."""
-        return jnp.asarray(x).dtype.name
+        return jnp.result_type(x).name
 
     def cast(self, x: Array, dtype: str) -> Array:
         """See `ArrayOps`."""
@@ -45,3 +46,8 @@ class JaxOps:
 
 
 jax_ops = JaxOps()
+
+
+def widened(x: Array) -> Array:
+    """x in its compute dtype."""
+    return jax_ops.cast(x, compute_dtype(jax_ops.dtype_name(x)))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import numbers
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -157,7 +157,25 @@ class _Numbers:
         )
 
 
-def transformation(rule: Rule, arguments: Arguments) -> optax.GradientTransformationExtraArgs:
+class Leaf(NamedTuple):
+    """One parameter at an update: what `core.update` takes, in its order."""
+
+    hyperparameters: Hyperparameters
+    complements: Complements
+    compensation: str  # resolved
+    parameter: Array
+    gradient: Array
+    state: specification.TensorState
+
+
+class RuleTransformation(optax.GradientTransformationExtraArgs):
+    """An Optax transform that is a rule of the specification, and knows which."""
+
+    rule: Rule
+    arguments: Arguments
+
+
+def transformation(rule: Rule, arguments: Arguments) -> RuleTransformation:
     """The Optax transform of a rule."""
 
     def init(params: PyTree) -> AdamState:
@@ -181,34 +199,64 @@ def transformation(rule: Rule, arguments: Arguments) -> optax.GradientTransforma
         destination = destination_of(extra_args)
         if params is None:
             _check_without_params(rule, arguments, state)
-        count: Any = optax.safe_increment(state.count)
-        hyperparameters = arguments.hyperparameters(state.count)
-        treedef: Any
-        grads, treedef = jax.tree_util.tree_flatten_with_path(updates, is_leaf=lambda x: x is None)
-        parameters = [None] * len(grads) if params is None else treedef.flatten_up_to(params)
-        if params is None or arguments.mask is None or not arguments.decays:
-            decayed = [True] * len(grads)
-        else:
-            decayed = treedef.flatten_up_to(_decayed(arguments.mask, params))
-        states = [treedef.flatten_up_to(field) for field in (state.mu, state.nu, state.compensation)]
-        by_dtype: dict[str, _Numbers] = {}
-        results = []
-        for (path, gradient), parameter, decays, *kept in zip(grads, parameters, decayed, *states, strict=True):
-            if gradient is None:  # nothing to update with: the state stays as it is
-                if kept[2] is not None and destination is not None:
+        count, treedef, leaves = leaves_of(rule, arguments, updates, state, params)
+        kept = zip(*(treedef.flatten_up_to(field) for field in state[1:]), strict=True)
+        results: list[tuple[Any, ...]] = []
+        for leaf, (mu, nu, compensation) in zip(leaves, kept, strict=True):
+            if leaf is None:  # nothing to update with: the state stays as it is
+                if compensation is not None and destination is not None:
                     destination.without_gradient += 1
-                results.append((None, *kept))
-                continue
-            _check_gradient(gradient, kept[0], path)
-            wide = compute_dtype(jax_ops.dtype_name(gradient if parameter is None else parameter))
-            if wide not in by_dtype:
-                by_dtype[wide] = _Numbers.of(hyperparameters, count, wide)
-            results.append(_update_leaf(rule, arguments, by_dtype[wide], decays, gradient, parameter, kept, destination))
+                results.append((None, mu, nu, compensation))
+            else:
+                results.append(_update_leaf(rule, leaf, arguments.scales_only, destination))
         columns = zip(*results, strict=True) if results else ((), (), (), ())
         updates, mu, nu, compensation = (treedef.unflatten(column) for column in columns)
         return updates, AdamState(count, mu, nu, compensation)
 
-    return optax.GradientTransformationExtraArgs(init, update)
+    made = RuleTransformation(init, update)
+    made.rule, made.arguments = rule, arguments
+    return made
+
+
+def leaves_of(
+    rule: Rule, arguments: Arguments, updates: PyTree, state: AdamState, params: PyTree | None
+) -> tuple[jax.Array, Any, list[Leaf | None]]:
+    """What one update needs: its number, the structure of updates, and every leaf, None where there is no gradient.
+
+    Args:
+        updates: the gradients, or a tree of None with the structure of params.
+        state: as it is before the update; its count is that of earlier updates.
+        params: None where neither decay nor compensation looks at them.
+    """
+    count: Any = optax.safe_increment(state.count)
+    hyperparameters = arguments.hyperparameters(state.count)
+    treedef: Any
+    grads, treedef = jax.tree_util.tree_flatten_with_path(updates, is_leaf=lambda x: x is None)
+    parameters = [None] * len(grads) if params is None else treedef.flatten_up_to(params)
+    if params is None or arguments.mask is None or not arguments.decays:
+        decayed = [True] * len(grads)
+    else:
+        decayed = treedef.flatten_up_to(_decayed(arguments.mask, params))
+    states = [treedef.flatten_up_to(field) for field in (state.mu, state.nu, state.compensation)]
+    by_dtype: dict[str, _Numbers] = {}
+    leaves: list[Leaf | None] = []
+    for (path, gradient), parameter, decays, *kept in zip(grads, parameters, decayed, *states, strict=True):
+        if gradient is None:
+            leaves.append(None)
+            continue
+        _check_gradient(gradient, kept[0], path)
+        compensation = "none"
+        if parameter is None:
+            parameter = jnp.zeros_like(gradient)  # no decay: only its dtype is looked at
+        elif kept[2] is not None:
+            compensation = compensations.resolve(arguments.compensation, jax_ops.dtype_name(parameter))
+        wide = compute_dtype(jax_ops.dtype_name(parameter))
+        if wide not in by_dtype:
+            by_dtype[wide] = _Numbers.of(hyperparameters, count, wide)
+        numbers_ = by_dtype[wide]
+        chosen = numbers_.decaying if decays else numbers_.plain
+        leaves.append(Leaf(chosen, numbers_.complements, compensation, parameter, gradient, specification.TensorState(*kept)))
+    return count, treedef, leaves
 
 
 def _check_without_params(rule: Rule, arguments: Arguments, state: AdamState) -> None:
@@ -231,32 +279,13 @@ def _check_gradient(gradient: Array, mu: Array, path: Any) -> None:
 
 
 def _update_leaf(
-    rule: Rule,
-    arguments: Arguments,
-    numbers_: _Numbers,
-    decays: bool,
-    gradient: Array,
-    parameter: Array | None,
-    kept: list[Any],
-    destination: Destination | None,
+    rule: Rule, leaf: Leaf, scales_only: bool, destination: Destination | None
 ) -> tuple[Array, Array, Array, Array | None]:
-    """(increment, mu, nu, compensation) of one parameter. `kept` holds the last three, as they were."""
-    compensation = "none"
-    if parameter is None:
-        parameter = jnp.zeros_like(gradient)  # no decay: only its dtype is looked at
-    elif kept[2] is not None:
-        compensation = compensations.resolve(arguments.compensation, jax_ops.dtype_name(parameter))
-    wide = compensations.load(jax_ops, compensation, Stored(parameter, kept[2]))
-    added, state = specification.increment(
-        jax_ops,
-        rule,
-        numbers_.decaying if decays else numbers_.plain,
-        numbers_.complements,
-        wide,
-        gradient,
-        specification.TensorState(*kept),
-    )
-    if arguments.scales_only:
+    """(increment, mu, nu, compensation) of one parameter."""
+    hyperparameters, complements, compensation, parameter, gradient, state = leaf
+    wide = compensations.load(jax_ops, compensation, Stored(parameter, state.compensation))
+    added, state = specification.increment(jax_ops, rule, hyperparameters, complements, wide, gradient, state)
+    if scales_only:
         stepped = Stepped(jax_ops.cast(-added, jax_ops.dtype_name(parameter)), parameter, None)
     else:
         stepped = step(compensation, parameter, wide, added, direct=destination is not None)

@@ -3,51 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import optax
 from jax import lax
 
-from ..core.dtypes import compute_dtype
 from ..core.errors import InvalidArgument
 from ..core.hyperparameters import Range, check_number
-from .array_ops import jax_ops
-from .buffers import buffers, strong
-from .direct import apply_directly, as_transformation
+from .array_ops import widened
+from .direct import apply_directly
+from .losses import check_microbatches, chunks, divided, scaled_loss
+from .norms import clipped, global_norm
 from .state import PyTree
+from .train_state import TrainState, check_unstacked
 
 LossFunction = Callable[[PyTree, PyTree], Any]
-
-_LARGEST_SCALE = 2.0**14  # its reciprocal is float16's smallest normal number
-
-
-class TrainState(NamedTuple):
-    """What a training step takes and gives back."""
-
-    params: PyTree  # the parameters
-    opt_state: PyTree  # of the Optax transform
-
-
-def init_train_state(tx: optax.GradientTransformation, params: PyTree) -> TrainState:
-    """The state before the first step. Every array in it is its own: params stay usable when the state is donated.
-
-    Args:
-        tx: any Optax transform.
-        params: copied.
-    """
-    copied = jax.tree.map(lambda leaf: strong(jnp.copy(leaf)), params)
-    taken: set[Any] = set()
-
-    def own(leaf: Any) -> Any:
-        # Some transforms start from the parameters themselves (averages of them); a buffer can be donated only once.
-        held = buffers(leaf)
-        shared = not taken.isdisjoint(held)
-        taken.update(held)
-        return jnp.copy(leaf) if shared else leaf
-
-    return jax.tree.map(own, TrainState(copied, as_transformation(tx).init(copied)))
 
 
 def make_train_step(
@@ -56,13 +28,14 @@ def make_train_step(
     *,
     microbatches: int = 1,
     max_norm: float | None = None,
+    clip_passes: int | None = None,
 ) -> jax.stages.Wrapped:
     r"""A jitted training step (state, batch) -> (state, metrics) that donates its state.
 
         g = mean over the micro-batches of the gradients       g <- g * min(1, max_norm/||g||)       update with tx
 
     For models whose layers are unrolled: XLA then interleaves backward pass and update, and only a few gradients are
-    alive at any time. micro-batches and max_norm are exact; each of them needs all gradients at once.
+    alive at any time, with max_norm too. Of micro-batches the sum of all gradients is alive. Both are exact.
 
     Args:
         loss_fn: (params, batch) -> the mean loss, a floating-point scalar; or -> (sum, weight), two scalars: the loss
@@ -74,6 +47,10 @@ def make_train_step(
         max_norm: largest global norm of the gradient, in (0, inf); None: no clipping. The norm of finite gradients is
             finite wherever float32 can hold it. What is not finite propagates: a NaN makes all gradients NaN, an
             infinity becomes NaN and the others 0.
+        clip_passes: how often the backward pass runs for max_norm. 2: once for the norm, its gradients dropped one by one,
+            and once more for the update, on the activations of the one forward pass: up to two thirds more arithmetic.
+            1: once, and all gradients wait for their norm: as many bytes more as the parameters have. None: 2, but 1 with
+            micro-batches, whose gradients wait for each other anyway.
 
     Returns:
         A jitted function (it has .lower). metrics are 0-d arrays: "loss", before the update; "grad_norm", the global
@@ -82,22 +59,29 @@ def make_train_step(
         tx drops (optax.apply_if_finite) is told by that wrapper's state, not here.
 
     Raises:
-        InvalidArgument: microbatches or max_norm out of range; when traced, a loss that is not a scalar, or a batch that
-            cannot be cut evenly.
+        InvalidArgument: microbatches, max_norm or clip_passes out of range; when traced, a loss that is not a scalar, a
+            batch that cannot be cut evenly, or the state of stacked layers.
         Refused: when traced, if a transform after a compensated one changes its updates.
     """
-    if isinstance(microbatches, bool) or not isinstance(microbatches, int) or microbatches < 1:
-        raise InvalidArgument(f"microbatches={microbatches!r} is not possible; it must be an integer in [1, inf).")
+    check_microbatches(microbatches)
     if max_norm is not None:
         check_number("max_norm", max_norm, Range(0.0, low_included=False))
+    twice = _clips_twice(clip_passes, microbatches) and max_norm is not None
 
     def step(state: TrainState, batch: PyTree) -> tuple[TrainState, dict[str, jax.Array]]:
-        loss, weight, grads = _mean_gradient(loss_fn, state.params, batch, microbatches)
-        norm = _global_norm(grads)
-        if max_norm is not None:
-            # One division after the other: max_norm/norm may be below the smallest number.
-            divisor, factor = jnp.where(norm <= max_norm, 1.0, norm), jnp.where(norm <= max_norm, 1.0, max_norm)
-            grads = jax.tree.map(lambda g: (_widened(g) / divisor * factor).astype(g.dtype), grads)
+        check_unstacked(state)
+        if microbatches > 1:
+            loss, weight, grads = _mean_gradient(loss_fn, state.params, batch, microbatches)
+            norm = global_norm(grads)
+        else:
+            loss, weight, backward = _backward(loss_fn, state.params, batch)
+            grads = backward(1.0)
+            norm = global_norm(grads)
+            if twice:
+                # Equal passes XLA would merge, through a barrier too. This one starts from a number that only the end of
+                # the first one gives: 1, or the norm where that is NaN, which no compiler can tell before.
+                grads = backward(jnp.where(norm >= 0, 1.0, norm))
+        grads = clipped(grads, norm, max_norm)
         new = TrainState(*apply_directly(tx, grads, state.opt_state, state.params))
         skipped = jnp.asarray(False)
         if weight is not None:
@@ -108,121 +92,49 @@ def make_train_step(
     return jax.jit(step, donate_argnums=0)
 
 
-def _widened(x: jax.Array) -> jax.Array:
-    return jax_ops.cast(x, compute_dtype(jax_ops.dtype_name(x)))
+def _clips_twice(clip_passes: Any, microbatches: int) -> bool:
+    if clip_passes is None:
+        return microbatches == 1
+    if isinstance(clip_passes, bool) or clip_passes not in (1, 2):
+        raise InvalidArgument(f"clip_passes={clip_passes!r} is not possible; it must be 1 or 2.")
+    if clip_passes == 2 and microbatches > 1:
+        raise InvalidArgument(
+            f"clip_passes=2 with microbatches={microbatches} would save nothing: the gradients of the micro-batches are summed "
+            "up before the norm is known. Leave clip_passes out, or use make_release_step, which sums up layer by layer."
+        )
+    return clip_passes == 2
 
 
-def _global_norm(grads: PyTree) -> jax.Array:
-    """The Euclidean norm of all gradients together, in the compute dtype.
+def _backward(
+    loss_fn: LossFunction, params: PyTree, batch: PyTree
+) -> tuple[jax.Array, jax.Array | None, Callable[[Any], PyTree]]:
+    """The loss, the weight (None for a loss that is a mean), and the backward pass: the gradient times a number."""
+    scaled, pull_back, loss = jax.vjp(lambda p: scaled_loss(loss_fn)(p, batch), params, has_aux=True)
 
-    Each gradient is read by itself, once, and released: no largest element is waited for. The squares are summed twice, as
-    they are and scaled down; the second sum counts where the first overflows.
-    """
-    leaves = [_widened(g) for g in jax.tree.leaves(grads)]
-    dtype = jnp.result_type(*leaves, jnp.float32)
-    scale = 2.0 ** (jnp.finfo(dtype).maxexp // 2 + 20)
-    zero = jnp.zeros((), dtype)
+    def backward(seed: Any) -> PyTree:
+        (grads,) = pull_back(jnp.asarray(seed, scaled.dtype))
+        return grads if loss.weight is None or loss.scale is None else divided(grads, loss.weight / loss.scale, params)
 
-    def add(these: Any, those: Any) -> Any:
-        return these[0] + those[0], these[1] + those[1]
-
-    sums = (zero, zero)
-    for leaf in leaves:
-        wide = leaf.astype(dtype)
-        # Small elements do not count there; without this choice XLA would square first, and overflow.
-        lowered = jnp.where(jnp.abs(wide) <= 1, 0.0, wide / scale)
-        squares = (jnp.square(wide), jnp.square(lowered))
-        sums = add(sums, lax.reduce(squares, (zero, zero), add, tuple(range(wide.ndim))))  # two sums in one pass
-    plain, scaled = sums
-    fits = plain < jnp.inf  # false of NaN
-    return jnp.sqrt(jnp.where(fits, plain, scaled)) * jnp.where(fits, 1.0, scale)
-
-
-def _checked(loss_fn: LossFunction) -> Callable[[PyTree, PyTree], tuple[jax.Array, jax.Array | None]]:
-    """loss_fn as a function to (sum, weight), weight None for a mean; both in the compute dtype."""
-
-    def checked(params: PyTree, batch: PyTree) -> tuple[jax.Array, jax.Array | None]:
-        returned = loss_fn(params, batch)
-        parts = returned if isinstance(returned, tuple) else (returned,)
-        scalars = all(hasattr(part, "dtype") or isinstance(part, float | int) for part in parts)
-        if len(parts) not in (1, 2) or not scalars or any(jnp.shape(part) != () for part in parts):
-            shapes = jax.tree.map(jnp.shape, returned)
-            raise InvalidArgument(
-                f"loss_fn returned something of shape {shapes}; it must return a scalar, the mean loss, or a tuple "
-                "(sum, weight) of two scalars."
-            )
-        if not jnp.issubdtype(jnp.asarray(parts[0]).dtype, jnp.floating):
-            raise InvalidArgument(
-                f"loss_fn returned a loss of dtype {jnp.asarray(parts[0]).dtype}; it must be a floating-point scalar."
-            )
-        total = _widened(jnp.asarray(parts[0]))
-        return total, jax_ops.cast(parts[1], total.dtype.name) if len(parts) == 2 else None
-
-    return checked
-
-
-def _chunks(batch: PyTree, microbatches: int) -> PyTree:
-    """The batch with (microbatches, rest) in the place of its leading axis."""
-
-    def cut(path: Any, leaf: jax.Array) -> jax.Array:
-        shape = jnp.shape(leaf)
-        if not shape or shape[0] % microbatches:
-            raise InvalidArgument(
-                f"microbatches={microbatches} does not divide the leading axis of batch{jax.tree_util.keystr(path)}, "
-                f"which has shape {shape}."
-            )
-        # Every microbatches-th row into one chunk: rows sharded over devices stay where they are.
-        return jnp.swapaxes(jnp.reshape(leaf, (shape[0] // microbatches, microbatches, *shape[1:])), 0, 1)
-
-    return jax.tree_util.tree_map_with_path(cut, batch)
-
-
-def _scaled(loss_fn: LossFunction) -> Callable[[PyTree, PyTree], tuple[jax.Array, tuple[jax.Array, Any, Any]]]:
-    """loss_fn as a function to sum/scale, and (sum, weight, scale); weight and scale None for a mean.
-
-    The gradient of a sum over many tokens leaves the range of float16 where the mean's does not. The scale is the power
-    of two next to the weight, at most one that float16 can divide by; dividing by it changes no digit.
-    """
-    checked = _checked(loss_fn)
-
-    def scaled(params: PyTree, batch: PyTree) -> tuple[jax.Array, tuple[jax.Array, Any, Any]]:
-        total, weight = checked(params, batch)
-        if weight is None:
-            return total, (total, None, None)
-        near = jnp.clip(lax.stop_gradient(weight), 1.0, _LARGEST_SCALE)
-        scale = lax.reduce_precision(near, exponent_bits=8, mantissa_bits=0)
-        return total / scale, (total, weight, scale)
-
-    return scaled
+    return loss.total if loss.weight is None else loss.total / loss.weight, loss.weight, backward
 
 
 def _mean_gradient(
     loss_fn: LossFunction, params: PyTree, batch: PyTree, microbatches: int
 ) -> tuple[jax.Array, jax.Array | None, PyTree]:
     """The mean loss over the whole batch, the total weight (None for a loss that is a mean), the mean's gradient."""
-    value_and_grad = jax.value_and_grad(_scaled(loss_fn), has_aux=True)
-    if microbatches == 1:
-        (_, (loss, weight, scale)), grads = value_and_grad(params, batch)
-        if weight is None:
-            return loss, None, grads
-        return loss / weight, weight, _divided(grads, weight / scale, params)
+    value_and_grad = jax.value_and_grad(scaled_loss(loss_fn), has_aux=True)
 
     def of_chunk(chunk: PyTree) -> PyTree:
-        (_, (loss, weight, scale)), grads = value_and_grad(params, chunk)
-        grads = jax.tree.map(lambda g: _widened(g) if scale is None else _widened(g) * scale, grads)
-        return (loss, weight), grads
+        (_, loss), grads = value_and_grad(params, chunk)
+        grads = jax.tree.map(lambda g: widened(g) if loss.scale is None else widened(g) * loss.scale, grads)
+        return (loss.total, loss.weight), grads
 
     def accumulate(sums: PyTree, chunk: PyTree) -> tuple[PyTree, None]:
         return jax.tree.map(lambda total, value: total + value.astype(total.dtype), sums, of_chunk(chunk)), None
 
-    chunks = _chunks(batch, microbatches)
-    kinds = jax.eval_shape(of_chunk, jax.tree.map(lambda leaf: leaf[0], chunks))
+    parts = chunks(batch, microbatches)
+    kinds = jax.eval_shape(of_chunk, jax.tree.map(lambda leaf: leaf[0], parts))
     zeros = jax.tree.map(lambda kind: jnp.zeros(kind.shape, kind.dtype), kinds)
-    ((loss, weight), grads), _ = lax.scan(accumulate, zeros, chunks)
+    ((total, weight), grads), _ = lax.scan(accumulate, zeros, parts)
     denominator = microbatches if weight is None else weight
-    return loss / denominator, weight, _divided(grads, denominator, params)
-
-
-def _divided(grads: PyTree, denominator: jax.Array | int, params: PyTree) -> PyTree:
-    """grads / denominator, rounded to the parameters' dtypes once."""
-    return jax.tree.map(lambda g, p: (_widened(g) / denominator).astype(p.dtype), grads, params)
+    return total / denominator, weight, divided(grads, denominator, params)

@@ -6,3 +6,4 @@ import os
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("MPLBACKEND", "Agg")
+os.environ.setdefault("XLA_FLAGS", "--xla_force_host_platform_device_count=8")  # for the tests of sharding

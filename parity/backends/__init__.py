@@ -6,6 +6,7 @@ from collections.abc import Iterable
 
 from ...core.errors import InvalidArgument, Refused
 from .jax_transforms import JaxBackend
+from .jax_walk import WalkBackend
 from .protocol import Backend, Held, Run
 from .specification import NumpyBackend
 from .torch_optimizers import TorchBackend
@@ -17,12 +18,16 @@ _BACKENDS: dict[str, Backend] = {
         TorchBackend("eager"),
         TorchBackend("compiled"),
         JaxBackend(),
+        WalkBackend(),
     )
 }
 
 
 NOT_QUICK = {"compiled": "compiling takes seconds a case; leave out --quick, or name it with --backend compiled"}
 """Backends that a quick run leaves out unless they are asked for, and why."""
+
+QUICK: dict[str, Backend] = {"walk": WalkBackend(quick=True)}
+"""Backends of which a quick run takes a quicker variant, unless they are asked for."""
 
 
 def register(backend: Backend) -> None:
@@ -64,17 +69,17 @@ def choose(names: Iterable[str] | None, *, quick: bool = False) -> tuple[list[Ba
 
     Args:
         names: as ``--backend`` takes them.
-        quick: with names None, leave out those of `NOT_QUICK`.
+        quick: with names None, leave out those of `NOT_QUICK`, and take those of `QUICK`.
 
     Raises:
         InvalidArgument: an unknown name.
         Refused: a backend that was asked for is not available; the text says why.
     """
     if names is None:
-        left_out = NOT_QUICK if quick else {}
+        left_out, quicker = (NOT_QUICK, QUICK) if quick else ({}, {})
         reasons = {name: left_out.get(name) or backend.unavailable() for name, backend in _BACKENDS.items()}
         return (
-            [_BACKENDS[name] for name, reason in reasons.items() if reason is None],
+            [quicker.get(name, _BACKENDS[name]) for name, reason in reasons.items() if reason is None],
             {name: reason for name, reason in reasons.items() if reason is not None},
         )
     chosen = []

@@ -3,13 +3,53 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 
-from ..cases import Case
+from ...core.hyperparameters import Hyperparameters
+from ...core.rules import Rule
+from ..cases import Case, Storage
 from .protocol import Held
+
+
+def transform_of(rule: Rule, given: Hyperparameters, storage: Storage) -> Any:
+    """The transform of a case."""
+    from ... import jax_frontend
+
+    transform: Any = getattr(jax_frontend, rule.name)
+    return transform(
+        given.learning_rate,
+        b1=given.beta1,
+        b2=given.beta2,
+        eps=given.eps,
+        weight_decay=given.weight_decay,
+        mu_dtype=storage.state_dtype,
+        nu_dtype=storage.state_dtype,
+        compensation=storage.compensation,
+    )
+
+
+@functools.lru_cache(maxsize=64)  # cases that differ in their gradients only share what is compiled
+def _transform_and_update(rule: Rule, given: Hyperparameters, storage: Storage) -> tuple[Any, Any]:
+    from ... import jax_frontend
+
+    tx = transform_of(rule, given, storage)
+    return tx, jax_frontend.make_update(tx)
+
+
+def held_of(parameters: Mapping[str, Any], state: Any) -> dict[str, Held]:
+    """What parameters by name and the state of their transform are, in numpy."""
+    adam = _adam_state(state)
+    held = {}
+    for name, parameter in parameters.items():
+        kept = None if adam.compensation is None else adam.compensation[name]
+        held[name] = Held(
+            np.array(parameter), None if kept is None else np.array(kept), np.array(adam.mu[name]), np.array(adam.nu[name])
+        )
+    return held
 
 
 class JaxRun:
@@ -18,23 +58,9 @@ class JaxRun:
     def __init__(self, case: Case) -> None:
         import jax.numpy as jnp
 
-        from ... import jax_frontend
-
-        problem, storage = case.problem, case.storage
-        given = problem.hyperparameters
+        problem = case.problem
         self.is_float64 = problem.dtype == "float64"
-        transform: Any = getattr(jax_frontend, problem.rule.name)
-        tx = transform(
-            given.learning_rate,
-            b1=given.beta1,
-            b2=given.beta2,
-            eps=given.eps,
-            weight_decay=given.weight_decay,
-            mu_dtype=storage.state_dtype,
-            nu_dtype=storage.state_dtype,
-            compensation=storage.compensation,
-        )
-        self.update = jax_frontend.make_update(tx)
+        tx, self.update = _transform_and_update(problem.rule, problem.hyperparameters, case.storage)
         with self._precision():
             # copies: a donated array must not be numpy's own memory
             self.parameters = {name: jnp.array(value) for name, value in problem.initial_parameters().items()}
@@ -50,17 +76,7 @@ class JaxRun:
 
     def held(self) -> dict[str, Held]:
         """See `Run`."""
-        state = _adam_state(self.state)
-        held = {}
-        for name, parameter in self.parameters.items():
-            kept = None if state.compensation is None else state.compensation[name]
-            held[name] = Held(
-                np.array(parameter),
-                None if kept is None else np.array(kept),
-                np.array(state.mu[name]),
-                np.array(state.nu[name]),
-            )
-        return held
+        return held_of(self.parameters, self.state)
 
     def _precision(self) -> contextlib.AbstractContextManager[Any]:
         return float64() if self.is_float64 else contextlib.nullcontext()

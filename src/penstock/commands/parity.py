@@ -13,7 +13,7 @@ from .. import __version__
 from ..core.errors import PenstockError
 from . import refuse
 
-WIDTH = 150  # characters, where the output is no terminal
+WIDTH = 200  # characters, where the output is no terminal
 
 
 def add_parser(subparsers: Any) -> None:

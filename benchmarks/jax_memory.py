@@ -1,0 +1,168 @@
+r"""Peak memory of training steps in JAX, as XLA's memory analysis of the compiled program tells it. Nothing is run.
+
+    peak = (arguments + temporaries + outputs - aliased) / (bytes of the parameters)
+
+Parameters and the two moments of Adam are 3.00; what is above that are gradients, copies and activations.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax import lax
+
+from benchmarks.jax_decoder import Decoder
+from penstock.jax_frontend import (
+    ReleasedLayers,
+    adamw,
+    init_train_state,
+    make_release_step,
+    make_train_step,
+    release_layers,
+    stable_adamw,
+)
+
+MICROBATCHES = 4
+OPTIMIZERS = {"optax.adamw": optax.adamw(1e-3), "adamw": adamw(1e-3), "stable_adamw": stable_adamw(1e-3)}
+
+Step = Any
+"""A jitted function of (state, batch)."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Method:
+    """A way to train.
+
+    make: the optimizer and the model to a jitted step. rows: of the batch. stacked: whether the layers are.
+    layered: the state is that of the reverse walk, each layer's by itself. every: optax.MultiSteps around the optimizer.
+    own: for penstock's optimizers only.
+    """
+
+    name: str
+    make: Callable[[Any, Decoder], Step]
+    rows: int = 1
+    stacked: bool = True
+    layered: bool = False
+    every: int = 1
+    own: bool = False
+
+
+def plain(loss: Callable[..., Any], tx: optax.GradientTransformation, *, donated: bool = True) -> Step:
+    """What everyone writes: gradient, update, apply."""
+
+    def step(state: Any, batch: Any) -> Any:
+        params, opt_state, _ = state
+        value, grads = jax.value_and_grad(loss)(params, batch)
+        updates, opt_state = tx.update(grads, opt_state, params)
+        return state._replace(params=optax.apply_updates(params, updates), opt_state=opt_state), value
+
+    return jax.jit(step, donate_argnums=0 if donated else ())
+
+
+def accumulated(loss: Callable[..., Any], tx: optax.GradientTransformation) -> Step:
+    """Gradients of micro-batches added up in a loop, then one update."""
+
+    def step(state: Any, batch: Any) -> Any:
+        params, opt_state, _ = state
+
+        def add(total: Any, chunk: Any) -> Any:
+            value, grads = jax.value_and_grad(loss)(params, chunk)
+            return jax.tree.map(jnp.add, total, grads), value
+
+        chunks = batch.reshape(MICROBATCHES, -1, *batch.shape[1:])
+        total, values = lax.scan(add, jax.tree.map(jnp.zeros_like, params), chunks)
+        grads = jax.tree.map(lambda leaf: leaf / MICROBATCHES, total)
+        updates, opt_state = tx.update(grads, opt_state, params)
+        return state._replace(params=optax.apply_updates(params, updates), opt_state=opt_state), values.mean()
+
+    return jax.jit(step, donate_argnums=0)
+
+
+def clipping(tx: optax.GradientTransformation) -> optax.GradientTransformation:
+    """tx after a clip by the global norm, the state as without."""
+    clip = optax.clip_by_global_norm(1.0)
+    return optax.GradientTransformation(
+        tx.init, lambda grads, state, params: tx.update(clip.update(grads, clip.init(params))[0], state, params)
+    )
+
+
+def own_loop(tx: optax.GradientTransformation, model: Decoder) -> Step:
+    """`release_layers` in a scan."""
+
+    def loss_fn(outer: Any, layers: ReleasedLayers, batch: Any) -> Any:
+        x = model.embed(outer, batch)
+        x, _ = lax.scan(lambda x, index: (layers(index, x), None), x, layers.indices)
+        return model.loss(outer, x, batch)
+
+    return release_layers(loss_fn, model.layer, tx)
+
+
+METHODS = (
+    Method("scan", lambda tx, model: plain(model.stack, tx)),
+    Method("scan, remat", lambda tx, model: plain(model.rematerialised, tx)),
+    Method("scan, not donated", lambda tx, model: plain(model.stack, tx, donated=False)),
+    Method("scan, optax.MultiSteps", lambda tx, model: plain(model.stack, tx), every=MICROBATCHES),
+    Method("scan, gradients accumulated in a loop", lambda tx, model: accumulated(model.stack, tx), rows=MICROBATCHES),
+    Method("unrolled, not donated", lambda tx, model: plain(model.unrolled, tx, donated=False), stacked=False),
+    Method("unrolled, optax.clip_by_global_norm", lambda tx, model: plain(model.unrolled, clipping(tx)), stacked=False),
+    Method("make_train_step, unrolled", lambda tx, model: make_train_step(model.unrolled, tx), stacked=False),
+    Method(
+        "make_train_step, unrolled, max_norm",
+        lambda tx, model: make_train_step(model.unrolled, tx, max_norm=1.0),
+        stacked=False,
+    ),
+    Method("make_release_step", lambda tx, model: make_release_step(model.stack, tx), layered=True),
+    Method(
+        "make_release_step, 4 micro-batches",
+        lambda tx, model: make_release_step(model.stack, tx, microbatches=MICROBATCHES),
+        rows=MICROBATCHES,
+        layered=True,
+    ),
+    Method(
+        "make_release_step, max_norm", lambda tx, model: make_release_step(model.stack, tx, max_norm=1.0), layered=True
+    ),
+    Method(
+        "make_release_step, 4 micro-batches into the moments",
+        lambda tx, model: make_release_step(model.stack, tx, microbatches=MICROBATCHES, accumulation="state"),
+        rows=MICROBATCHES,
+        layered=True,
+        own=True,
+    ),
+    Method("make_release_step, saved residuals", lambda tx, model: make_release_step(model.stack, tx, save_residuals=True), layered=True),
+    Method("release_layers", own_loop, layered=True),
+)
+
+
+def bytes_of(tree: Any) -> int:
+    """Of all arrays of a tree."""
+    return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))
+
+
+def peak(lowered: jax.stages.Lowered) -> dict[str, int]:
+    """Bytes of a computation's arguments, outputs, temporaries, what is aliased, and all together."""
+    analysis: Any = lowered.compile().memory_analysis()
+    parts = {
+        "arguments": analysis.argument_size_in_bytes,
+        "temporaries": analysis.temp_size_in_bytes,
+        "outputs": analysis.output_size_in_bytes,
+        "aliased": analysis.alias_size_in_bytes,
+    }
+    return parts | {"peak": parts["arguments"] + parts["temporaries"] + parts["outputs"] - parts["aliased"]}
+
+
+def measure(method: Method, optimizer: str, model: Decoder) -> dict[str, float]:
+    """Peak bytes of one step in units of the parameters' bytes, and its parts in bytes."""
+    tx: Any = OPTIMIZERS[optimizer]
+    if method.every > 1:
+        tx = optax.MultiSteps(tx, method.every).gradient_transformation()
+    key = jax.random.key(0)
+    params = jax.eval_shape(lambda: model.params(key, stacked=method.stacked))
+    state = jax.eval_shape(lambda params: init_train_state(tx, params, None if method.layered else False), params)
+    batch = jax.eval_shape(lambda: model.batch(key, method.rows))
+    parts = peak(method.make(tx, model).lower(state, batch))
+    return {"peak_over_parameters": parts["peak"] / bytes_of(params), **parts}

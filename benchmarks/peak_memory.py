@@ -1,0 +1,66 @@
+"""Peak memory of a training step, in units of the bytes of the parameters, for penstock's steps and the usual ones.
+
+    python -m benchmarks.peak_memory --framework jax [--layers 16] [--width 512] [--method PATTERN] [--output FILE]
+
+Without --output the result goes to benchmarks/results/peak_memory_jax.json when nothing was left out. The parameters and
+Adam's two moments are the floor, 3.00.
+"""
+
+from __future__ import annotations
+
+import argparse
+import fnmatch
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.progress import track
+from rich.table import Table
+
+from benchmarks.record import write_result
+
+RESULTS = Path(__file__).parent / "results"
+
+
+def measure_jax(model: Any, pattern: str) -> dict[str, dict[str, dict[str, float]]]:
+    """method -> optimizer -> figures."""
+    from benchmarks import jax_memory
+
+    chosen = [method for method in jax_memory.METHODS if fnmatch.fnmatchcase(method.name, pattern)]
+    own = {"adamw", "stable_adamw"}
+    pairs = [(method, name) for method in chosen for name in jax_memory.OPTIMIZERS if name in own or not method.own]
+    found: dict[str, dict[str, dict[str, float]]] = {}
+    for method, optimizer in track(pairs, "compiling", console=Console(stderr=True), transient=True):
+        found.setdefault(method.name, {})[optimizer] = jax_memory.measure(method, optimizer, model)
+    return found
+
+
+def main() -> None:
+    """Measure, print a table, write the figures."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--framework", choices=["jax"], default="jax")
+    parser.add_argument("--layers", type=int, default=16)
+    parser.add_argument("--width", type=int, default=512)
+    parser.add_argument("--method", default="*", metavar="PATTERN", help="only methods whose names match, as 'scan*'")
+    parser.add_argument("--output", type=Path)
+    arguments = parser.parse_args()
+
+    from benchmarks.jax_decoder import Decoder
+
+    model = Decoder(layers=arguments.layers, width=arguments.width)
+    figures = measure_jax(model, arguments.method)
+    optimizers = list(dict.fromkeys(name for by_optimizer in figures.values() for name in by_optimizer))
+    table = Table("step", *optimizers, title=f"peak bytes / parameter bytes, {model.layers} layers of width {model.width}")
+    for name, by_optimizer in figures.items():
+        cells = [by_optimizer.get(optimizer) for optimizer in optimizers]
+        table.add_row(name, *("-" if cell is None else f"{cell['peak_over_parameters']:.2f}" for cell in cells))
+    Console().print(table)
+    output = arguments.output
+    if output is None and arguments.method == "*" and model == Decoder():
+        output = RESULTS / f"peak_memory_{arguments.framework}.json"
+    if output is not None:
+        write_result(output, {"settings": vars(model), "figures": figures})
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,80 @@
+"""The global norm of gradients, and clipping by it: exact, and without overflow wherever float32 can hold the norm."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from .array_ops import widened
+from .state import PyTree
+
+
+class Squares(NamedTuple):
+    """Sums of squares, kept twice: as they are, and scaled down for where that overflows. Adding up is elementwise."""
+
+    plain: jax.Array  # shape=()
+    scaled: jax.Array  # shape=(), of elements divided by `_scale`; elements up to 1 do not count here
+
+    def __add__(self, other: Any) -> Squares:
+        return Squares(self.plain + other.plain, self.scaled + other.scaled)
+
+    @property
+    def norm(self) -> jax.Array:
+        """The Euclidean norm of everything that was added; an infinity or a NaN in it stays one."""
+        fits = self.plain < jnp.inf  # false of NaN
+        return jnp.sqrt(jnp.where(fits, self.plain, self.scaled)) * jnp.where(fits, 1.0, _scale(self.plain.dtype))
+
+
+def _scale(dtype: Any) -> float:
+    return 2.0 ** (jnp.finfo(dtype).maxexp // 2 + 20)
+
+
+def norm_dtype(tree: PyTree) -> jnp.dtype:
+    """The widest compute dtype of a tree: float64 where it has float64 leaves."""
+    wide = (jax.eval_shape(widened, leaf).dtype for leaf in jax.tree.leaves(tree))
+    return jnp.result_type(jnp.float32, *wide)
+
+
+def no_squares(dtype: Any) -> Squares:
+    """The squares of nothing."""
+    return Squares(jnp.zeros((), dtype), jnp.zeros((), dtype))
+
+
+def squares(grads: PyTree, dtype: Any) -> Squares:
+    """The squares of all leaves. Each leaf is read by itself, once, and released: no largest element is waited for."""
+    total = no_squares(dtype)
+    zero = jnp.zeros((), dtype)
+
+    def add(these: Any, those: Any) -> Any:
+        return these[0] + those[0], these[1] + those[1]
+
+    for leaf in jax.tree.leaves(grads):
+        wide = widened(leaf).astype(dtype)
+        # Small elements do not count there; without this choice XLA would square first, and overflow.
+        lowered = jnp.where(jnp.abs(wide) <= 1, 0.0, wide / _scale(dtype))
+        both = (jnp.square(wide), jnp.square(lowered))
+        total += Squares(*lax.reduce(both, (zero, zero), add, tuple(range(wide.ndim))))  # two sums in one pass
+    return total
+
+
+def global_norm(grads: PyTree) -> jax.Array:
+    """The Euclidean norm of all gradients together, in the widest compute dtype."""
+    return squares(grads, norm_dtype(grads)).norm
+
+
+def clipped(grads: PyTree, norm: jax.Array, max_norm: float | None) -> PyTree:
+    """grads * min(1, max_norm/norm), in their dtypes.
+
+    Args:
+        grads: of any floating-point dtypes.
+        norm: their global norm. A NaN makes all gradients NaN, an infinity makes itself NaN and the others 0.
+        max_norm: None: the gradients as they are.
+    """
+    if max_norm is None:
+        return grads
+    # One division after the other: max_norm/norm may be below the smallest number.
+    divisor, factor = jnp.where(norm <= max_norm, 1.0, norm), jnp.where(norm <= max_norm, 1.0, max_norm)
+    return jax.tree.map(lambda g: (widened(g) / divisor * factor).astype(g.dtype), grads)

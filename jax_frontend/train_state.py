@@ -1,0 +1,98 @@
+"""What a training step takes and gives back: parameters and optimizer state, of unrolled models and of stacked layers."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from ..core.errors import InvalidArgument
+from .buffers import buffers, strong
+from .direct import as_transformation
+from .loss_scaling import LossScale, as_loss_scale
+from .sharding import made_beside, put_everywhere
+from .state import PyTree
+from .walk.layer_stack import LayerStack, check_layer_axis, check_parameters, looks_stacked
+
+
+class TrainState(NamedTuple):
+    """What a training step takes and gives back."""
+
+    params: PyTree  # the parameters
+    opt_state: PyTree  # of the Optax transform; a `LayeredState` for stacked layers
+    loss_scale: LossScale | None = None  # None: the loss is not scaled
+
+
+class LayeredState(NamedTuple):
+    """The optimizer state of {"outer": ..., "layers": ...}, as `make_release_step` needs it."""
+
+    outer: PyTree  # tx.init(outer)
+    layers: PyTree  # tx.init of each layer by itself: every leaf, counts too, has a leading layer axis; or {name: that}
+
+
+def init_train_state(
+    tx: optax.GradientTransformation,
+    params: PyTree,
+    stack: LayerStack | bool | None = None,
+    *,
+    loss_scale: LossScale | float | None = None,
+) -> TrainState:
+    """The state before the first step. Every array in it is its own: params stay usable when the state is donated.
+
+    For stacked layers the optimizer state has a layer axis: each layer is updated by itself, and what a transform takes of
+    a tensor (StableAdamW's mean square, a norm) is taken of each layer's. Where params are sharded (`NamedSharding`), so is
+    what the state has beside each of them.
+
+    Args:
+        tx: any Optax transform.
+        params: copied.
+        stack: of what kind params are. None: a dict with exactly the keys "outer" and "layers" is one stack of layers,
+            as `make_release_step` takes it; everything else is for `make_train_step`. A `LayerStack` says it itself, and
+            has to be given where it has several stacks. False: for `make_train_step`, whatever the keys are.
+        loss_scale: what the loss is multiplied by before it is differentiated, for float16: a `dynamic_loss_scale`, or a
+            number in [1, inf) that stays. It is copied into the state. None: the loss is not scaled.
+
+    Raises:
+        InvalidArgument: params that are not what stack says.
+    """
+    scale = as_loss_scale(loss_scale)
+    if stack is not None and stack is not False and not isinstance(stack, LayerStack):
+        raise InvalidArgument(f"stack={stack!r} is not possible; give the LayerStack, False, or leave it out.")
+    if isinstance(stack, LayerStack):
+        check_parameters(stack, params)
+    single = stack is None and looks_stacked(params)
+    if single:
+        check_layer_axis(params["layers"], remedy=" For make_train_step give stack=False.")
+    copied = jax.tree.map(lambda leaf: strong(jnp.copy(leaf)), params)
+    init = as_transformation(tx).init
+    if isinstance(stack, LayerStack) and isinstance(stack.layer, Mapping):
+        layers = {name: made_beside(jax.vmap(init), copied["layers"][name]) for name in stack.layer}
+        opt_state: PyTree = LayeredState(made_beside(init, copied["outer"]), layers)
+    elif isinstance(stack, LayerStack) or single:
+        opt_state = LayeredState(made_beside(init, copied["outer"]), made_beside(jax.vmap(init), copied["layers"]))
+    else:
+        opt_state = made_beside(init, copied)
+    taken: set[Any] = set()
+
+    def own(leaf: Any) -> Any:
+        # Some transforms start from the parameters themselves (averages of them); a buffer can be donated only once.
+        held = buffers(leaf)
+        shared = not taken.isdisjoint(held)
+        taken.update(held)
+        return jnp.copy(leaf) if shared else strong(leaf)
+
+    return jax.tree.map(own, TrainState(copied, opt_state, put_everywhere(jax.tree.map(jnp.copy, scale), copied)))
+
+
+def check_unstacked(state: TrainState) -> None:
+    """Raise `InvalidArgument` for the state of stacked layers, or one with a loss scale."""
+    if isinstance(state.opt_state, LayeredState):
+        raise InvalidArgument(
+            "this optimizer state has a layer axis, for make_release_step; make the state for make_train_step with "
+            "init_train_state(tx, params, stack=False)."
+        )
+    if state.loss_scale is not None:
+        raise InvalidArgument("make_train_step does not scale the loss; leave loss_scale out of init_train_state.")

@@ -1,0 +1,235 @@
+"""The model as the reverse walk needs it: what comes before the layers, one layer, what comes after."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from ...core.errors import InvalidArgument, UnsupportedTensor
+from ..state import PyTree
+from .stacked import is_floating
+
+SOLE = "layers"
+"""The name of the only stack of a model."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Layers:
+    """One stack of equal layers.
+
+    Args:
+        layer: (layer_params, x[, context][, inputs]) -> x of the same structure, shapes and dtypes; with auxiliary,
+            -> (x, auxiliary). x is a tree of floating-point arrays.
+        enter: (outer, x, batch) -> x, before the first of these layers; x is what came before: of `LayerStack.embed`, or of
+            the previous stack. None: the same x.
+        context: (outer, x, batch) -> a tree that all these layers read, computed beside enter from the same x: positions,
+            a mask, the encoder's output. It is differentiated where it is floating-point. None: there is no such argument.
+        inputs: (batch) -> a tree of what each layer has for its own, not differentiated: every leaf has a leading layer axis,
+            or is a single typed PRNG key (jax.random.key), which is split. None: there is no such argument.
+        auxiliary: layer returns (x, auxiliary), a tree of arrays (a router's loss); `LayerStack.loss` gets those of all
+            layers, with a leading layer axis, and they are differentiated.
+    """
+
+    layer: Callable[..., Any]
+    enter: Callable[..., Any] | None = None
+    context: Callable[..., Any] | None = None
+    inputs: Callable[..., Any] | None = None
+    auxiliary: bool = False
+
+    def entered(self, outer: PyTree, x: PyTree, batch: PyTree) -> tuple[PyTree, PyTree]:
+        """(x, context) of the first of these layers."""
+        context = None if self.context is None else self.context(outer, x, batch)
+        return x if self.enter is None else self.enter(outer, x, batch), context
+
+    def inputs_of(self, batch: PyTree, layers: int) -> PyTree:
+        """The inputs of all layers, each leaf with a layer axis.
+
+        Raises:
+            InvalidArgument: a leaf has none.
+        """
+        if self.inputs is None:
+            return None
+
+        def spread(path: Any, leaf: Any) -> Any:
+            shape = jnp.shape(leaf)
+            if not shape and jnp.issubdtype(jnp.asarray(leaf).dtype, jax.dtypes.prng_key):
+                return jax.random.split(leaf, layers)
+            if not shape or shape[0] != layers:
+                raise InvalidArgument(
+                    f"inputs(batch){jax.tree_util.keystr(path)} has shape {shape}; it must have a leading axis of the "
+                    f"{layers} layers, or be a typed PRNG key. What is the same for all layers belongs into context."
+                )
+            return jnp.asarray(leaf)
+
+        return jax.tree_util.tree_map_with_path(spread, self.inputs(batch))
+
+    def __call__(self, layer_params: PyTree, x: PyTree, context: PyTree, inputs: PyTree) -> tuple[PyTree, PyTree]:
+        """One layer: (x, auxiliary), auxiliary None where there is none.
+
+        Raises:
+            InvalidArgument: when traced, if the layer changes the structure, a shape or a dtype of x, or x has leaves that
+                are not floating-point.
+        """
+        given = [value for asked, value in ((self.context, context), (self.inputs, inputs)) if asked is not None]
+        returned, auxiliary = self.layer(layer_params, x, *given), None
+        if self.auxiliary:
+            if not isinstance(returned, tuple) or len(returned) != 2:
+                raise InvalidArgument("a layer with auxiliary=True must return a tuple (x, auxiliary).")
+            returned, auxiliary = returned
+            if not all(is_floating(leaf) for leaf in jax.tree.leaves(auxiliary)):
+                raise InvalidArgument("a layer's auxiliary output must be floating-point arrays; cast it with astype.")
+        _check_carry(x, returned)
+        return returned, auxiliary
+
+
+def _check_carry(before: PyTree, after: PyTree) -> None:
+    structures: list[Any] = [jax.tree.structure(tree) for tree in (before, after)]
+    if structures[0] != structures[1]:
+        raise InvalidArgument(
+            f"the layer makes {structures[1]} of {structures[0]}; all layers of a stack must return "
+            "the structure they are given (with auxiliary=True a tuple (x, auxiliary))."
+        )
+    for (path, old), new in zip(jax.tree_util.tree_leaves_with_path(before), jax.tree.leaves(after), strict=True):
+        name = f"x{jax.tree_util.keystr(path)}"
+        if not is_floating(old):
+            raise InvalidArgument(
+                f"{name}, which goes through the layers, has dtype {jnp.asarray(old).dtype}; only floating-point arrays can. "
+                "Give the layers others as context or inputs."
+            )
+        was, now = ((jnp.shape(leaf), jnp.asarray(leaf).dtype) for leaf in (old, new))
+        if was != now:
+            raise InvalidArgument(
+                f"the layer makes {now[1]}{list(now[0])} of {name}, which is {was[1]}{list(was[0])}; all layers of a stack "
+                "must return the shapes and dtypes they are given: cast or reshape in embed, enter, or at the layer's end."
+            )
+
+
+@dataclasses.dataclass(frozen=True)
+class LayerStack:
+    """A model whose layers are stacked: params = {"outer": ..., "layers": ...}.
+
+    The leaves of params["layers"] have a leading layer axis; params["outer"] is any tree. A parameter that is used both
+    before and after the layers (tied embeddings) is simply read in both places. Called, it is the model's loss as a plain
+    differentiable function (params, batch) -> what `loss` returns.
+
+    Args:
+        embed: (outer, batch) -> x, a tree of floating-point arrays.
+        layer: (layer_params, x) -> x; or `Layers`, where a layer has more inputs or outputs; or {name: one of both}, several
+            stacks that follow each other in this order. params["layers"] is then {name: stacked layers}.
+        loss: (outer, x, batch) -> the mean loss, a floating-point scalar; or -> (sum, weight), two scalars: the loss is then
+            sum/weight over the *whole* batch, however the weight (the number of tokens) is spread over the micro-batches.
+            Where layers have auxiliary outputs: (outer, x, batch, auxiliary); with several stacks {name: auxiliary}.
+
+    Raises:
+        InvalidArgument: something is not callable, or a mapping without stacks.
+    """
+
+    embed: Callable[..., Any]
+    layer: Callable[..., Any] | Layers | Mapping[str, Callable[..., Any] | Layers]
+    loss: Callable[..., Any]
+
+    def __post_init__(self) -> None:
+        for name in ("embed", "loss"):
+            if not callable(getattr(self, name)):
+                raise InvalidArgument(f"{name}={getattr(self, name)!r} is not callable.")
+        if isinstance(self.layer, Mapping) and not self.layer:
+            raise InvalidArgument("layer={} names no stack; give at least one.")
+        for name, stack in self.sections.items():
+            if not callable(stack.layer):
+                raise InvalidArgument(f"the layer of {name!r} is {stack.layer!r}, which is not callable.")
+
+    @property
+    def sections(self) -> dict[str, Layers]:
+        """The stacks in their order."""
+        named = self.layer if isinstance(self.layer, Mapping) else {SOLE: self.layer}
+        return {name: layer if isinstance(layer, Layers) else Layers(layer) for name, layer in named.items()}
+
+    def named(self, layers: PyTree) -> dict[str, PyTree]:
+        """params["layers"], or anything like it, by name of the stack."""
+        return {name: layers[name] for name in self.layer} if isinstance(self.layer, Mapping) else {SOLE: layers}
+
+    def unnamed(self, named: dict[str, PyTree]) -> PyTree:
+        """`named` undone."""
+        return dict(named) if isinstance(self.layer, Mapping) else named[SOLE]
+
+    def entered(self, name: str, outer: PyTree, x: PyTree, batch: PyTree) -> tuple[PyTree, PyTree]:
+        """(x, context) of the first layer of a stack; x is what the previous stack returned, None for the first."""
+        first = name == next(iter(self.sections))
+        return self.sections[name].entered(outer, self.embed(outer, batch) if first else x, batch)
+
+    def loss_of(self, outer: PyTree, x: PyTree, batch: PyTree, auxiliary: dict[str, PyTree]) -> Any:
+        """What `loss` returns. auxiliary: of the stacks that have any."""
+        return self.loss(outer, x, batch, self.unnamed(auxiliary)) if auxiliary else self.loss(outer, x, batch)
+
+    def __call__(self, params: PyTree, batch: PyTree) -> Any:
+        """The loss over the whole batch at once."""
+        outer, x, auxiliary = params["outer"], None, {}
+        for name, layers in self.named(params["layers"]).items():
+            section = self.sections[name]
+            x, context = self.entered(name, outer, x, batch)
+            inputs = section.inputs_of(batch, number_of_layers(layers))
+
+            def body(x: PyTree, of_layer: PyTree, section: Layers = section, context: PyTree = context) -> Any:
+                return section(of_layer[0], x, context, of_layer[1])
+
+            x, outputs = lax.scan(body, x, (layers, inputs))
+            if section.auxiliary:
+                auxiliary[name] = outputs
+        return self.loss_of(outer, x, batch, auxiliary)
+
+
+def number_of_layers(layers: PyTree) -> int:
+    """The length of the layer axis."""
+    return int(jnp.shape(jax.tree.leaves(layers)[0])[0])
+
+
+def looks_stacked(params: PyTree) -> bool:
+    """Whether params are a dict with exactly the keys "outer" and "layers"."""
+    return isinstance(params, dict) and params.keys() == {"outer", "layers"}
+
+
+def check_parameters(stack: LayerStack, params: PyTree) -> None:
+    """Raise unless params are those of the stack.
+
+    Raises:
+        InvalidArgument: other keys, or leaves without a common layer axis.
+        UnsupportedTensor: a leaf that is no floating-point array.
+    """
+    if not looks_stacked(params):
+        found = sorted(map(str, params)) if isinstance(params, dict) else type(params).__name__
+        raise InvalidArgument(f'params must be a dict {{"outer": ..., "layers": ...}}, but have {found}.')
+    if isinstance(stack.layer, Mapping):
+        layers = params["layers"]
+        if not isinstance(layers, dict) or layers.keys() != set(stack.layer):
+            found = sorted(map(str, layers)) if isinstance(layers, dict) else type(layers).__name__
+            raise InvalidArgument(f'params["layers"] must be a dict of the stacks {sorted(stack.layer)}, but have {found}.')
+    for path, leaf in jax.tree_util.tree_leaves_with_path(params):
+        if not is_floating(leaf):
+            raise UnsupportedTensor(
+                f"params{jax.tree_util.keystr(path)} has dtype {getattr(leaf, 'dtype', type(leaf).__name__)}; parameters must "
+                "be floating-point arrays. Read others in embed, context, inputs or loss."
+            )
+    for name, layers in stack.named(params["layers"]).items():
+        check_layer_axis(layers, "" if name == SOLE else name)
+
+
+def check_layer_axis(layers: PyTree, name: str = "", remedy: str = "") -> None:
+    """Raise `InvalidArgument` unless all leaves have a leading axis of one common length, at least 1."""
+    root = f"params['layers']{[name] if name else ''}"
+    leaves = jax.tree_util.tree_leaves_with_path(layers)
+    if not leaves:
+        raise InvalidArgument(f"{root} has no arrays.")
+    first_path, first = leaves[0]
+    for path, leaf in leaves:
+        if not jnp.shape(leaf) or jnp.shape(leaf)[0] != (jnp.shape(first) or (0,))[0] or not jnp.shape(leaf)[0]:
+            raise InvalidArgument(
+                f"{root}{jax.tree_util.keystr(path)} has shape {jnp.shape(leaf)} and {root}"
+                f"{jax.tree_util.keystr(first_path)} {jnp.shape(first)}; all need a common leading layer axis, at least 1. "
+                "Stack the layers with jnp.stack, or make them with jax.vmap; what is not a layer's belongs into "
+                f"params['outer'].{remedy}"
+            )

@@ -1,0 +1,110 @@
+"""The backend "walk": the reverse walk over stacked layers, whose layers make the gradients of the case.
+
+Every tensor of a case lies in the middle one of three stacked layers. Its neighbours start from the same numbers and get
+other gradients, so that a gradient that reaches the wrong layer, or a mean square over the whole stack, is seen.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from ...core.compensation import resolve
+from ...core.hyperparameters import Hyperparameters
+from ...core.rules import Rule
+from ..cases import Case, Storage
+from .jax_transforms import JaxBackend, float64, held_of, transform_of
+from .protocol import Held
+
+FACTORS = (-0.5, 1.0, 0.25)
+"""By which the case's gradients are multiplied, for each layer; those of `MIDDLE` are the case's own."""
+
+MIDDLE = 1
+
+
+@functools.lru_cache(maxsize=64)  # cases that differ in their gradients only share what is compiled
+def _transform_and_step(rule: Rule, given: Hyperparameters, storage: Storage, is_float64: bool) -> tuple[Any, Any]:
+    """The transform, and the step of a model whose loss, sum(p*g), has the gradients g that the batch brings."""
+    import jax.numpy as jnp
+
+    from ... import jax_frontend
+
+    wide = "float64" if is_float64 else "float32"
+
+    def embed(outer: Any, batch: Any) -> Any:
+        return jnp.zeros((), wide)
+
+    def layer(parameters: Mapping[str, Any], x: Any, gradients: Mapping[str, Any]) -> Any:
+        return x + sum(jnp.sum(p.astype(wide) * gradients[name].astype(wide)) for name, p in parameters.items())
+
+    stack = jax_frontend.LayerStack(
+        embed, jax_frontend.Layers(layer, inputs=lambda batch: batch), loss=lambda outer, x, batch: x
+    )
+    tx = transform_of(rule, given, storage)
+    return tx, jax_frontend.make_release_step(stack, tx)
+
+
+class WalkRun:
+    """A stack of layers and its jitted, donated step."""
+
+    def __init__(self, case: Case) -> None:
+        import jax.numpy as jnp
+
+        from ... import jax_frontend
+
+        problem = case.problem
+        self.is_float64 = problem.dtype == "float64"
+        tx, self.release = _transform_and_step(problem.rule, problem.hyperparameters, case.storage, self.is_float64)
+        with self._precision():
+            layers = {name: jnp.stack([value] * len(FACTORS)) for name, value in problem.initial_parameters().items()}
+            self.state = jax_frontend.init_train_state(tx, {"outer": {}, "layers": layers})
+
+    def step(self, gradients: Mapping[str, np.ndarray]) -> None:
+        """See `Run`."""
+        batch = {
+            name: np.stack([np.asarray(gradient * factor, gradient.dtype) for factor in FACTORS])
+            for name, gradient in gradients.items()
+        }
+        with self._precision():
+            self.state, _ = self.release(self.state, batch)
+
+    def held(self) -> dict[str, Held]:
+        """See `Run`."""
+        import jax
+
+        parameters, state = jax.tree.map(
+            lambda leaf: np.array(leaf)[MIDDLE], (self.state.params["layers"], self.state.opt_state.layers)
+        )
+        return held_of(parameters, state)
+
+    def _precision(self) -> contextlib.AbstractContextManager[Any]:
+        return float64() if self.is_float64 else contextlib.nullcontext()
+
+
+class WalkBackend(JaxBackend):
+    """See the module.
+
+    Args:
+        quick: of the cases that compile a program of their own, take only those of the defaults: one matrix, the default
+            dtypes of the moments, and the default compensation of each parameter dtype.
+    """
+
+    name = "walk"
+
+    def __init__(self, quick: bool = False) -> None:
+        self.quick = quick
+
+    def refuses(self, case: Case) -> str | None:
+        """See `Backend`."""
+        default = Storage(resolve("auto", case.problem.dtype), None)
+        if self.quick and (case.problem.setting.odd_shapes or case.storage != default):
+            return "compiling takes a second a case; leave out --quick, or name the backend with --backend walk"
+        return super().refuses(case)
+
+    def start(self, case: Case) -> Any:
+        """See `Backend`."""
+        return WalkRun(case)

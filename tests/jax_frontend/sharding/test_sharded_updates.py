@@ -1,0 +1,83 @@
+"""Over eight devices: where a state lies, the mean square of a tensor in parts, and the steps that are no walk."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from tests.jax_support import assert_close, float64
+from tests.sharding_support import LAYOUTS, ROWS, WIDTH, assert_lies_like, rows, spread, three_steps
+from tests.walk_support import STACK, batch, parameters
+
+from penstock.jax_frontend import adamw, init_train_state, make_train_step, make_update, stable_adamw
+
+
+@pytest.fixture(autouse=True)
+def in_float64() -> Iterator[None]:
+    with float64():
+        yield
+
+
+@pytest.mark.parametrize(
+    ("layout", "options"),
+    [("data parallel", {}), ("fsdp", {"microbatches": 2, "max_norm": 0.05})],
+    ids=["data parallel", "fsdp, clip, micro-batches"],
+)
+def test_make_train_step_is_the_same_on_many_devices(layout: str, options: dict[str, Any]) -> None:
+    params, data, tx = parameters("float64", width=WIDTH), batch(ROWS), stable_adamw(1e-2)
+    step = make_train_step(STACK, tx, **options)
+    state, _ = three_steps(step, init_train_state(tx, spread(params, layout), stack=False), rows(data))
+    alone = init_train_state(tx, params, stack=False)
+    for _ in range(3):
+        alone, _ = step(alone, data)
+    assert_close(state, alone, rtol=1e-12, atol=1e-12)
+
+
+def test_the_mean_square_is_that_of_the_whole_tensor() -> None:
+    params, generator = parameters("float64", width=WIDTH), np.random.default_rng(3)
+    grads = jax.tree.map(lambda leaf: jnp.asarray(generator.normal(size=leaf.shape)), params)
+    grads["layers"]["up"] = grads["layers"]["up"].at[:, 0].multiply(1e3)  # all of the spike lies on one device
+
+    def run(tx: Any, layout: str | None) -> Any:
+        held = jax.tree.map(jnp.copy, params) if layout is None else spread(params, layout)
+        state, update = tx.init(held), make_update(tx)
+        for factor in (1.0, 30.0):
+            given = jax.tree.map(lambda leaf: leaf * factor, grads)  # noqa: B023
+            held, state = update(given if layout is None else spread(given, layout), state, held)
+        return held
+
+    stable = stable_adamw(1e-2, b2=0.9)
+    expected, unclipped = run(stable, None), run(adamw(1e-2, b2=0.9, eps=1e-6), None)
+    assert float(jnp.max(jnp.abs(expected["layers"]["up"] - unclipped["layers"]["up"]))) > 1e-3
+    for layout in LAYOUTS:
+        assert_close(run(stable, layout), expected, rtol=1e-12, atol=1e-12)
+
+
+TRANSFORMS = {
+    "stable_adamw": stable_adamw(1e-2),
+    "chain": optax.chain(optax.zero_nans(), optax.adaptive_grad_clip(0.1), stable_adamw(1e-2)),
+    "partition": optax.partition({"a": adamw(1e-2), "b": optax.sgd(1e-2)}, lambda p: jax.tree.map(lambda _: "a", p)),
+}
+
+
+@pytest.mark.parametrize("name", TRANSFORMS)
+@pytest.mark.parametrize("stack", [None, False])
+def test_a_state_lies_beside_its_parameters(name: str, stack: Any) -> None:
+    params = spread(parameters("float64", width=WIDTH), "fsdp")
+    state, up = init_train_state(TRANSFORMS[name], params, stack), params["layers"]["up"]
+    assert_lies_like(state.params, params)
+    assert {leaf.sharding.device_set == up.sharding.device_set for leaf in jax.tree.leaves(state)} == {True}
+    for field in ("mu", "nu"):
+        (moment,) = (
+            leaf
+            for path, leaf in jax.tree_util.tree_leaves_with_path(state.opt_state)
+            if f".{field}" in (text := jax.tree_util.keystr(path)) and text.endswith("['up']")
+        )
+        assert_lies_like(moment, up)
+        assert moment.addressable_shards[0].data.size * len(moment.devices()) == moment.size
+    assert not any(leaf.is_deleted() for leaf in jax.tree.leaves(params))

@@ -1,0 +1,266 @@
+"""release_layers: updates inside the backward pass of a loop that the caller wrote, each layer exactly once."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from tests.jax_support import TRANSFORMS, assert_close, assert_equal, float64
+
+from penstock.core.errors import InvalidArgument, MissingDependency, Refused
+from penstock.jax_frontend import LayerStack, init_train_state, make_release_step, release_layers, stable_adamw
+
+needs_references = pytest.mark.skipif(not hasattr(jax, "new_ref"), reason="this jax has no jax.new_ref")
+LAYERS, WIDTH, ROWS = 4, 6, 3
+TX = stable_adamw(1e-2)
+
+
+def parameters(dtype: str = "float32", layers: int = LAYERS, width: int = WIDTH) -> dict:
+    generator = np.random.default_rng(0)
+
+    def normal(*shape: int) -> jax.Array:
+        return jnp.asarray(generator.normal(size=shape) / width**0.5, dtype)
+
+    return {
+        "outer": {"embedding": normal(5, width)},
+        "layers": {"kernel": normal(layers, width, width), "bias": normal(layers, width)},
+    }
+
+
+def tokens(seed: int = 1) -> jax.Array:
+    return jnp.asarray(np.random.default_rng(seed).integers(0, 5, ROWS), jnp.int32)
+
+
+def embed(outer, batch) -> jax.Array:
+    return outer["embedding"][batch]
+
+
+def layer(params, x) -> jax.Array:
+    return x + jnp.tanh(x @ params["kernel"] + params["bias"])
+
+
+def head(outer, x, batch) -> jax.Array:
+    logits = x @ outer["embedding"].T
+    return -jnp.mean(jnp.take_along_axis(jax.nn.log_softmax(logits), batch[:, None], axis=1))
+
+
+def loss(outer, layers, batch) -> jax.Array:
+    x, _ = jax.lax.scan(lambda x, index: (layers(index, x), None), embed(outer, batch), layers.indices)
+    return head(outer, x, batch)
+
+
+def plain_step(tx, state, batch, loss=loss, layer=layer):
+    """The gradient as a whole, and one update of each layer by itself."""
+
+    def whole(params):
+        def call(index, *inputs):
+            return layer(jax.tree.map(lambda leaf: leaf[index], params["layers"]), *inputs)
+
+        call.indices = jnp.arange(LAYERS)
+        return loss(params["outer"], call, batch)
+
+    def update(g, opt_state, p):
+        updates, opt_state = tx.update(g, opt_state, p)
+        return optax.apply_updates(p, updates), opt_state
+
+    value, g = jax.value_and_grad(whole)(state.params)
+    outer, of_outer = update(g["outer"], state.opt_state.outer, state.params["outer"])
+    layers, of_layers = jax.vmap(update)(g["layers"], state.opt_state.layers, state.params["layers"])
+    return (
+        type(state)({"outer": outer, "layers": layers}, type(state.opt_state)(of_outer, of_layers)),
+        value,
+        jnp.sqrt(sum(jnp.sum(leaf**2) for leaf in jax.tree.leaves(g))),
+    )
+
+
+def compare(loss, layer, batch, tx=TX, steps=3) -> None:
+    """In float64; call it within `float64()`."""
+    params = parameters("float64")
+    step, state, expected = release_layers(loss, layer, tx), init_train_state(tx, params), init_train_state(tx, params)
+    for _ in range(steps):
+        state, metrics = step(state, batch)
+        expected, value, norm = plain_step(tx, expected, batch, loss, layer)
+        np.testing.assert_allclose(metrics["loss"], value, rtol=1e-12)
+        np.testing.assert_allclose(metrics["grad_norm"], norm, rtol=1e-12)
+        assert not metrics["skipped"]
+    assert_close(state, expected, rtol=1e-12, atol=1e-14)
+
+
+@needs_references
+@pytest.mark.parametrize("rule", TRANSFORMS)
+def test_equals_the_plain_step_in_float64(rule) -> None:
+    with float64():
+        compare(loss, layer, tokens(), TRANSFORMS[rule](optax.linear_schedule(1e-2, 0.0, 5)))
+
+
+@needs_references
+def test_a_loop_of_ones_own_in_any_order_with_more_inputs_and_outputs() -> None:
+    def dropping(params, state, key, keep):
+        x, seen = state["x"], state["seen"]
+        kept = jnp.where(jax.random.bernoulli(key, 0.8, x.shape), x, 0.0)
+        return {"x": layer(params, kept) * keep, "seen": seen + 1}, jnp.mean(x**2)
+
+    def own_loop(outer, layers, batch):
+        state = {"x": embed(outer, batch["tokens"]), "seen": jnp.zeros((), jnp.int32)}
+        penalty = 0.0
+        for index, key in zip((2, 0), jax.random.split(batch["key"], 2), strict=True):
+            state, square = layers(index, state, key, batch["keep"])
+            penalty += square * outer["embedding"][0, 0]
+
+        def body(state, given):
+            state, square = layers(given[0], state, given[1], batch["keep"])
+            return state, square
+
+        remaining = jnp.asarray([3, 1], jnp.int32)
+        state, squares = jax.lax.scan(body, state, (remaining, jax.random.split(batch["key"], 2)), reverse=True)
+        return head(outer, state["x"], batch["tokens"]) + 0.1 * (penalty + jnp.sum(squares)) + 0.0 * state["seen"]
+
+    with float64():
+        batch = {"tokens": tokens(), "key": jax.random.key(3), "keep": jnp.ones((ROWS, 1))}
+        compare(own_loop, dropping, batch)
+
+
+@needs_references
+def test_layers_are_updated_whatever_else_is_differentiated() -> None:
+    def frozen(outer, layers, batch):
+        return loss(jax.lax.stop_gradient(outer), layers, batch)
+
+    with float64():
+        compare(frozen, layer, tokens())
+        compare(lambda outer, layers, batch: loss(parameters("float64")["outer"], layers, batch), layer, tokens())
+
+
+@needs_references
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_equals_the_walk(dtype) -> None:
+    """The same updates of the same gradients; only sums may be grouped differently."""
+    stack = LayerStack(embed, layer, head)
+    results = []
+    for step in (release_layers(loss, layer, TX), make_release_step(stack, TX)):
+        state, losses = init_train_state(TX, parameters(dtype)), []
+        for seed in range(4):
+            state, metrics = step(state, tokens(seed))
+            losses.append(metrics["loss"])
+        results.append((state.params, losses))
+    assert_close(*results, rtol=1e-5 if dtype == "float32" else 2**-6, atol=1e-6 if dtype == "float32" else 2**-8)
+
+
+@needs_references
+def test_it_learns_donates_and_compiles_once() -> None:
+    traces = 0
+
+    def counted(outer, layers, batch):
+        nonlocal traces
+        traces += 1
+        return loss(outer, layers, batch)
+
+    step, state, losses = release_layers(counted, layer, TX), init_train_state(TX, parameters()), []
+    for _ in range(20):
+        given = jax.tree.leaves(state)
+        state, metrics = step(state, tokens())
+        assert all(leaf.is_deleted() for leaf in given)
+        losses.append(float(metrics["loss"]))
+    assert losses[-1] < 0.5 * losses[0]
+    assert traces == 2  # once to count
+    assert step._cache_size() == 1
+
+
+@needs_references
+def test_one_layers_gradient_is_alive() -> None:
+    layers, width = 16, 128
+    state = jax.eval_shape(lambda: init_train_state(TX, parameters(layers=layers, width=width)))
+    batch = jax.ShapeDtypeStruct((ROWS,), jnp.int32)
+    size = sum(4 * leaf.size for leaf in jax.tree.leaves(state.params))
+    peaks = []
+    for step in (release_layers(loss, layer, TX), make_release_step(LayerStack(embed, layer, head), TX)):
+        analysis = step.lower(state, batch).compile().memory_analysis()
+        assert analysis.alias_size_in_bytes == sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(state))
+        peak = analysis.argument_size_in_bytes + analysis.temp_size_in_bytes + analysis.output_size_in_bytes
+        peaks.append((peak - analysis.alias_size_in_bytes) / size)
+    # Parameters and two moments are 3; a layer's parameters, moments and gradient are 4/16.
+    assert peaks[0] < 3.5
+    assert peaks[0] < peaks[1] + 0.02
+
+
+def scanned(body, batch_to_indices=None):
+    def loss(outer, layers, batch):
+        indices = layers.indices if batch_to_indices is None else batch_to_indices(layers.indices, batch)
+        x, _ = jax.lax.scan(lambda x, index: (body(layers, index, x, batch), None), embed(outer, batch), indices)
+        return head(outer, x, batch)
+
+    return loss
+
+
+REFUSED = {
+    "twice": (scanned(lambda layers, i, x, _: layers(jnp.minimum(i, 2), x)), "comes by layer 2 2 times"),
+    "tied": (scanned(lambda layers, i, x, _: layers(i, layers(i, x))), "comes by layer 0 2 times"),
+    "vmapped": (scanned(lambda layers, i, x, _: jax.vmap(lambda row: layers(i, row))(x)), "called under jax.vmap"),
+    "left out": (scanned(lambda layers, i, x, _: layers(i, x), lambda indices, _: indices[:-1]), "never comes by layer 3"),
+    "out of range": (scanned(lambda layers, i, x, _: layers(i, x), lambda indices, _: indices + 1), "never comes by layer 0"),
+    "stopped": (
+        scanned(lambda layers, i, x, _: jax.lax.stop_gradient(layers(i, x))),
+        "never comes by layer 0.*stop_gradient",
+    ),
+    "chosen": (scanned(lambda layers, i, x, _: layers(i, x), lambda indices, batch: indices + batch[0]), "batch decides"),
+    "skipped": (
+        scanned(lambda layers, i, x, b: jax.lax.cond(b[0] > i, lambda: layers(i, x), lambda: x)),
+        "batch decides which layers",
+    ),
+    "chosen by a parameter": (
+        lambda outer, layers, batch: jnp.mean(layers(jnp.int32(outer["embedding"][0, 0] > 0), embed(outer, batch))),
+        "outer decides",
+    ),
+}
+
+
+@needs_references
+@pytest.mark.parametrize("name", REFUSED)
+def test_a_layer_that_is_not_visited_exactly_once_is_refused_before_anything_changes(name) -> None:
+    wrong, text = REFUSED[name]
+    state = init_train_state(TX, parameters())
+    before = jax.tree.map(jnp.copy, state)
+    with pytest.raises(Refused, match=text):
+        release_layers(wrong, layer, TX)(state, tokens())
+    assert_equal(state, before)
+
+
+@needs_references
+def test_a_layer_can_be_dropped_by_the_data_when_it_is_still_used() -> None:
+    def drop(outer, layers, batch):
+        def body(x, index):
+            return x + (layers(index, x) - x) * (index < batch[0] + 1), None
+
+        return head(outer, jax.lax.scan(body, embed(outer, batch), layers.indices)[0], batch)
+
+    with float64():
+        compare(drop, layer, tokens())
+
+
+@needs_references
+def test_mistakes_are_named() -> None:
+    state, batch = init_train_state(TX, parameters()), tokens()
+    with pytest.raises(InvalidArgument, match="loss_fn=None is not callable"):
+        release_layers(None, layer, TX)
+    with pytest.raises(InvalidArgument, match="fence"):
+        release_layers(loss, layer, TX, fence="wall")
+    with pytest.raises(InvalidArgument, match=r"index of shape \(\) and dtype float32"):
+        release_layers(lambda outer, layers, batch: jnp.mean(layers(0.0, embed(outer, batch))), layer, TX)(state, batch)
+    with pytest.raises(InvalidArgument, match=r"index of shape \(4,\)"):
+        release_layers(lambda o, layers, b: jnp.mean(layers(layers.indices, embed(o, b))), layer, TX)(state, batch)
+    with pytest.raises(InvalidArgument, match="must return a scalar"):
+        release_layers(lambda outer, layers, batch: embed(outer, batch), layer, TX)(state, batch)
+    with pytest.raises(InvalidArgument, match="divide by the weight"):
+        release_layers(lambda *given: (loss(*given), jnp.ones(())), layer, TX)(state, batch)
+    with pytest.raises(InvalidArgument, match="init_train_state"):
+        release_layers(loss, layer, TX)(init_train_state(TX, parameters(), stack=False), batch)
+    clipping = optax.chain(optax.clip_by_global_norm(1.0), TX)
+    with pytest.raises(Refused, match="max_norm="):
+        release_layers(loss, layer, clipping)(init_train_state(clipping, parameters()), batch)
+
+
+def test_a_jax_without_references_is_told(monkeypatch) -> None:
+    monkeypatch.delattr(jax, "new_ref", raising=False)
+    with pytest.raises(MissingDependency, match=r"jax\.new_ref.*make_release_step"):
+        release_layers(loss, layer, TX)

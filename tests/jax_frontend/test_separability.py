@@ -1,0 +1,241 @@
+"""check_separable: what can be applied layer by layer passes, everything else is refused with a remedy."""
+
+from __future__ import annotations
+
+import inspect
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+import pytest
+from jax import lax
+from optax import contrib
+from tests.jax_support import tree
+
+from penstock.core.errors import InvalidArgument, Refused, UnsupportedTensor
+from penstock.jax_frontend import adam, adamw, check_separable, compensated, stable_adamw
+from penstock.jax_frontend.separability import flow
+
+SCHEDULE = optax.linear_schedule(1e-2, 0.0, 10)
+NOISE_KEY = {"key": 0} if "key" in inspect.signature(optax.noisy_sgd).parameters else {}
+
+
+def layer(dtype: str = "float32") -> dict[str, dict[str, jax.Array]]:
+    return {"dense": {"kernel": jnp.zeros((3, 2), dtype), "bias": jnp.zeros(2, dtype)}, "norm": {"scale": jnp.ones(3, dtype)}}
+
+
+MASK = {"dense": {"kernel": True, "bias": False}, "norm": False}
+
+
+def by_dimensions(params):
+    return jax.tree.map(lambda leaf: leaf.ndim > 1, params)
+
+
+def last_names(params):
+    return jax.tree_util.tree_map_with_path(lambda path, _: path[-1].key, params)
+
+
+def first_names(params):
+    return jax.tree_util.tree_map_with_path(lambda path, _: path[0].key, params)
+
+
+SEPARABLE = {
+    "sgd": optax.sgd(1e-2),
+    "momentum": optax.sgd(SCHEDULE, momentum=0.9, nesterov=True),
+    "adam": optax.adam(1e-3),
+    "adamw": optax.adamw(SCHEDULE, mask=by_dimensions),
+    "injected": optax.inject_hyperparams(optax.adamw)(learning_rate=SCHEDULE),
+    "lion": optax.lion(1e-3),
+    "lamb": optax.lamb(1e-3),
+    "lars": optax.lars(1e-3),
+    "adafactor": optax.adafactor(1e-3, min_dim_size_to_factor=2),
+    "rmsprop": optax.rmsprop(1e-3),
+    "adabelief": optax.adabelief(1e-3),
+    "novograd": optax.novograd(1e-3),
+    "yogi": optax.yogi(1e-3),
+    "amsgrad": optax.amsgrad(1e-3),
+    "sm3": optax.sm3(1e-3),
+    "adaptive clip": optax.chain(optax.adaptive_grad_clip(0.1), optax.sgd(1e-2)),
+    "block clip": optax.chain(optax.clip_by_block_rms(1.0), optax.adam(1e-2)),
+    "centralize": optax.chain(optax.centralize(), optax.sgd(1e-2)),
+    "zero_nans": optax.chain(optax.zero_nans(), optax.sgd(1e-2)),
+    "ema": optax.chain(optax.ema(0.9), optax.sgd(1e-2)),
+    "masked": optax.masked(optax.adam(1e-2), MASK),
+    "names": optax.partition({"kernel": optax.adam(1e-2), "bias": optax.sgd(1e-2), "scale": optax.lion(1e-3)}, last_names),
+    "groups": optax.partition({"dense": optax.adam(1e-2), "norm": optax.sgd(1e-2)}, first_names),
+    "schedule_free": contrib.schedule_free_sgd(),
+    "muon": contrib.muon(1e-2),
+    "MultiSteps": optax.MultiSteps(optax.adamw(1e-2), 4),
+    "ours": stable_adamw(SCHEDULE, mask=MASK, max_lr=1e-2),
+    "ours compensated": compensated(adam(1e-3, compensation="none")),
+    "ours in a chain": optax.chain(optax.zero_nans(), stable_adamw(1e-3)),
+    "ours in MultiSteps": optax.MultiSteps(adamw(1e-3), 2),
+    "ours injected": optax.inject_hyperparams(stable_adamw, hyperparam_dtype=jnp.float32)(learning_rate=1e-3, b2=0.9),
+}
+
+ENTANGLED = {
+    "clip_by_global_norm": optax.chain(optax.clip_by_global_norm(1.0), optax.adam(1e-3)),
+    "normalize_by_update_norm": optax.chain(optax.normalize_by_update_norm(), stable_adamw(1e-3)),
+    "apply_if_finite": optax.apply_if_finite(stable_adamw(1e-3), 3),
+    "skip_not_finite": optax.MultiSteps(optax.sgd(1e-2), 2, should_skip_update_fn=optax.skip_not_finite),
+    "prodigy": contrib.prodigy(),
+    "dadapt_adamw": contrib.dadapt_adamw(),
+    "mechanize": contrib.mechanize(optax.sgd(1e-2)),
+    "scale_by_lbfgs": optax.lbfgs(1e-2, linesearch=None),
+    "scale_by_zoom_linesearch": optax.lbfgs(),
+    "scale_by_polyak": optax.polyak_sgd(),
+    "add_noise": optax.noisy_sgd(1e-2, eta=0.1, **NOISE_KEY),
+}
+
+
+@pytest.mark.parametrize("name", SEPARABLE)
+def test_what_works_on_each_array_by_itself_is_separable(name) -> None:
+    check_separable(SEPARABLE[name], layer("bfloat16" if name.startswith("ours") else "float32"))
+
+
+@pytest.mark.parametrize("name", ENTANGLED)
+def test_what_looks_at_all_parameters_is_refused_with_a_remedy(name) -> None:
+    with pytest.raises(Refused, match=rf"^tx cannot be applied layer by layer: .* Remedy: .*{name}: \w+"):
+        check_separable(ENTANGLED[name], layer())
+
+
+def test_the_remedy_for_a_global_norm_is_max_norm() -> None:
+    with pytest.raises(Refused, match="clip_by_global_norm: leave it out and give the training step max_norm="):
+        check_separable(optax.inject_hyperparams(optax.clip_by_global_norm)(max_norm=1e9), layer())
+
+
+def test_noise_is_found_in_low_precision_too() -> None:
+    with pytest.raises(Refused, match="add_noise"):
+        check_separable(ENTANGLED["add_noise"], layer("bfloat16"))
+
+
+def test_any_params_tree_is_looked_at() -> None:
+    check_separable(stable_adamw(1e-2), tree(0))  # an empty, a 0-d and a None leaf
+    check_separable(stable_adamw(1e-2), {})
+    check_separable(optax.adam(1e-2), jnp.ones(3))
+    with pytest.raises(Refused):
+        check_separable(optax.clip_by_global_norm(1.0), jnp.ones(()))
+    with pytest.raises(UnsupportedTensor, match=r"params\['ids'\] has dtype int32"):
+        check_separable(optax.sgd(1e-2), {"ids": jnp.arange(3)})
+
+
+class Largest(NamedTuple):
+    largest: jax.Array
+
+
+def by_the_largest_so_far() -> optax.GradientTransformation:
+    """The first update of each layer knows nothing of the others, the second does."""
+
+    def update(updates, state, params=None):
+        largest = jnp.max(jnp.stack([jnp.max(jnp.abs(leaf)) for leaf in jax.tree.leaves(updates)]))
+        return jax.tree.map(lambda leaf: leaf / state.largest, updates), Largest(largest)
+
+    return optax.GradientTransformation(lambda params: Largest(jnp.ones(())), update)
+
+
+def by_the_first_array_so_far() -> optax.GradientTransformation:
+    """The state knows of one layer only, and hands it to all layers one update later."""
+
+    def update(updates, state, params=None):
+        size = jnp.max(jnp.abs(jax.tree.leaves(updates)[0]))
+        return jax.tree.map(lambda leaf: leaf / state.largest, updates), Largest(size)
+
+    return optax.GradientTransformation(lambda params: Largest(jnp.ones(())), update)
+
+
+def from_the_first_parameters() -> optax.GradientTransformation:
+    """What all layers share was made once, from all of them."""
+
+    def init(params):
+        return Largest(sum(jnp.sum(jnp.abs(leaf)) for leaf in jax.tree.leaves(params)))
+
+    def update(updates, state, params=None):
+        return jax.tree.map(lambda leaf: leaf * state.largest, updates), state
+
+    return optax.GradientTransformation(init, update)
+
+
+def by_the_number_of_arrays() -> optax.GradientTransformation:
+    def update(updates, state, params=None):
+        return jax.tree.map(lambda leaf: leaf / len(jax.tree.leaves(updates)), updates), state
+
+    return optax.GradientTransformation(lambda params: optax.EmptyState(), update)
+
+
+HIDDEN = (by_the_largest_so_far, by_the_first_array_so_far, from_the_first_parameters, by_the_number_of_arrays)
+
+
+@pytest.mark.parametrize("tx", HIDDEN)
+def test_hidden_ways_from_layer_to_layer_are_found(tx) -> None:
+    with pytest.raises(Refused, match="Remedy: leave out what looks at all parameters at once"):
+        check_separable(optax.chain(tx(), optax.sgd(1e-2)), layer())
+
+
+def test_extra_arguments() -> None:
+    tx = optax.chain(optax.sgd(1e-2), contrib.reduce_on_plateau())
+    check_separable(tx, layer(), value=jnp.ones(()))
+    with pytest.raises(Refused, match="its update fails when it is given the gradient, the state and the parameters"):
+        check_separable(tx, layer())
+
+
+def test_a_state_that_changes_its_shape_is_named() -> None:
+    growing = optax.GradientTransformation(lambda params: (), lambda updates, state, params=None: (updates, (*state, 1.0)))
+    with pytest.raises(InvalidArgument, match="state of another structure"):
+        check_separable(growing, layer())
+
+
+def test_a_mask_that_fits_one_layer_only() -> None:
+    def mask(params):
+        return {"dense": {"kernel": params["dense"]["kernel"].ndim > 1, "bias": False}, "norm": {"scale": False}}
+
+    with pytest.raises(Refused, match="give masks and labels as functions of the parameters"):
+        check_separable(optax.masked(optax.sgd(1e-2), mask), layer())
+
+
+def test_large_parameters_cost_nothing() -> None:
+    four_terabytes = {"kernel": jax.ShapeDtypeStruct((2**20, 2**20), jnp.float32)}
+    check_separable(stable_adamw(1e-2), four_terabytes)
+
+
+def test_it_can_be_asked_while_a_step_is_traced() -> None:
+    @jax.jit
+    def step(params):
+        check_separable(optax.adamw(1e-2), params)
+        with pytest.raises(Refused):
+            check_separable(ENTANGLED["add_noise"], params)
+        return params
+
+    step(layer())
+
+
+def marks_of(function, *shapes):
+    jaxpr = jax.make_jaxpr(function)(*[jnp.ones(shape) for shape in shapes]).jaxpr
+    return flow(jaxpr, [1 << index for index in range(len(shapes))])
+
+
+def test_dependencies_are_followed_through_control_flow() -> None:
+    def rotated(a, b, c):
+        return lax.fori_loop(0, 5, lambda _, carry: (carry[1], carry[0], carry[2] + 1), (a, b, c))
+
+    assert marks_of(rotated, (), (), ()) == [0b011, 0b011, 0b100]
+
+    def scanned(a, b, xs):
+        return lax.scan(lambda carry, x: ((carry[0] + x, carry[1]), carry[1] * 2), (a, b), xs)
+
+    assert marks_of(scanned, (), (), (4,)) == [0b101, 0b010, 0b010]
+
+    def chosen(which, a, b):
+        return lax.cond(which > 0, lambda: (a, b), lambda: (a * 2, b + 1))
+
+    assert marks_of(chosen, (), (), ()) == [0b011, 0b101]
+
+    def repeated(limit, a, b):
+        return lax.while_loop(lambda carry: carry[0] < limit, lambda carry: (carry[0] + 1, carry[1] * 2), (a, b))
+
+    assert marks_of(repeated, (), (), ()) == [0b011, 0b111]
+
+    def called(a, b):
+        return jax.jit(lambda x, y: (jax.nn.relu(x), jax.checkpoint(jnp.sin)(y)))(a, b)
+
+    assert marks_of(called, (), ()) == [0b01, 0b10]

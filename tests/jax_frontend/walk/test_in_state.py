@@ -1,0 +1,91 @@
+"""accumulation="state": every micro-batch straight into the moments, as the float64 reference does it."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from tests.jax_support import TRANSFORMS, assert_equal, float64
+from tests.walk_support import LAYERS, MASKED, STACK, TX, batch, parameters
+
+from penstock.core.errors import Refused
+from penstock.core.reference import Gradient, Reference, Settings
+from penstock.core.rules import RULES
+from penstock.jax_frontend import init_train_state, make_release_step, scale_by_stable_adam, stable_adamw
+
+
+def named(tree, i=None):
+    """The arrays of the outer parameters or of one layer, by name."""
+    return {f"{i}/{name}": leaf if i is None else leaf[i] for name, leaf in tree.items()}
+
+
+def flat(params):
+    layers = [named(params["layers"], i) for i in range(LAYERS)]
+    return {name: np.asarray(leaf) for tree in (named(params["outer"]), *layers) for name, leaf in tree.items()}
+
+
+@pytest.mark.parametrize(("rule", "microbatches"), [("stable_adamw", 4), ("adamw", 2), ("adam", 4)])
+def test_equals_the_reference(rule, microbatches) -> None:
+    with float64():
+        tx, params, data = TRANSFORMS[rule](1e-2, weight_decay=0.1), parameters("float64"), batch()
+        step = make_release_step(STACK, tx, microbatches=microbatches, accumulation="state")
+        state, value_and_grad = init_train_state(tx, params), jax.jit(jax.value_and_grad(STACK))
+        row = RULES[rule]
+        settings = Settings(rule, 1e-2, row.betas, row.eps, 0.1, accumulation="state")
+        reference = Reference(settings, flat(params))
+        for _ in range(2):
+            losses = []
+            for j in range(microbatches):
+                chunk = jax.tree.map(lambda leaf, j=j: leaf[j::microbatches], data)
+                loss, grads = value_and_grad(params, chunk)
+                losses.append(float(loss))
+                for name, g in flat(grads).items():
+                    reference.run(Gradient(name, g / microbatches, last=j == microbatches - 1))
+            state, metrics = step(state, data)
+            params = jax.tree.map(jnp.copy, state.params)
+            np.testing.assert_allclose(metrics["loss"], np.mean(losses), rtol=1e-12)
+            for name, value in flat(params).items():
+                np.testing.assert_allclose(value, reference.tensors[name].parameter, rtol=1e-12, atol=1e-12)
+        np.testing.assert_array_equal(state.opt_state.layers.count, np.full(LAYERS, 2))
+        assert set(metrics) == {"loss", "skipped"}
+
+
+def test_one_micro_batch_is_exact() -> None:
+    tx, data = TX, batch()
+    inside, _ = make_release_step(STACK, tx, accumulation="state")(init_train_state(tx, parameters()), data)
+    exact, _ = make_release_step(STACK, tx)(init_train_state(tx, parameters()), data)
+    assert_equal(inside, exact)
+
+
+def test_low_precision_keeps_its_dtypes_and_its_memory() -> None:
+    tx, data, params = TX, batch(), parameters("bfloat16")
+    step, state = make_release_step(STACK, tx, microbatches=4, accumulation="state"), init_train_state(tx, params)
+    dtypes = jax.tree.map(lambda leaf: (leaf.dtype, leaf.shape), state)
+    for _ in range(2):
+        given = jax.tree.leaves(state)
+        state, _ = step(state, data)
+        assert all(leaf.is_deleted() for leaf in given)
+    assert jax.tree.map(lambda leaf: (leaf.dtype, leaf.shape), state) == dtypes
+    assert any(np.any(np.asarray(leaf)) for leaf in jax.tree.leaves(state.opt_state.layers.compensation))
+
+
+def test_what_cannot_be_accumulated_is_refused() -> None:
+    tx, data = TX, batch()
+    foreign = {
+        "chain": optax.chain(optax.zero_nans(), tx),
+        "optax": optax.adamw(1e-2),
+        "injected": optax.inject_hyperparams(stable_adamw)(1e-2),
+        "direction": scale_by_stable_adam(),
+    }
+    for other in foreign.values():
+        with pytest.raises(Refused, match=r"only possible for stable_adamw, adamw and adam.*leave accumulation out"):
+            make_release_step(STACK, other, microbatches=2, accumulation="state")
+    with pytest.raises(Refused, match=r"norm of the whole gradient.*leave accumulation out"):
+        make_release_step(STACK, tx, microbatches=2, accumulation="state", max_norm=1.0)
+    with pytest.raises(Refused, match=r"weight of the whole batch.*return the mean"):
+        make_release_step(MASKED, tx, microbatches=2, accumulation="state")(init_train_state(tx, parameters()), data)
+    state = init_train_state(tx, parameters(), loss_scale=8.0)
+    with pytest.raises(Refused, match="overflow of a later one"):
+        make_release_step(STACK, tx, microbatches=2, accumulation="state")(state, data)

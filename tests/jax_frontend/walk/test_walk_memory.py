@@ -1,0 +1,81 @@
+"""What the walk costs: the state is updated in place, one layer's gradient is alive, the program does not grow with depth."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import jax
+import pytest
+from tests.walk_support import STACK, batch, parameters
+
+from penstock.jax_frontend import adamw, init_train_state, make_release_step, stable_adamw
+
+WIDTH = 64
+OPTIONS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "micro-batches": {"microbatches": 2},
+    "clip": {"max_norm": 1.0},
+    "in state": {"microbatches": 3, "accumulation": "state"},
+}
+
+
+def compiled(tx: Any, layers: int, options: dict[str, Any], dtype: str = "float32") -> tuple[Any, Any]:
+    state = init_train_state(tx, parameters(dtype, layers, WIDTH))
+    data = batch(options.get("microbatches", 1))
+    return make_release_step(STACK, tx, fence="conditional", **options).lower(state, data).compile(), state
+
+
+@pytest.mark.parametrize("options", OPTIONS)
+@pytest.mark.parametrize("tx", [adamw(1e-3), stable_adamw(1e-3)], ids=["adamw", "stable_adamw"])
+def test_the_state_is_updated_in_place(tx, options) -> None:
+    """Temporaries: the slices of parameters, moments and gradient of one layer (4), and what the update computes of it: for
+    StableAdamW a square, with micro-batches and clipping the gradient once more as it is summed and scaled."""
+    layers = 32
+    program, state = compiled(tx, layers, OPTIONS[options])
+    analysis = program.memory_analysis()
+    assert analysis.alias_size_in_bytes == sum(leaf.nbytes for leaf in jax.tree.leaves(state))
+    size = sum(leaf.nbytes for leaf in jax.tree.leaves(state.params["layers"]))
+    peak = analysis.argument_size_in_bytes + analysis.temp_size_in_bytes + analysis.output_size_in_bytes
+    everything = sum(leaf.nbytes for leaf in jax.tree.leaves(state))
+    boundaries = layers * batch(OPTIONS[options].get("microbatches", 1))["tokens"][:, 1:].size * WIDTH * 4
+    beyond = peak - analysis.alias_size_in_bytes - everything - boundaries
+    assert beyond <= (4 + 3) * size / layers
+    assert not re.findall(rf"= f32\[{layers},{WIDTH},{WIDTH}\]\S* copy\(", program.as_text())
+
+
+def test_no_whole_stack_is_copied_in_low_precision() -> None:
+    layers = 32
+    program, state = compiled(stable_adamw(1e-3), layers, {}, "bfloat16")
+    assert program.memory_analysis().alias_size_in_bytes == sum(leaf.nbytes for leaf in jax.tree.leaves(state))
+    assert not re.findall(rf"= \w+\[{layers},{WIDTH},{WIDTH}\]\S* copy\(", program.as_text())
+
+
+def test_saved_residuals_do_not_hold_the_parameters() -> None:
+    """Neither as they are nor transposed or cast: what depends on parameters alone is computed again."""
+    layers, size = 32, WIDTH * WIDTH * 4
+    program, _ = compiled(adamw(1e-3), layers, {"save_residuals": True})
+    rows = batch(1)["tokens"][:, 1:].size
+    residuals = layers * 6 * rows * WIDTH * 4  # a handful of activations of each layer
+    assert program.memory_analysis().temp_size_in_bytes <= residuals + 2 * 7 * size
+
+
+@pytest.mark.parametrize("options", OPTIONS)
+def test_the_program_does_not_grow_with_the_number_of_layers(options) -> None:
+    tx = stable_adamw(1e-3)
+
+    def operations(layers: int) -> int:
+        state = init_train_state(tx, parameters(layers=layers))
+        lowered = make_release_step(STACK, tx, **OPTIONS[options]).lower(state, batch(12))
+        return len(lowered.as_text().splitlines())
+
+    assert operations(8) == operations(64)
+
+
+@pytest.mark.parametrize(("fence", "operation"), [("barrier", "optimization_barrier"), ("conditional", "stablehlo.case")])
+def test_both_fences_lower_for_every_platform(fence, operation) -> None:
+    tx = stable_adamw(1e-3)
+    state, step = init_train_state(tx, parameters()), make_release_step(STACK, tx, fence=fence)
+    for platform in ("cpu", "cuda", "tpu"):
+        text = step.trace(state, batch()).lower(lowering_platforms=(platform,)).as_text()
+        assert operation in text
