@@ -40,7 +40,7 @@ class Measurement:
         if self._judge:
             self._finite[parameter] = is_finite(gradient, norm)
         nbytes = gradient.untyped_storage().nbytes()
-        if nbytes > self._budget:
+        if not 0 < nbytes <= self._budget:
             return False
         self._budget -= nbytes
         self.kept[parameter] = None

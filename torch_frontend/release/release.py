@@ -20,13 +20,13 @@ from ..communication import Communication
 from ..communication.shards import is_sharded
 from ..groups import check_gradient
 from ..optimizers import ReleasableOptimizer, all_finite, finite
-from .backward_pass import at_end_of_pass, current_pass, is_nested, pass_number
+from .arrivals import Arrivals
+from .backward_pass import at_end_of_pass, is_nested, pass_number
 from .conditioning import Conditioning, Scaler
 from .guard import guarded
 from .hooks import Hooks, weakly
 from .lifecycle import Lifecycle
 from .measurement import Measurement
-from .reentrant import StillToCome
 from .settings import Settings
 from .two_passes import two_passes
 
@@ -73,11 +73,9 @@ class Release:
         )
         self._lock = threading.RLock()  # autograd runs the hooks of several devices in several threads
         self._paused = 0
-        self._pass: int | None = None  # the backward pass that updated parameters in this step
         self._watched: int | None = None  # the pass whose end is waited for
-        self._still_to_come = StillToCome()
         self._is_last = True  # of the micro-batch whose gradients are under way
-        self._sent: set[Tensor] = set()  # handed to communication, and not delivered yet
+        self._arrivals = Arrivals(one_pass=strict and policy is Policy.RELEASE, describe=self.hooks.describe)
         self._measurement: Measurement | None = None  # while a measuring pass runs
         optimizer.release = self
         self.attach()
@@ -207,13 +205,11 @@ class Release:
             check_gradient(parameter, gradient)
             if not measuring:
                 self._require_guard(parameter)
-                self._require_same_pass(parameter)
+                self._arrivals.check_pass(parameter)
             self._lifecycle.decide(parameter, GradientReady(self._is_last))  # refuses before anything is sent or changed
-            self._require_whole(parameter)
-            self._require_not_sent(parameter)
+            self._arrivals.send(parameter, seen=self._measurement is not None and parameter in self._measurement)
             end_is_noticed = self._watch_pass()
             self._lifecycle.arrive(parameter, gradient)
-            self._sent.add(parameter)
             self._communication.gradient_ready(parameter)
             if not end_is_noticed:
                 self._conditioning.publish()
@@ -228,7 +224,7 @@ class Release:
     def deliver(self, parameters: Sequence[Tensor]) -> None:
         """Communication hands over averaged gradients in `.grad`: measure them, or use them; then free them."""
         with self._lock:
-            self._sent.difference_update(parameters)
+            self._arrivals.delivered(parameters)
             if self._measurement is None and self._keeps:  # averaged in a backward that only adds up
                 return
             gradients = {parameter: parameter.grad for parameter in parameters if parameter.grad is not None}
@@ -335,38 +331,6 @@ class Release:
                 "micro-batch; use torch.utils.checkpoint.checkpoint(..., use_reentrant=False)."
             )
 
-    def _require_same_pass(self, parameter: Tensor) -> None:
-        """Refuse a second backward at its first gradient, even where that is of a parameter which was not updated yet."""
-        if not self._lifecycle.strict or self._lifecycle.policy is not Policy.RELEASE:
-            return
-        now = current_pass()
-        if now is None:
-            return
-        if self._pass is not None and now != self._pass:
-            raise Refused(
-                f"{self.hooks.describe(parameter)}: a second backward() before optimizer.step(), after the first has updated "
-                "parameters. Call optimizer.step() after each backward; or add the losses up and call backward() once; or "
-                "declare the micro-batches with accumulation='hold' or 'state'."
-            )
-        self._pass = now
-
-    def _require_whole(self, parameter: Tensor) -> None:
-        """Refuse a part of a gradient, before it is used as if it were the whole."""
-        measured_before = self._measurement is not None and parameter in self._measurement
-        if measured_before or parameter in self._still_to_come:
-            raise Refused(
-                f"{self.hooks.describe(parameter)}: its gradient comes in several parts in one backward (reentrant "
-                "checkpointing of a layer that is used several times), and each would be used as if it were the whole. Use "
-                "torch.utils.checkpoint.checkpoint(..., use_reentrant=False), or accumulation='hold'."
-            )
-
-    def _require_not_sent(self, parameter: Tensor) -> None:
-        if parameter in self._sent:
-            raise Refused(
-                f"{self.hooks.describe(parameter)}: a second gradient of it arrived while the first was being averaged. Call "
-                "optimizer.step() after each backward; or declare the micro-batches with accumulation='hold' or 'state'."
-            )
-
     # -- boundaries -----------------------------------------------------------------------------------------------------
 
     @torch.no_grad()
@@ -419,9 +383,8 @@ class Release:
     def _close(self) -> None:
         self._lifecycle.close()
         self._settings.forget()
-        self._pass = self._watched = None
-        self._sent.clear()
-        self._still_to_come.forget()
+        self._watched = None
+        self._arrivals.close()
         self._communication.end_step()
         self._averaged = False
         self._conditioning.close()
@@ -447,7 +410,7 @@ class Release:
             self._communication.flush(always=True)
         finally:
             self._measurement = None
-            self._sent.clear()
+            self._arrivals.end_pass()
 
     @contextlib.contextmanager
     def updating(self, measured: Measurement) -> Iterator[bool]:
