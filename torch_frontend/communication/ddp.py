@@ -85,8 +85,8 @@ class DDPCommunication(LocalCommunication):
         """
         if self._local.intersection(parameters):
             raise Refused(
-                "optimizer.step(), and gradients were never averaged: the last backward ran inside no_sync(), or its forward did "
-                "not go through DistributedDataParallel. Run the last micro-batch's forward through it, outside no_sync()."
+                "optimizer.step(), and gradients were never averaged: the last backward ran inside no_sync(), or its forward "
+                "did not go through DistributedDataParallel. Run the last micro-batch's through it, outside no_sync()."
             )
 
     def end_step(self) -> None:
@@ -129,7 +129,7 @@ class _BucketHook:
     def __init__(self, group: Any) -> None:
         self.group = group
         self.engine: weakref.ref[DDPCommunication] | None = None
-        self.in_flight: list[tuple[dist.GradBucket, Any, tuple[Tensor, Any] | None]] = []
+        self.in_flight: list[tuple[Any, Any, tuple[Tensor, Any] | None]] = []
 
     def land(self, engine: DDPCommunication) -> None:
         """Wait for the oldest bucket, and hand it over."""
@@ -143,7 +143,7 @@ class _BucketHook:
         engine.averaged(parameters, bucket.gradients(), used)
 
 
-def _average_bucket(state: _BucketHook, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
+def _average_bucket(state: _BucketHook, bucket: Any) -> torch.futures.Future[Tensor]:
     """The communication hook: averages this bucket, and hands over the one before while it is under way."""
     with torch.no_grad():
         buffer = bucket.buffer()
@@ -160,7 +160,10 @@ def _average_bucket(state: _BucketHook, bucket: dist.GradBucket) -> torch.future
 
 
 # torch compares the annotations with these objects, not with their names.
-_average_bucket.__annotations__ = {"bucket": dist.GradBucket, "return": torch.futures.Future[Tensor]}
+_average_bucket.__annotations__ = {
+    "bucket": dist.GradBucket,  # type: ignore[attr-defined]
+    "return": torch.futures.Future[Tensor],
+}
 
 
 def _value(future: Any) -> Tensor:

@@ -146,14 +146,14 @@ def check_alike(model: nn.Module, parameters: Sequence[Tensor], group: Any) -> N
         group: of the ranks.
     """
     named = dict(model.named_parameters())
-    names = {parameter: name for name, parameter in named.items()}
+    names: dict[Tensor, str] = {parameter: name for name, parameter in named.items()}
     here = [[(name, tuple(p.shape), str(p.dtype)) for name, p in named.items()], [names.get(p) for p in parameters]]
     there: list[Any] = [None] * dist.get_world_size(group)
     dist.all_gather_object(there, here, group=group)
     if any(other != there[0] for other in there):
         raise Refused(
-            "the ranks do not train the same parameters (their names, shapes, dtypes or order differ). Construct the same model "
-            "and the same optimizer on every rank, and release them on every rank."
+            "the ranks do not train the same parameters (their names, shapes, dtypes or order differ). Construct the same "
+            "model and the same optimizer on every rank, and release them on every rank."
         )
     device = next(iter(named.values())).device
     sums = torch.stack([_checksum(parameter).to(device) for parameter in named.values()])

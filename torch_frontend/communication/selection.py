@@ -32,9 +32,10 @@ def communication_name(model: nn.Module, process_group: Any = None) -> str:
     own = "ddp" if isinstance(model, DistributedDataParallel) else None
     own = "fsdp2" if any(is_sharded(parameter) for parameter in model.parameters()) else own
     if own is not None and process_group is not None:
+        its = "DistributedDataParallel" if own == "ddp" else "mesh"
         raise InvalidArgument(
-            f"process_group is for a plain module; this one averages over the processes of its {'DDP' if own == 'ddp' else 'mesh'}"
-            " already. Leave process_group out."
+            f"process_group is for a plain module; this one averages over the processes of its {its} already. Leave "
+            "process_group out."
         )
     if own is not None:
         return own
@@ -63,7 +64,7 @@ def select_communication(model: nn.Module, parameters: Sequence[Tensor], process
             differ between ranks.
     """
     name = communication_name(model, process_group)
-    names = {parameter: name for name, parameter in model.named_parameters()}
+    names: dict[Tensor, str] = {parameter: name for name, parameter in model.named_parameters()}
     outside = [parameter for parameter in parameters if parameter not in names]
     if outside and name != "local":
         raise Refused(
@@ -88,8 +89,8 @@ def select_communication(model: nn.Module, parameters: Sequence[Tensor], process
         plain = [parameter for parameter in parameters if not is_sharded(parameter)]
         if plain:
             raise Refused(
-                f"parameter {names[plain[0]]!r} is not sharded while others are: nothing averages its gradient. Call fully_shard "
-                "on a module around it, or freeze it."
+                f"parameter {names[plain[0]]!r} is not sharded while others are: nothing averages its gradient. Call "
+                "fully_shard on a module around it, or freeze it."
             )
         return FSDP2Communication(model)
     return LocalCommunication()
@@ -99,11 +100,11 @@ def _require_averaged_by_ddp(model: DistributedDataParallel, names: set[str]) ->
     ignored = names & set(model.parameters_to_ignore)
     if ignored:
         raise Refused(
-            f"parameter {min(ignored)!r} is ignored by this DistributedDataParallel: nothing averages its gradient. Take it out of "
-            "the parameters to ignore, or freeze it."
+            f"parameter {min(ignored)!r} is ignored by this DistributedDataParallel: nothing averages its gradient. Take it "
+            "out of the parameters to ignore, or freeze it."
         )
     if model.mixed_precision is not None:
         raise Refused(
-            "DistributedDataParallel(mixed_precision=...) computes gradients of copies of the parameters; use torch.autocast, or "
-            "fully_shard with a MixedPrecisionPolicy."
+            "DistributedDataParallel(mixed_precision=...) computes gradients of copies of the parameters; use "
+            "torch.autocast, or fully_shard with a MixedPrecisionPolicy."
         )

@@ -42,7 +42,9 @@ class Ranks:
             while len(answers) < self._world:
                 ready = wait([pipe for rank, pipe in enumerate(self._pipes) if rank not in answers], CALL_TIMEOUT)
                 if not ready:
-                    raise RankError(f"{function.__name__}: ranks {sorted(set(range(self._world)) - set(answers))} never returned")
+                    raise RankError(
+                        f"{function.__name__}: ranks {sorted(set(range(self._world)) - set(answers))} never returned"
+                    )
                 for pipe in ready:
                     rank = self._pipes.index(pipe)  # type: ignore[arg-type]
                     answers[rank] = pipe.recv()  # type: ignore[union-attr]

@@ -12,7 +12,6 @@ from tests.torch_frontend.distributed.engines import ENGINES, LR, THREE
 from tests.torch_frontend.distributed.models import (
     Net,
     assert_bitwise,
-    assert_close,
     data,
     ddp,
     parameters_of,

@@ -111,7 +111,7 @@ def two_passes_on_ddp() -> None:
     model = ddp(Net())
     optimizer = AdamW(model.parameters(), **LR)
     for options in ({"max_norm": 1.0}, {"scaler": torch.amp.GradScaler("cpu")}):
-        with pytest.raises(Refused, match="DistributedDataParallel is not averaged.*plain module"):
+        with pytest.raises(Refused, match=r"DistributedDataParallel is not averaged.*plain module"):
             release_gradients(model, optimizer, **options)
     assert optimizer.release is None
 

@@ -51,7 +51,12 @@ def refused(model: nn.Module, kind: type[Exception], match: str, parameters=None
 
 
 def refusals() -> None:
-    refused(ddp(Net()), InvalidArgument, "averages over the processes of its DDP already", process_group=dist.group.WORLD)
+    refused(
+        ddp(Net()),
+        InvalidArgument,
+        "averages over the processes of its DistributedDataParallel already",
+        process_group=dist.group.WORLD,
+    )
     refused(sharded(Net()), InvalidArgument, "averages over the processes of its mesh already", process_group=dist.group.WORLD)
     other = [dist.new_group([rank]) for rank in range(dist.get_world_size())][1 - dist.get_rank()]
     refused(Net(), InvalidArgument, "does not contain this process", process_group=other)

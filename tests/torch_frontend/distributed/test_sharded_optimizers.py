@@ -4,8 +4,18 @@ from __future__ import annotations
 
 import pytest
 import torch
-from tests.torch_frontend.distributed.models import Net, assert_bitwise, assert_close, assert_ranks_equal, data, ddp
-from tests.torch_frontend.distributed.models import parameters_of, sharded, train, whole
+from tests.torch_frontend.distributed.models import (
+    Net,
+    assert_bitwise,
+    assert_close,
+    assert_ranks_equal,
+    data,
+    ddp,
+    parameters_of,
+    sharded,
+    train,
+    whole,
+)
 from tests.torch_frontend.distributed.processes import Ranks
 
 from penstock.torch_frontend import Adam, AdamW, StableAdamW
@@ -92,7 +102,7 @@ def skips_on_every_rank() -> None:
     optimizer = AdamW(model.parameters(), lr=1e-2, on_nonfinite="skip")
     before = parameters_of(model)
     (model(data(0)) ** 2).mean().backward()
-    last = list(model.parameters())[0].grad
+    last = next(iter(model.parameters())).grad
     if torch.distributed.get_rank() == 1:
         last.to_local()[0] = float("inf")
     optimizer.step()
