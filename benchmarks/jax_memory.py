@@ -13,8 +13,10 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from jax import lax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from benchmarks.jax_decoder import Decoder
 from penstock.jax_frontend import (
@@ -83,12 +85,20 @@ def accumulated(loss: Callable[..., Any], tx: optax.GradientTransformation) -> S
     return jax.jit(step, donate_argnums=0)
 
 
-def clipping(tx: optax.GradientTransformation) -> optax.GradientTransformation:
-    """tx after a clip by the global norm, the state as without."""
-    clip = optax.clip_by_global_norm(1.0)
-    return optax.GradientTransformation(
-        tx.init, lambda grads, state, params: tx.update(clip.update(grads, clip.init(params))[0], state, params)
-    )
+def clipping(tx: optax.GradientTransformation, clip: Callable[[Any], Any]) -> optax.GradientTransformation:
+    """tx on clipped gradients, the state as without."""
+    return optax.GradientTransformation(tx.init, lambda grads, state, params: tx.update(clip(grads), state, params))
+
+
+def by_optax(grads: Any) -> Any:
+    """optax.clip_by_global_norm."""
+    return optax.clip_by_global_norm(1.0).update(grads, optax.EmptyState())[0]
+
+
+def by_hand(grads: Any) -> Any:
+    """The formula, as most loops have it."""
+    norm = jnp.sqrt(sum(jnp.sum(leaf * leaf) for leaf in jax.tree.leaves(grads)))
+    return jax.tree.map(lambda leaf: leaf * jnp.minimum(1.0, 1.0 / norm), grads)
 
 
 def own_loop(tx: optax.GradientTransformation, model: Decoder) -> Step:
@@ -109,7 +119,10 @@ METHODS = (
     Method("scan, optax.MultiSteps", lambda tx, model: plain(model.stack, tx), every=MICROBATCHES),
     Method("scan, gradients accumulated in a loop", lambda tx, model: accumulated(model.stack, tx), rows=MICROBATCHES),
     Method("unrolled, not donated", lambda tx, model: plain(model.unrolled, tx, donated=False), stacked=False),
-    Method("unrolled, optax.clip_by_global_norm", lambda tx, model: plain(model.unrolled, clipping(tx)), stacked=False),
+    Method(
+        "unrolled, optax.clip_by_global_norm", lambda tx, model: plain(model.unrolled, clipping(tx, by_optax)), stacked=False
+    ),
+    Method("unrolled, clipped by hand", lambda tx, model: plain(model.unrolled, clipping(tx, by_hand)), stacked=False),
     Method("make_train_step, unrolled", lambda tx, model: make_train_step(model.unrolled, tx), stacked=False),
     Method(
         "make_train_step, unrolled, max_norm",
@@ -123,9 +136,7 @@ METHODS = (
         rows=MICROBATCHES,
         layered=True,
     ),
-    Method(
-        "make_release_step, max_norm", lambda tx, model: make_release_step(model.stack, tx, max_norm=1.0), layered=True
-    ),
+    Method("make_release_step, max_norm", lambda tx, model: make_release_step(model.stack, tx, max_norm=1.0), layered=True),
     Method(
         "make_release_step, 4 micro-batches into the moments",
         lambda tx, model: make_release_step(model.stack, tx, microbatches=MICROBATCHES, accumulation="state"),
@@ -133,7 +144,11 @@ METHODS = (
         layered=True,
         own=True,
     ),
-    Method("make_release_step, saved residuals", lambda tx, model: make_release_step(model.stack, tx, save_residuals=True), layered=True),
+    Method(
+        "make_release_step, saved residuals",
+        lambda tx, model: make_release_step(model.stack, tx, save_residuals=True),
+        layered=True,
+    ),
     Method("release_layers", own_loop, layered=True),
 )
 
@@ -155,14 +170,49 @@ def peak(lowered: jax.stages.Lowered) -> dict[str, int]:
     return parts | {"peak": parts["arguments"] + parts["temporaries"] + parts["outputs"] - parts["aliased"]}
 
 
+@dataclasses.dataclass(frozen=True)
+class ShardedDecoder(Decoder):
+    """A decoder whose activations keep their rows on their devices, so that weights are gathered layer by layer (FSDP)."""
+
+    def embed(self, outer: Any, batch: Any) -> Any:
+        """See `Decoder`."""
+        return lax.with_sharding_constraint(super().embed(outer, batch), over_devices(0))
+
+    def layer(self, params: Any, x: Any) -> Any:
+        """See `Decoder`."""
+        return lax.with_sharding_constraint(super().layer(params, x), over_devices(0))
+
+
+def over_devices(axis: int) -> NamedSharding:
+    """One axis of an array over all devices."""
+    return NamedSharding(Mesh(np.array(jax.devices()), ("data",)), PartitionSpec(*[None] * axis, "data"))
+
+
+def spread(tree: Any, stacked: bool) -> Any:
+    """Abstract arrays, each with its largest axis but the layer axis over all devices."""
+
+    def one(path: Any, leaf: Any) -> Any:
+        first = int(stacked and "layers" in jax.tree_util.keystr(path))
+        axis = max(range(first, leaf.ndim), key=lambda axis: leaf.shape[axis], default=None)
+        if axis is None or leaf.shape[axis] % jax.device_count():
+            return leaf
+        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=over_devices(axis))
+
+    return jax.tree_util.tree_map_with_path(one, tree)
+
+
 def measure(method: Method, optimizer: str, model: Decoder) -> dict[str, float]:
-    """Peak bytes of one step in units of the parameters' bytes, and its parts in bytes."""
+    """Peak bytes of one step on one device, in units of the bytes of its share of the parameters, and its parts in bytes."""
     tx: Any = OPTIMIZERS[optimizer]
     if method.every > 1:
         tx = optax.MultiSteps(tx, method.every).gradient_transformation()
     key = jax.random.key(0)
     params = jax.eval_shape(lambda: model.params(key, stacked=method.stacked))
     state = jax.eval_shape(lambda params: init_train_state(tx, params, None if method.layered else False), params)
-    batch = jax.eval_shape(lambda: model.batch(key, method.rows))
+    devices = jax.device_count()
+    batch = jax.eval_shape(lambda: model.batch(key, method.rows * devices))
+    if devices > 1:
+        state = spread(state, method.stacked)
+        batch = jax.ShapeDtypeStruct(batch.shape, batch.dtype, sharding=over_devices(0))
     parts = peak(method.make(tx, model).lower(state, batch))
-    return {"peak_over_parameters": parts["peak"] / bytes_of(params), **parts}
+    return {"peak_over_parameters": parts["peak"] / (bytes_of(params) / devices), **parts}

@@ -1,15 +1,17 @@
 """Peak memory of a training step, in units of the bytes of the parameters, for penstock's steps and the usual ones.
 
-    python -m benchmarks.peak_memory --framework jax [--layers 16] [--width 512] [--method PATTERN] [--output FILE]
+    python -m benchmarks.peak_memory --framework jax [--layers 16] [--width 512] [--devices 1] [--method PATTERN]
 
-Without --output the result goes to benchmarks/results/peak_memory_jax.json when nothing was left out. The parameters and
-Adam's two moments are the floor, 3.00.
+Without --output the result goes to benchmarks/results/peak_memory_jax.json when nothing was left out or changed. The
+parameters and Adam's two moments are the floor, 3.00. With several (virtual) devices, parameters, moments and the batch are
+spread over all of them as in FSDP, and the figures are those of one device and its share of the parameters.
 """
 
 from __future__ import annotations
 
 import argparse
 import fnmatch
+import os
 from pathlib import Path
 from typing import Any
 
@@ -41,13 +43,17 @@ def main() -> None:
     parser.add_argument("--framework", choices=["jax"], default="jax")
     parser.add_argument("--layers", type=int, default=16)
     parser.add_argument("--width", type=int, default=512)
+    parser.add_argument("--devices", type=int, default=1)
     parser.add_argument("--method", default="*", metavar="PATTERN", help="only methods whose names match, as 'scan*'")
     parser.add_argument("--output", type=Path)
     arguments = parser.parse_args()
 
+    if arguments.devices > 1:  # before JAX is imported
+        os.environ["XLA_FLAGS"] = f"--xla_force_host_platform_device_count={arguments.devices}"
     from benchmarks.jax_decoder import Decoder
+    from benchmarks.jax_memory import ShardedDecoder
 
-    model = Decoder(layers=arguments.layers, width=arguments.width)
+    model = (ShardedDecoder if arguments.devices > 1 else Decoder)(layers=arguments.layers, width=arguments.width)
     figures = measure_jax(model, arguments.method)
     optimizers = list(dict.fromkeys(name for by_optimizer in figures.values() for name in by_optimizer))
     table = Table("step", *optimizers, title=f"peak bytes / parameter bytes, {model.layers} layers of width {model.width}")
@@ -56,10 +62,10 @@ def main() -> None:
         table.add_row(name, *("-" if cell is None else f"{cell['peak_over_parameters']:.2f}" for cell in cells))
     Console().print(table)
     output = arguments.output
-    if output is None and arguments.method == "*" and model == Decoder():
+    if output is None and arguments.method == "*" and model == Decoder():  # equal only to its own class
         output = RESULTS / f"peak_memory_{arguments.framework}.json"
     if output is not None:
-        write_result(output, {"settings": vars(model), "figures": figures})
+        write_result(output, {"settings": {**vars(model), "devices": arguments.devices}, "figures": figures})
 
 
 if __name__ == "__main__":

@@ -106,11 +106,9 @@ def test_gradient_accumulation(shipped, row, dtype) -> None:
     shipped("contrib._common_test", "test_gradient_accumulation")(**TABLE[row], dtype=dtype)
 
 
-@ROWS
+@pytest.mark.parametrize("row", ALONE)  # it takes no wrappers
 @pytest.mark.parametrize("dtype", [jnp.float16, jnp.bfloat16, jnp.float32, jnp.float64])
 def test_state_shape_dtype_shard_stability(shipped, row, dtype) -> None:
-    if row == "compensated":
-        pytest.skip("Optax's test takes no wrappers")
     shipped("contrib._common_test", "test_state_shape_dtype_shard_stability")(**TABLE[row], dtype=dtype)
 
 

@@ -8,6 +8,7 @@ import numpy as np
 import optax
 import pytest
 from tests.jax_support import TRANSFORMS, assert_close, assert_equal, float64
+from tests.sharding_support import LAYOUTS, rows, spread, three_steps
 
 from penstock.core.errors import InvalidArgument, MissingDependency, Refused
 from penstock.jax_frontend import LayerStack, init_train_state, make_release_step, release_layers, stable_adamw
@@ -182,6 +183,19 @@ def test_one_layers_gradient_is_alive() -> None:
     # Parameters and two moments are 3; a layer's parameters, moments and gradient are 4/16.
     assert peaks[0] < 3.5
     assert peaks[0] < peaks[1] + 0.02
+
+
+@needs_references
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_it_is_the_same_on_many_devices(layout) -> None:
+    with float64():
+        params, step = parameters("float64", width=16), release_layers(loss, layer, TX)
+        data = jnp.asarray(np.random.default_rng(1).integers(0, 5, 16), jnp.int32)
+        state, _ = three_steps(step, init_train_state(TX, spread(params, layout)), rows(data))
+        alone = init_train_state(TX, params)
+        for _ in range(3):
+            alone, _ = step(alone, data)
+        assert_close(state, alone, rtol=1e-12, atol=1e-12)
 
 
 def scanned(body, batch_to_indices=None):

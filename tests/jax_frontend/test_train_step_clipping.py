@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from benchmarks.jax_decoder import Decoder
 from tests.jax_support import assert_close, float64
+from tests.sharding_support import LAYOUTS, rows, spread, three_steps
 
 from penstock.core.errors import InvalidArgument
 from penstock.jax_frontend import TrainState, init_train_state, make_train_step, stable_adamw
@@ -91,6 +92,19 @@ def test_one_pass_and_two_are_equal_in_float64(given, max_norm) -> None:
                 state, metrics = step(state, batch)
             results.append((state, metrics["loss"], metrics["grad_norm"]))
         assert_close(*results, rtol=1e-12, atol=1e-15)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_two_passes_are_the_same_on_many_devices(layout) -> None:
+    generator = np.random.default_rng(0)
+    with float64():
+        params = [jnp.asarray(generator.normal(size=(16, 16)) / 4) for _ in range(3)]
+        batch, step = jnp.asarray(generator.normal(size=(16, 16))), make_train_step(loss, TX, max_norm=1e-3)
+        state, _ = three_steps(step, init_train_state(TX, spread(params, layout)), rows(batch))
+        alone = init_train_state(TX, params)
+        for _ in range(3):
+            alone, _ = step(alone, batch)
+        assert_close(state, alone, rtol=1e-12, atol=1e-12)
 
 
 def test_the_norm_is_that_of_the_gradient_that_is_clipped() -> None:

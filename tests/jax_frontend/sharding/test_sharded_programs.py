@@ -54,10 +54,10 @@ def test_no_stack_is_gathered_or_copied(options: dict[str, Any]) -> None:
 
     analysis: Any = compiled.memory_analysis()
     assert analysis.alias_size_in_bytes == local_bytes(state)
-    layer_bytes = 2 * WIDTH * WIDTH * FLOAT
+    layer_bytes = 2 * WIDTH * WIDTH * FLOAT  # of one layer's gathered weights, of its gradient, of a sum of gradients
     activations = LAYERS * ROWS // DEVICES * LENGTH * WIDTH * FLOAT
     gradients = local_bytes(state.params)
-    assert analysis.temp_size_in_bytes <= activations + 2.5 * layer_bytes < activations + gradients
+    assert analysis.temp_size_in_bytes <= activations + 3 * layer_bytes < activations + gradients
 
 
 def test_without_a_fence_stacks_are_copied() -> None:
