@@ -89,10 +89,6 @@ CLAUSES: tuple[Clause, ...] = (
         "release_gradients.",
         lambda c: c.communication != "local",
     ),
-    _refused(
-        "the Triton kernels are not built yet; use backend='eager', 'compiled' or 'auto'.",
-        lambda c: c.backend == "triton",
-    ),
     Clause(
         lambda c: c.accumulation == "state",
         Verdict(
