@@ -310,7 +310,8 @@ def _advance(steps: list[Tensor], applied: Tensor | None) -> None:
     for step in steps:
         by_device.setdefault(step.device, []).append(step)
     for device, here in by_device.items():
-        torch._foreach_add_(here, 1 if applied is None else applied.to(device, non_blocking=True))
+        amount = 1 if applied is None else applied.to(device, non_blocking=True)
+        torch._foreach_add_(here, amount)  # pyright: ignore[reportPrivateImportUsage]  (documented: Foreach Operations)
 
 
 def all_finite(gradients: Iterable[Tensor]) -> bool:

@@ -152,7 +152,7 @@ def _compiled(
     device: torch.device,
     count: int,
 ) -> Callable[..., Any]:
-    """One graph. `scaled`, `dtypes`, `device` and `count` only keep it apart: each is compiled once, and the compiler counts."""
+    """One graph. `scaled`, `dtypes`, `device` and `count` only keep it apart: each is compiled once; the compiler counts."""
     rule = RULES[rule_name]
 
     def steps(vectors: list[Vectors], scalars: Tensor, totals: Tensor | None, factor: Tensor | None) -> list[Tensor | float]:

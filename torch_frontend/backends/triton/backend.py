@@ -173,7 +173,8 @@ class TritonBackend:
             buffer, arguments = numbers_of(slot, wide, device, self._upload)
             programs = min(2 * count, properties.multiprocessors * chosen.programs) if two_phases else count
             update_tensor[(programs,)](
-                *given,
+                given.parameter if given.gradient is None else given.gradient,
+                *given[1:],
                 slot.state["step"] if slot.capturable and action != "apply" else None,
                 n,
                 count,

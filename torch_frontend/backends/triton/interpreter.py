@@ -29,7 +29,7 @@ def round_like_a_device() -> None:
         with np.errstate(over="ignore"):  # beyond the range of float16 lies infinity, on every device
             return original(x, source, target, rounding)
 
-    interpreter._convert_float = convert  # type: ignore[attr-defined]
+    interpreter._convert_float = convert
 
 
 def call_helpers_directly() -> None:
@@ -44,7 +44,7 @@ def call_helpers_directly() -> None:
     if not hasattr(function, "rewrite") or getattr(function.__call__, "direct", False):
         return
     original = function.__call__
-    is_builtin: Any = tl.core.is_builtin  # type: ignore[attr-defined]
+    is_builtin: Any = tl.core.is_builtin
 
     def call(self: Any, *arguments: Any, **keywords: Any) -> Any:
         seen = self.fn.__globals__.values()

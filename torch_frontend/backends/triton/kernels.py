@@ -19,6 +19,9 @@ cache. The program that leaves last sets every counter back to zero for the next
 in masked tiles of `TAIL` elements. Offsets are 64 bits wide, and 32 inside a tile.
 """
 
+# pyright: reportArgumentType=false, reportAssignmentType=false, reportInvalidTypeForm=false
+# (Triton gives Python's words its own types.)
+
 import triton
 import triton.language as tl
 
@@ -262,7 +265,7 @@ def update_group(
         floor, decay = tl.load(numbers + 6), tl.load(numbers + 7)
     KEEP: tl.constexpr = "evict_last" if HINTS and PHASES == "both" else ""
     PASS: tl.constexpr = "evict_first" if HINTS else ""
-    if PHASES == "both":
+    if PHASES == "both":  # noqa: SIM108  (Triton compiles both sides of a conditional expression)
         ticket = _take_ticket(counters)
     else:
         ticket = tl.program_id(0)
@@ -340,7 +343,7 @@ def update_tensor(
     "update" measures and writes with tickets where it clips or checks; "accumulate" and "apply" need one pass each.
 
     Args:
-        g_ptr: None for "apply".
+        g_ptr: not read by "apply".
         step_ptr: float32 0-d, t of the last update; None where c1 and c2 are given.
         square_before: 0-d, or None for 0: the mean squares of earlier micro-batches; for "apply", of all.
         square_after: WIDE 0-d, written by "update" and "accumulate" where the rule clips.

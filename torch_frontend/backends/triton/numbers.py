@@ -53,7 +53,7 @@ def _values(slot: TensorSlot) -> list[Any]:
 
 def _log(beta: Any) -> Any:
     if isinstance(beta, numbers.Real):
-        return math.log(beta) if beta > 0 else -math.inf
+        return math.log(beta) if beta != 0 else -math.inf
     return torch.log(beta.to(torch.float64))
 
 
