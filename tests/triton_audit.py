@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import re
 import subprocess
+import tempfile
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -27,6 +28,8 @@ TYPES = {
 }
 TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 SCALARS = ("first1", "log1", "first2", "log2", "lr", "eps", "floor", "decay")
+OPTIONAL = ("step_ptr", "square_before", "applied_ptr", "grad_scale_ptr", "numbers")
+"""Pointers that a launch may leave out."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,83 +49,97 @@ class Storage:
     def wide(self) -> torch.dtype:
         return torch.float64 if self.parameter is torch.float64 else torch.float32
 
+    @property
+    def measured(self) -> list[torch.dtype]:
+        """What the measure phase reads: g and v."""
+        return [self.parameter, self.exp_avg_sq]
+
+    @property
+    def written(self) -> list[torch.dtype]:
+        """What the write phase writes: m, v, p and k."""
+        return [self.exp_avg, self.exp_avg_sq, self.parameter, *([self.kept] if self.compensation != "none" else [])]
+
+    def __str__(self) -> str:
+        dtypes = (self.parameter, self.exp_avg, self.exp_avg_sq)
+        return "-".join([str(dtype).removeprefix("torch.") for dtype in dtypes] + [self.compensation])
+
 
 @dataclasses.dataclass(frozen=True)
 class Audit:
     """What came out.
 
-    registers, spilled: of a thread; bytes of stack and local memory.
-    loads, stores: how many accesses of each width in bytes.
-    ptx: the assembly.
+    registers: of a thread.
+    spilled: bytes and instructions of a thread that go to local memory.
+    loads, stores: of global memory, how many of each width in bytes.
+    assembly: PTX, or AMD's.
     """
 
     registers: int
     spilled: int
-    loads: dict[int, int]
-    stores: dict[int, int]
-    ptx: str
+    loads: Counter[int]
+    stores: Counter[int]
+    assembly: str
 
 
-def compiled(kernel: Any, given: dict[str, str], constants: dict[str, Any], aligned: set[str], target: GPUTarget, warps: int):
-    names = kernel.arg_names
-    signature = {name: "constexpr" if name in constants else given[name] for name in names}
-    attributes = {(names.index(name),): [["tt.divisibility", 16]] for name in aligned if name in given}
-    source = triton.compiler.ASTSource(kernel, signature, {(names.index(k),): v for k, v in constants.items()}, attributes)
-    return triton.compile(source, target=target, options={"num_warps": warps, "enable_fp_fusion": False})
-
-
-def group_kernel(storage: Storage, target: GPUTarget, chosen: Configuration, **changes: Any):
-    """`update_group` as `update_all` launches it."""
+def group_kernel(
+    storage: Storage, target: GPUTarget, chosen: Configuration, present: tuple[str, ...] = (), **changes: Any
+) -> Audit:
+    """`update_group` as `update_all` launches it; `present`: the optional pointers that are there."""
     wide = TYPES[storage.wide][0]
-    constants: dict[str, Any] = {
+    constants = {
         "PHASES": "both", "CLIP": True, "L2": False, "MAXIMIZE": False, "COMPENSATION": storage.compensation,
-        "STEP_ON_DEVICE": False, "ALIGNMENT": 16, "HINTS": chosen.hints,
+        "STEP_ON_DEVICE": False, "ALIGNMENT": 16, "HINTS": chosen.hints, "WIDE": TYPES[storage.wide][1],
         "G": TYPES[storage.parameter][1], "M": TYPES[storage.exp_avg][1], "V": TYPES[storage.exp_avg_sq][1],
-        "P": TYPES[storage.parameter][1], "K": TYPES[storage.kept][1], "WIDE": TYPES[storage.wide][1],
-        "TILES": chosen.tiles, "BLOCK": chosen.block, "TAIL": chosen.tail,
-        "applied_ptr": None, "grad_scale_ptr": None, "numbers": None,
-    }  # fmt: skip
+        "P": TYPES[storage.parameter][1], "K": TYPES[storage.kept][1],
+    } | changes  # fmt: skip
     given = {
         "items": "*i32", "tensors": "*i64", "partials": f"*{wide}", "squares": f"*{wide}", "counters": "*i32",
-        "item_count": "i32", "tensor_count": "i32", "applied_ptr": "*fp32", "grad_scale_ptr": "*fp32",
-        "numbers": f"*{wide}", **dict.fromkeys(SCALARS, "fp32"),
+        "item_count": "i32", "tensor_count": "i32", "applied_ptr": "*fp32", "grad_scale_ptr": "*fp32", "numbers": f"*{wide}",
     }  # fmt: skip
-    return _audited(update_group, given, constants, changes, {"items", "tensors", "partials", "counters"}, target, chosen)
+    return _audited(update_group, given, constants, {"items", "tensors", "partials", "counters"}, target, chosen, present)
 
 
-def tensor_kernel(storage: Storage, target: GPUTarget, chosen: Configuration, **changes: Any):
+def tensor_kernel(
+    storage: Storage, target: GPUTarget, chosen: Configuration, present: tuple[str, ...] = (), **changes: Any
+) -> Audit:
     """`update_tensor` as release launches it."""
     wide = TYPES[storage.wide][0]
-    constants: dict[str, Any] = {
+    constants = {
         "ACTION": "update", "FIRST": True, "CLIP": True, "L2": False, "MAXIMIZE": False,
         "COMPENSATION": storage.compensation, "HINTS": chosen.hints, "WIDE": TYPES[storage.wide][1],
-        "TILES": chosen.tiles, "BLOCK": chosen.block, "TAIL": chosen.tail,
-        "step_ptr": None, "square_before": None, "applied_ptr": None, "grad_scale_ptr": None, "numbers": None,
-    }  # fmt: skip
-    pointers = {
-        "g_ptr": storage.parameter, "m_ptr": storage.exp_avg, "v_ptr": storage.exp_avg_sq, "p_ptr": storage.parameter,
-        "k_ptr": storage.kept,
-    }  # fmt: skip
+    } | changes  # fmt: skip
+    dtypes = (storage.parameter, storage.exp_avg, storage.exp_avg_sq, storage.parameter, storage.kept)
+    pointers = dict(zip(("g_ptr", "m_ptr", "v_ptr", "p_ptr", "k_ptr"), (f"*{TYPES[dtype][0]}" for dtype in dtypes), strict=True))
     given = {
-        **{name: f"*{TYPES[dtype][0]}" for name, dtype in pointers.items()},
-        "step_ptr": "*fp32", "n": "i64", "item_count": "i32", "partials": f"*{wide}", "counters": "*i32",
+        **pointers, "step_ptr": "*fp32", "n": "i64", "item_count": "i32", "partials": f"*{wide}", "counters": "*i32",
         "square_before": f"*{wide}", "square_after": f"*{wide}", "applied_ptr": "*fp32", "grad_scale_ptr": "*fp32",
-        "numbers": f"*{wide}", **dict.fromkeys(SCALARS, "fp32"),
+        "numbers": f"*{wide}",
     }  # fmt: skip
-    return _audited(update_tensor, given, constants, changes, {*pointers, "partials", "counters"}, target, chosen)
+    return _audited(update_tensor, given, constants, {*pointers, "partials", "counters"}, target, chosen, present)
 
 
-def _audited(kernel, given, constants, changes, aligned, target, chosen) -> Audit:
-    constants = {name: value for name, value in (constants | changes).items() if value != "given"}
-    made = compiled(kernel, given, constants, aligned - set(constants), target, chosen.warps)
-    if "cubin" not in made.asm:
-        return _amd(made.asm["amdgcn"])
-    return _nvidia(made.asm["cubin"], made.asm["ptx"])
+def _audited(
+    kernel: Any,
+    given: dict[str, str],
+    constants: dict[str, Any],
+    aligned: set[str],
+    target: GPUTarget,
+    chosen: Configuration,
+    present: tuple[str, ...],
+) -> Audit:
+    names = kernel.arg_names
+    given = given | dict.fromkeys(SCALARS, "fp32")
+    constants = constants | {"TILES": chosen.tiles, "BLOCK": chosen.block, "TAIL": chosen.tail}
+    constants |= {name: None for name in OPTIONAL if name in names and name not in present}
+    signature = {name: "constexpr" if name in constants else given[name] for name in names}
+    attributes = {(names.index(name),): [["tt.divisibility", 16]] for name in aligned}
+    source = triton.compiler.ASTSource(kernel, signature, {(names.index(k),): v for k, v in constants.items()}, attributes)
+    cap = {"maxnreg": chosen.registers} if chosen.registers else {}
+    made = triton.compile(source, target=target, options={"num_warps": chosen.warps, "enable_fp_fusion": False, **cap})
+    return _nvidia(made.asm["cubin"], made.asm["ptx"]) if "cubin" in made.asm else _amd(made.asm["amdgcn"])
 
 
 def _nvidia(binary: bytes, ptx: str) -> Audit:
-    import tempfile
-
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(binary)
         file.flush()
@@ -132,8 +149,8 @@ def _nvidia(binary: bytes, ptx: str) -> Audit:
     assert found is not None, usage
     registers, stack, local = (int(group) for group in found.groups())
     spills = len(re.findall(r"\b(?:LDL|STL)\b", assembly))
-    widths = {kind: Counter(map(_width, re.findall(rf"\b{kind}(\.[A-Z0-9.x]+)", assembly))) for kind in ("LDG", "STG")}
-    return Audit(registers, stack + local + spills, dict(widths["LDG"]), dict(widths["STG"]), ptx)
+    loads, stores = (Counter(map(_width, re.findall(rf"\b{kind}(\.[A-Z0-9.x]+)", assembly))) for kind in ("LDG", "STG"))
+    return Audit(registers, stack + local + spills, loads, stores, ptx)
 
 
 def _width(modifiers: str) -> int:
@@ -144,19 +161,17 @@ def _width(modifiers: str) -> int:
 
 
 def _amd(assembly: str) -> Audit:
-    counts = {name: int(re.search(rf"\.{name}:\s*(\d+)", assembly).group(1)) for name in AMD_COUNTS}
-    widths = {
-        kind: Counter(
-            {"dwordx4": 16, "dwordx3": 12, "dwordx2": 8, "dword": 4}.get(name, 2)
-            for name in re.findall(rf"\b(?:global|buffer)_{kind}_([a-z0-9]+)", assembly)
-        )
-        for kind in ("load", "store")
-    }
-    spilled = counts["vgpr_spill_count"] + counts["sgpr_spill_count"]
-    return Audit(counts["vgpr_count"], spilled, dict(widths["load"]), dict(widths["store"]), assembly)
+    def count(name: str) -> int:
+        found = re.search(rf"\.{name}:\s*(\d+)", assembly)
+        assert found is not None, name
+        return int(found.group(1))
 
+    def widths(kind: str) -> Counter[int]:
+        names = re.findall(rf"\b(?:global|buffer)_{kind}_([a-z0-9]+)", assembly)
+        return Counter({"dwordx4": 16, "dwordx3": 12, "dwordx2": 8, "dword": 4}.get(name, 2) for name in names)
 
-AMD_COUNTS = ("vgpr_count", "vgpr_spill_count", "sgpr_spill_count")
+    spilled = count("vgpr_spill_count") + count("sgpr_spill_count")
+    return Audit(count("vgpr_count"), spilled, widths("load"), widths("store"), assembly)
 
 
 def _run(tool: str, *arguments: str) -> str:
