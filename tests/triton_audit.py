@@ -109,7 +109,9 @@ def tensor_kernel(
         "COMPENSATION": storage.compensation, "HINTS": chosen.hints, "WIDE": TYPES[storage.wide][1],
     } | changes  # fmt: skip
     dtypes = (storage.parameter, storage.exp_avg, storage.exp_avg_sq, storage.parameter, storage.kept)
-    pointers = dict(zip(("g_ptr", "m_ptr", "v_ptr", "p_ptr", "k_ptr"), (f"*{TYPES[dtype][0]}" for dtype in dtypes), strict=True))
+    pointers = dict(
+        zip(("g_ptr", "m_ptr", "v_ptr", "p_ptr", "k_ptr"), (f"*{TYPES[dtype][0]}" for dtype in dtypes), strict=True)
+    )
     given = {
         **pointers, "step_ptr": "*fp32", "n": "i64", "item_count": "i32", "partials": f"*{wide}", "counters": "*i32",
         "square_before": f"*{wide}", "square_after": f"*{wide}", "applied_ptr": "*fp32", "grad_scale_ptr": "*fp32",

@@ -27,7 +27,9 @@ class TorchRun:
         from ... import torch_frontend
 
         problem, storage = case.problem, case.storage
-        self.parameters = {name: torch.nn.Parameter(to_torch(value)) for name, value in problem.initial_parameters().items()}
+        self.device = "cuda" if backend == "triton" and torch.cuda.is_available() else "cpu"
+        start = problem.initial_parameters()
+        self.parameters = {name: torch.nn.Parameter(to_torch(value).to(self.device)) for name, value in start.items()}
         given = problem.hyperparameters
         optimizer: Any = getattr(torch_frontend, CLASSES[problem.rule.name])
         self.optimizer = optimizer(
@@ -44,7 +46,7 @@ class TorchRun:
     def step(self, gradients: Mapping[str, np.ndarray]) -> None:
         """See `Run`."""
         for name, parameter in self.parameters.items():
-            parameter.grad = to_torch(gradients[name])
+            parameter.grad = to_torch(gradients[name]).to(self.device)
         self.optimizer.step()
 
     def held(self) -> dict[str, Held]:

@@ -79,7 +79,9 @@ def assert_same(p: torch.Tensor, state: dict, expected: np.ndarray, after: Tenso
         assert to_numpy(state["compensation"]).tobytes() == after.compensation.tobytes()
 
 
-@pytest.mark.parametrize("pattern", ["B/*/state-default", "B/*/bfloat16/*/state-float32", "decay/*/split/*", "shapes/*/bfloat16/*"])
+@pytest.mark.parametrize(
+    "pattern", ["B/*/state-default", "B/*/bfloat16/*/state-float32", "decay/*/split/*", "shapes/*/bfloat16/*"]
+)
 def test_the_kernels_are_within_every_bound(pattern: str) -> None:
     rows = run_cases([TorchBackend("triton")], select(pattern), [1, 8])
     assert rows
@@ -99,7 +101,9 @@ def slot_of(optimizer, p: torch.Tensor, **changes) -> TensorSlot:
     return slot
 
 
-@pytest.mark.parametrize(("dtype", "compensation"), [(torch.float32, "none"), (torch.bfloat16, "split"), (torch.float16, "kahan")])
+@pytest.mark.parametrize(
+    ("dtype", "compensation"), [(torch.float32, "none"), (torch.bfloat16, "split"), (torch.float16, "kahan")]
+)
 @pytest.mark.parametrize("optimizer_class", OPTIMIZERS)
 def test_micro_batches_in_the_moments_are_the_specification(optimizer_class, dtype, compensation) -> None:
     """accumulate, accumulate, update; then accumulate, apply. The mean square is summed in another order."""
@@ -123,9 +127,7 @@ def test_micro_batches_in_the_moments_are_the_specification(optimizer_class, dty
         expected = expected._replace(mean_square=np.float32(state[p]["mean_square"]))
         backend.update(slot, gradients[2], first=False)
         assert "mean_square" not in state[p]
-        wide, expected = update(
-            *common, complements, compensation, wide, to_numpy(gradients[2]), expected, first=False
-        )
+        wide, expected = update(*common, complements, compensation, wide, to_numpy(gradients[2]), expected, first=False)
         close_to(p, state[p], wide, expected)
         state[p]["step"] += 1
         slot, complements = optimizer._slot(p), debiased_complements(current, 2, np)
