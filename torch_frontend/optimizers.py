@@ -192,9 +192,9 @@ class ReleasableOptimizer(Optimizer):
                 raise NonFiniteGradient("a gradient holds an infinity or a NaN; the step was not taken.")
             self.skipped += 1
             return loss
-        pairs = [(self._slot(parameter), gradient) for parameter, gradient in ready]
-        if not pairs:
+        if not ready:
             return loss
+        pairs = self._slots()
         applied: Tensor | None = None
         if checks and isinstance(backend, ChecksOnDevice):
             applied = backend.update_all_if_finite(pairs)
@@ -242,9 +242,19 @@ class ReleasableOptimizer(Optimizer):
             known = self._validated[id(group)] = (now, hyperparameters(group))
         return known[1]
 
+    def _slots(self) -> list[tuple[TensorSlot, Tensor]]:
+        """Those of all parameters that have a gradient, with it. A group is looked at once, not for each parameter."""
+        pairs = []
+        for group in self.param_groups:
+            current = self._hyperparameters(group)
+            pairs += [(self._slot_in(group, current, p), p.grad) for p in group["params"] if p.grad is not None]
+        return pairs
+
     def _slot(self, parameter: Tensor) -> TensorSlot:
         group = self.group_of(parameter)
-        current = self._hyperparameters(group)
+        return self._slot_in(group, self._hyperparameters(group), parameter)
+
+    def _slot_in(self, group: Group, current: Hyperparameters, parameter: Tensor) -> TensorSlot:
         name = dtype_name(parameter.dtype)
         compensation = compensations.resolve(group["compensation"], name)
         state = self.state[parameter]
@@ -310,7 +320,10 @@ def _advance(steps: list[Tensor], applied: Tensor | None) -> None:
     for step in steps:
         by_device.setdefault(step.device, []).append(step)
     for device, here in by_device.items():
-        amount = 1 if applied is None else applied.to(device, non_blocking=True)
+        if applied is not None:
+            amount: Any = applied.to(device, non_blocking=True)
+        else:  # on a CPU a number would be made a tensor for each of them
+            amount = torch.ones(()) if device.type == "cpu" else 1
         torch._foreach_add_(here, amount)  # pyright: ignore[reportPrivateImportUsage]  (documented: Foreach Operations)
 
 

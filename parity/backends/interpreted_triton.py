@@ -81,11 +81,13 @@ class InterpretedRun:
         return worker().call("held")
 
 
-class TritonBackend(TorchBackend):
+class TritonBackend:
     """See the module."""
 
+    name = "triton"
+
     def __init__(self) -> None:
-        super().__init__("triton")
+        self._here = TorchBackend(self.name)
 
     def unavailable(self) -> str | None:
         """See `Backend`."""
@@ -101,9 +103,13 @@ class TritonBackend(TorchBackend):
             return None
         return "there is no CUDA device, and Triton's interpreter takes minutes; name it with --backend triton --quick"
 
+    def refuses(self, case: Case) -> str | None:
+        """See `Backend`."""
+        return self._here.refuses(case)
+
     def start(self, case: Case) -> Run:
         """See `Backend`."""
-        return super().start(case) if self._direct() else InterpretedRun(case)
+        return self._here.start(case) if self._direct() else InterpretedRun(case)
 
     def _direct(self) -> bool:
         """Whether this process itself can run the kernels."""

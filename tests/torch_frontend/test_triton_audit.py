@@ -13,9 +13,10 @@ pytest.importorskip("triton")
 if interpreted():
     pytest.skip("an interpreted function cannot be compiled", allow_module_level=True)
 
-from tests.triton_audit import TOOLS, Audit, GPUTarget, Storage, group_kernel, tensor_kernel
+from tests.triton_audit import SCALARS, TOOLS, Audit, GPUTarget, Storage, group_kernel, tensor_kernel
 
 from penstock.torch_frontend.backends.triton.configuration import TABLE, Configuration
+from penstock.torch_frontend.backends.triton.kernels import update_group, update_tensor
 
 for tool in ("ptxas", "cuobjdump", "nvdisasm"):
     if not (TOOLS / tool).exists():
@@ -101,7 +102,7 @@ def test_audit_of_the_launch_for_many_tensors(name: str, storage: Storage) -> No
     present = ("numbers",) if storage is FLOAT64 else ()
     audit = compile_or_skip(group_kernel, storage, target, present)
     assert_good(audit, target, storage)
-    assert_wide(audit, target, storage, storage.measured + [storage.parameter, *storage.written])
+    assert_wide(audit, target, storage, [*storage.measured, storage.parameter, *storage.written])
     if target.backend == "cuda":
         assert {".release.", ".acq_rel.", ".relaxed.", ".acquire."} <= set(
             re.findall(r"\.(?:release|acq_rel|relaxed|acquire)\.", audit.assembly)
@@ -127,7 +128,7 @@ def test_audit_of_the_launch_for_one_tensor(name: str, storage: Storage, action:
     audit = compile_or_skip(tensor_kernel, storage, target, present, ACTION=action, FIRST=action == "update")
     assert_good(audit, target, storage)
     if action == "update":
-        assert_wide(audit, target, storage, storage.measured + [storage.parameter, *storage.written])
+        assert_wide(audit, target, storage, [*storage.measured, storage.parameter, *storage.written])
     elif action == "accumulate":
         moments = [storage.exp_avg, storage.exp_avg_sq]
         assert wide_bytes(audit.loads) == expected_bytes(target, storage, [storage.parameter, *moments])
@@ -152,6 +153,17 @@ def test_audit_of_the_launch_for_one_tensor(name: str, storage: Storage, action:
 def test_audit_of_the_other_forms_of_a_launch(kernel, present: tuple[str, ...], changes: dict) -> None:
     audit = compile_or_skip(kernel, SPLIT, HOPPER, present, **changes)
     assert_good(audit, HOPPER, SPLIT)
+
+
+@pytest.mark.parametrize("kernel", [update_group, update_tensor], ids=["group", "tensor"])
+def test_audit_of_what_is_compiled_in(kernel) -> None:
+    """No number that changes while training: learning rate, betas, decay, number of updates, sizes."""
+    numbers = {*SCALARS, "item_count", "tensor_count", "n"}
+    parameters = {parameter.name: parameter for parameter in kernel.params}
+    assert all(parameter.do_not_specialize for name, parameter in parameters.items() if name in numbers)
+    others = {name for name, parameter in parameters.items() if not parameter.is_constexpr} - numbers
+    pointers = {"items", "tensors", "partials", "squares", "counters", "numbers", "square_before", "square_after"}
+    assert {name for name in others if not name.endswith("_ptr")} <= pointers
 
 
 def test_audit_sees_float_atomics_and_narrow_accesses() -> None:

@@ -12,7 +12,7 @@ from tests.torch_support import OPTIMIZERS, batches, bits, layers, loss_of, snap
 
 from penstock.core.errors import Refused
 from penstock.torch_frontend import AdamW, StableAdamW, release_gradients
-from penstock.torch_frontend.backends.triton import backend as triton_backend
+from penstock.torch_frontend.backends.triton import kernels
 from penstock.torch_frontend.backends.triton.configuration import INTERPRETER, TABLE
 from penstock.torch_frontend.backends.triton.interpreter import to_bfloat16
 from penstock.torch_frontend.backends.triton.kernels import update_group
@@ -245,7 +245,7 @@ def test_a_step_is_one_launch_for_each_group_and_kind_of_tensor(monkeypatch: pyt
             launched.append(grid)
             return update_group[grid]
 
-    monkeypatch.setattr(triton_backend, "update_group", Counted())
+    monkeypatch.setattr(kernels, "update_group", Counted())
     parameters = group((300, 3, 17))
     half = group((20, 40), torch.bfloat16)
     optimizer = StableAdamW([{"params": parameters}, {"params": half[:1]}, {"params": half[1:]}], backend="triton")

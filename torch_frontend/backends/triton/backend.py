@@ -13,11 +13,10 @@ from torch import Tensor
 from ....core.dtypes import compute_dtype
 from ...array_ops import DTYPES, dtype_name
 from ..backend import TensorSlot
-from . import work
+from . import kernels, work
 from .availability import interpreted
 from .configuration import Configuration, Device, configuration, wave_elements
 from .interpreter import call_helpers_directly, round_like_a_device
-from .kernels import update_group, update_tensor
 from .memory import Operands, Scratches, Uploads, operands
 from .numbers import numbers_of
 from .tables import GroupTables
@@ -96,10 +95,20 @@ class TritonBackend:
             if squares is None:
                 squares = torch.empty(len(jobs), dtype=wide, device=device)
             buffer, arguments = numbers_of(slot, wide, device, self._upload)
+            dtypes = {
+                "G": lead.gradient.dtype,
+                "M": lead.exp_avg.dtype,
+                "V": lead.exp_avg_sq.dtype,
+                "P": lead.parameter.dtype,
+                "K": lead.kept.dtype,
+            }
+            compiled_in = _options(slot, chosen, wide) | {name: TRITON_DTYPES[dtype] for name, dtype in dtypes.items()}
+            compiled_in |= {"PHASES": phases, "STEP_ON_DEVICE": slot.capturable, "ALIGNMENT": tables.alignment}
             programs = tables.ticket_count
             if phases == "both":
                 programs = min(programs, properties.multiprocessors * chosen.programs)
-            update_group[(programs,)](
+            kernel: Any = kernels.update_group
+            kernel[(programs,)](
                 tables.items,
                 tables.tensors,
                 scratch.partials(tables.slot_count, wide),
@@ -111,17 +120,10 @@ class TritonBackend:
                 _scale_on(device, grad_scale),
                 buffer,
                 *arguments,
-                PHASES=phases,
-                STEP_ON_DEVICE=slot.capturable,
-                ALIGNMENT=tables.alignment,
-                G=TRITON_DTYPES[lead.gradient.dtype],
-                M=TRITON_DTYPES[lead.exp_avg.dtype],
-                V=TRITON_DTYPES[lead.exp_avg_sq.dtype],
-                P=TRITON_DTYPES[lead.parameter.dtype],
-                K=TRITON_DTYPES[lead.kept.dtype],
-                **_options(slot, chosen, wide),
+                **compiled_in,
             )
-        _written([job.operands for job in jobs], phases != "measure")
+        if phases != "measure":
+            _written([job.operands.parameter for job in jobs])
         return squares
 
     # -- one tensor -----------------------------------------------------------------------------------------------------
@@ -171,8 +173,10 @@ class TritonBackend:
             after = torch.empty((), dtype=wide, device=device)
             scratch = self._scratch(device)
             buffer, arguments = numbers_of(slot, wide, device, self._upload)
+            compiled_in = _options(slot, chosen, wide) | {"ACTION": action, "FIRST": first}
             programs = min(2 * count, properties.multiprocessors * chosen.programs) if two_phases else count
-            update_tensor[(programs,)](
+            kernel: Any = kernels.update_tensor
+            kernel[(programs,)](
                 given.parameter if given.gradient is None else given.gradient,
                 *given[1:],
                 slot.state["step"] if slot.capturable and action != "apply" else None,
@@ -186,11 +190,10 @@ class TritonBackend:
                 _scale_on(device, grad_scale),
                 buffer,
                 *arguments,
-                ACTION=action,
-                FIRST=first,
-                **_options(slot, chosen, wide),
+                **compiled_in,
             )
-        _written([given], action != "accumulate")
+        if action != "accumulate":
+            _written([given.parameter])
         return after if clips else 0.0
 
 
@@ -200,11 +203,11 @@ def _alike(pairs: Sequence[tuple[TensorSlot, Tensor]]) -> list[list[Job]]:
     for slot, gradient in pairs:
         if slot.parameter.numel() == 0:
             continue
-        job = Job(slot, operands(slot, gradient))
-        dtypes = tuple(tensor.dtype for tensor in job.operands if tensor is not None)
+        given = operands(slot, gradient)
         number = None if slot.capturable else slot.step_number
-        key = (id(slot.hyperparameters), number, slot.rule.name, slot.compensation, slot.parameter.device, dtypes)
-        found.setdefault(key, []).append(job)
+        dtypes = (gradient.dtype, given.exp_avg.dtype, given.exp_avg_sq.dtype, given.parameter.dtype, given.kept.dtype)
+        key = (id(slot.hyperparameters), number, slot.compensation, given.parameter.device, dtypes)
+        found.setdefault(key, []).append(Job(slot, given))
     return list(found.values())
 
 
@@ -257,8 +260,10 @@ def _combined(flags: dict[torch.device, Tensor]) -> Tensor:
     return first
 
 
-def _written(tensors: Sequence[Operands], parameters: bool) -> None:
+def _written(parameters: list[Tensor]) -> None:
     """Tell autograd that parameters changed under it: a kernel leaves no trace of its own."""
-    if parameters:
-        for given in tensors:
-            torch.autograd.graph.increment_version(given.parameter)
+    try:
+        torch.autograd.graph.increment_version(parameters)
+    except TypeError:  # an older version takes one at a time
+        for parameter in parameters:
+            torch.autograd.graph.increment_version(parameter)

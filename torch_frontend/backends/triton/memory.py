@@ -8,11 +8,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ....core.errors import UnsupportedTensor
+from ....core.errors import Refused, UnsupportedTensor
 from ..backend import TensorSlot
 from .availability import dense
 
 PER_ELEMENT = ("exp_avg", "exp_avg_sq", "compensation")
+PLAIN = (Tensor, torch.nn.Parameter)
+"""Classes of tensors that are no shard of another."""
 
 
 class Operands(NamedTuple):
@@ -34,21 +36,38 @@ def operands(slot: TensorSlot, gradient: Tensor | None) -> Operands:
     Raises:
         UnsupportedTensor: the parameter has gaps in memory or overlaps.
     """
-    parameter, state = local(slot.parameter), slot.state
+    parameter, state = slot.parameter, slot.state
+    exp_avg, exp_avg_sq = state["exp_avg"], state["exp_avg_sq"]
+    kept = state.get("compensation", parameter)
+    simple = type(parameter) in PLAIN and parameter.is_contiguous()
+    if not (simple and exp_avg.is_contiguous() and exp_avg_sq.is_contiguous() and kept.is_contiguous()):
+        parameter = local(parameter)
+        check_dense(parameter)
+        exp_avg, exp_avg_sq, kept = (_kept(state, name, parameter) for name in PER_ELEMENT)
+    if gradient is not None and not (simple and gradient.is_contiguous()):
+        gradient = local(gradient)
+        gradient = gradient if alike(gradient, parameter) else in_order_of(parameter, gradient)
+    if gradient is not None and gradient.is_neg():
+        gradient = gradient.resolve_neg()
+    return Operands(gradient, exp_avg, exp_avg_sq, parameter, kept)
+
+
+def check_dense(parameter: Tensor) -> None:
+    """Raise `UnsupportedTensor` for a parameter that the kernels cannot walk through."""
     if not dense(parameter):
         raise UnsupportedTensor(
             f"parameter of shape {tuple(parameter.shape)} and strides {parameter.stride()} leaves gaps in memory or overlaps; "
             "make it dense (parameter.data = parameter.data.contiguous()), or use backend='eager'."
         )
-    for name in PER_ELEMENT:
-        if name in state and not alike(local(state[name]), parameter):
-            state[name] = _in_order_of(parameter, state[name])
-    if gradient is not None:
-        gradient = local(gradient)
-        if not alike(gradient, parameter) or gradient.is_neg():
-            gradient = _in_order_of(parameter, gradient)
-    kept = local(state["compensation"]) if "compensation" in state else parameter
-    return Operands(gradient, local(state["exp_avg"]), local(state["exp_avg_sq"]), parameter, kept)
+
+
+def _kept(state: dict[str, Any], name: str, parameter: Tensor) -> Tensor:
+    """The state of that name in the memory order of the parameter; the parameter where there is none."""
+    if name not in state:
+        return parameter
+    if not alike(local(state[name]), parameter):
+        state[name] = in_order_of(parameter, local(state[name]))
+    return local(state[name])
 
 
 def local(tensor: Any) -> Tensor:
@@ -64,7 +83,8 @@ def alike(tensor: Tensor, parameter: Tensor) -> bool:
     return all(size <= 1 or mine == other for size, mine, other in strides)
 
 
-def _in_order_of(parameter: Tensor, tensor: Tensor) -> Tensor:
+def in_order_of(parameter: Tensor, tensor: Tensor) -> Tensor:
+    """A copy of `tensor` that lies as the parameter does."""
     return torch.empty_like(parameter, dtype=tensor.dtype, memory_format=torch.preserve_format).copy_(tensor)
 
 
@@ -74,9 +94,14 @@ def capturing(device: torch.device) -> bool:
 
 
 class Uploads:
-    """Small tables on their way to a device, without waiting for it."""
+    """Small tables on their way to a device, without waiting for it.
+
+    While a CUDA graph is captured no page-locked memory can be had, so a spare piece is kept of every size seen before: the
+    first steps, which are not captured, provide for those that are.
+    """
 
     def __init__(self) -> None:
+        self._spare: dict[int, Tensor] = {}
         self._captured: list[Tensor] = []  # a graph reads them again at each replay
 
     def __call__(self, values: np.ndarray, device: torch.device) -> Tensor:
@@ -84,10 +109,24 @@ class Uploads:
         host = torch.from_numpy(values)
         if device.type != "cuda":
             return host
-        host = host.pin_memory()
-        if capturing(device):
-            self._captured.append(host)
-        return host.to(device, non_blocking=True)
+        size = values.nbytes
+        if not capturing(device):
+            if size not in self._spare:
+                self._spare[size] = torch.empty(size, dtype=torch.uint8, pin_memory=True)
+            return host.pin_memory().to(device, non_blocking=True)
+        spare = self._spare.pop(size, None)
+        if spare is None:
+            raise Refused(
+                "a step cannot be captured in a CUDA graph before one of the same parameters was taken without: call "
+                "optimizer.step() a few times first, as torch.cuda.graph asks for."
+            )
+        pinned = spare.view(host.dtype).view(host.shape).copy_(host)
+        return self.keep(pinned).to(device, non_blocking=True)
+
+    def keep(self, tensor: Tensor) -> Tensor:
+        """Keep a tensor as long as the backend, for a graph that has its address."""
+        self._captured.append(tensor)
+        return tensor
 
 
 class Scratch:

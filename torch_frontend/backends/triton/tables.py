@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import operator
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -64,7 +66,7 @@ class GroupTables:
         counts = work.item_counts(numels, item_elements)
         shape = (numels, item_elements, wave_elements, phases, device)
         items = self._items.get(shape)
-        if items is None or capturing(device):
+        if items is None:
             groups = work.waves(numels, wave_elements)
             items = self._upload(work.items(counts, groups, PHASES[phases]), device)
             if not capturing(device):
@@ -75,15 +77,17 @@ class GroupTables:
             step = 0 if steps is None else steps[position].data_ptr()
             rows.append([*addresses, step, numels[position], slot, counts[position]])
         tensors = self._table(shape, rows, device)
-        aligned = all(address % ALIGNMENT == 0 for row in rows for address in row[:5])
+        together = functools.reduce(operator.or_, (address for row in rows for address in row[:5]), 0)
+        aligned = together % ALIGNMENT == 0
         smallest = min(tensor.element_size() for operands in given[:1] for tensor in operands if tensor is not None)
         return Tables(items, tensors, items.shape[0], sum(counts), ALIGNMENT if aligned else smallest)
 
     def _table(self, shape: tuple[object, ...], rows: list[list[int]], device: torch.device) -> Tensor:
         known = self._tensors.get(shape)
-        if known is not None and known[0] == rows and not capturing(device):
-            return known[1]
+        captured = capturing(device)
+        if known is not None and known[0] == rows:
+            return self._upload.keep(known[1]) if captured else known[1]
         table = self._upload(np.array(rows, np.int64), device)
-        if not capturing(device):  # memory of a graph is only what it says while the graph runs
+        if not captured:  # what a graph uploads is there only while the graph runs
             self._tensors[shape] = (rows, table)
         return table
