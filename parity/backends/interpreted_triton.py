@@ -86,9 +86,6 @@ class TritonBackend:
 
     name = "triton"
 
-    def __init__(self) -> None:
-        self._here = TorchBackend(self.name)
-
     def unavailable(self) -> str | None:
         """See `Backend`."""
         try:
@@ -99,22 +96,25 @@ class TritonBackend:
 
     def slow(self) -> str | None:
         """Why it runs only when it is named, or None where there is a GPU."""
-        if self.unavailable() is None and self._direct():
+        if self._here() is not None:
             return None
         return "there is no CUDA device, and Triton's interpreter takes minutes; name it with --backend triton --quick"
 
     def refuses(self, case: Case) -> str | None:
         """See `Backend`."""
-        return self._here.refuses(case)
+        return TorchBackend(self.name).refuses(case)
 
     def start(self, case: Case) -> Run:
         """See `Backend`."""
-        return self._here.start(case) if self._direct() else InterpretedRun(case)
+        here = self._here()
+        return InterpretedRun(case) if here is None else here.start(case)
 
-    def _direct(self) -> bool:
-        """Whether this process itself can run the kernels."""
+    def _here(self) -> TorchBackend | None:
+        """The kernels in this process, if it can run them."""
         import torch
 
         from ...torch_frontend.backends.triton.availability import interpreted
 
-        return torch.cuda.is_available() or interpreted()
+        if interpreted():
+            return TorchBackend(self.name)
+        return TorchBackend(self.name, "cuda") if torch.cuda.is_available() else None

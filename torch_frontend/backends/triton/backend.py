@@ -201,9 +201,9 @@ def _alike(pairs: Sequence[tuple[TensorSlot, Tensor]]) -> list[list[Job]]:
     """The tensors that one launch can update together. Empty ones have nothing to update."""
     found: dict[Key, list[Job]] = {}
     for slot, gradient in pairs:
-        if slot.parameter.numel() == 0:
-            continue
         given = operands(slot, gradient)
+        if given.parameter.numel() == 0:  # a shard may be empty where its parameter is not
+            continue
         number = None if slot.capturable else slot.step_number
         dtypes = (gradient.dtype, given.exp_avg.dtype, given.exp_avg_sq.dtype, given.parameter.dtype, given.kept.dtype)
         key = (id(slot.hyperparameters), number, slot.compensation, given.parameter.device, dtypes)
