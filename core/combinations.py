@@ -89,10 +89,6 @@ CLAUSES: tuple[Clause, ...] = (
             and (c.clipping == "global_norm" or c.loss_scaling == "dynamic")
         ),
     ),
-    _refused(
-        "the Triton kernels are not built yet; use backend='eager', 'compiled' or 'auto'.",
-        lambda c: c.backend == "triton",
-    ),
     Clause(
         lambda c: c.accumulation == "state",
         Verdict(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -12,16 +11,14 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from ..core import compensation as compensations
-from ..core.dtypes import compute_dtype
 from ..core.errors import InvalidArgument, NonFiniteGradient, Refused
 from ..core.hyperparameters import Hyperparameters
-from ..core.moments import Complements, debiased_complements
 from ..core.release import Action
 from ..core.rules import ADAM, ADAMW, STABLE_ADAMW, Rule
 from ..core.update import init_state
 from . import state as saved_state
-from .array_ops import DTYPES, dtype_name, torch_ops
-from .backends import TensorSlot, select_backend
+from .array_ops import dtype_name, torch_ops
+from .backends import ChecksOnDevice, TensorSlot, select_backend
 from .clipping import gradient_norm, is_finite
 from .communication.shards import LocalState, is_sharded, local, sum_over_shards
 from .groups import Group, check_gradient, check_group, fingerprint, hyperparameters, moment_dtypes
@@ -40,6 +37,8 @@ class ReleasableOptimizer(Optimizer):
     """
 
     rule: ClassVar[Rule]
+    _skipped: int
+    _skipped_on_device: Tensor | None  # counted where nobody waits for it
     _opt_called: bool  # what a scheduler looks for before it complains about the order of calls
     _step_supports_amp_scaling = False  # GradScaler then unscales the gradients before step(), as for any optimizer
 
@@ -92,6 +91,18 @@ class ReleasableOptimizer(Optimizer):
     def backend(self) -> str:
         """The name of the backend in use; with backend="auto", the one that was picked."""
         return self._backend.name
+
+    @property
+    def skipped(self) -> int:
+        """Steps, or under release gradients, that were not used because they held an infinity or a NaN.
+
+        Reading it waits for the device where only that knows: backend="triton" with capturable=True.
+        """
+        return self._skipped + (0 if self._skipped_on_device is None else int(self._skipped_on_device))
+
+    @skipped.setter
+    def skipped(self, count: int) -> None:
+        self._skipped, self._skipped_on_device = count, None
 
     @property
     def optimizer_accumulation(self) -> bool:
@@ -175,12 +186,18 @@ class ReleasableOptimizer(Optimizer):
         ready = [(p, p.grad) for p in self._parameters() if p.grad is not None]
         for parameter, gradient in ready:
             check_gradient(parameter, gradient)
-        if self.on_nonfinite != "propagate" and not all_finite(gradient for _, gradient in ready):
+        backend = self._backend
+        checks = self.on_nonfinite == "skip" and isinstance(backend, ChecksOnDevice)
+        checks = checks and all(group["capturable"] for group in self.param_groups) and not any(is_sharded(p) for p, _ in ready)
+        if self.on_nonfinite != "propagate" and not checks and not all_finite(gradient for _, gradient in ready):
             if self.on_nonfinite == "raise":
                 raise NonFiniteGradient("a gradient holds an infinity or a NaN; the step was not taken.")
             self.skipped += 1
             return loss
-        self.perform_all([(parameter, gradient, Action.UPDATE) for parameter, gradient in ready])
+        if isinstance(backend, ChecksOnDevice) and checks:
+            self._update_if_finite(backend, ready)
+        else:
+            self.perform_all([(parameter, gradient, Action.UPDATE) for parameter, gradient in ready])
         return loss
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -204,8 +221,9 @@ class ReleasableOptimizer(Optimizer):
         """
         updates: list[tuple[TensorSlot, Tensor]] = []
         shards: list[tuple[Tensor, TensorSlot]] = []
+        known: dict[int, Hyperparameters] = {}
         for parameter, gradient, action in tasks:
-            slot, here = self._slot(parameter), local(gradient)
+            slot, here = self._slot(parameter, known), local(gradient)
             if action.steps and self.rule.clips_update and is_sharded(parameter):
                 if here is not None and action is not Action.APPLY:
                     self._backend.accumulate(slot, here, first=action.first)
@@ -221,13 +239,20 @@ class ReleasableOptimizer(Optimizer):
         elif updates:
             self._backend.update_all(updates)
         self._apply_shards(shards)
-        for parameter, _, action in tasks:
-            if action.steps:
-                self.state[parameter]["step"] += 1
+        _advance([self.state[parameter]["step"] for parameter, _, action in tasks if action.steps])
 
     def perform(self, parameter: Tensor, gradient: Tensor | None, action: Action) -> None:
         """`perform_all` of one."""
         self.perform_all([(parameter, gradient, action)])
+
+    def _update_if_finite(self, backend: ChecksOnDevice, ready: Sequence[tuple[Tensor, Tensor]]) -> None:
+        """Update all or, where a gradient is not finite, none: the device decides, and nobody waits for it."""
+        known: dict[int, Hyperparameters] = {}
+        pairs = [(self._slot(parameter, known), gradient) for parameter, gradient in ready]
+        if pairs:
+            applied = backend.update_all_if_finite(pairs)
+            self._skipped_on_device = (1 - applied) + (0 if self._skipped_on_device is None else self._skipped_on_device)
+            _advance([slot.state["step"] for slot, _ in pairs], applied)
 
     def _apply_shards(self, shards: Sequence[tuple[Tensor, TensorSlot]]) -> None:
         """The step of tensors whose clip factor depends on shards elsewhere: sums of squares travel, in one exchange."""
@@ -245,9 +270,13 @@ class ReleasableOptimizer(Optimizer):
             known = self._validated[id(group)] = (now, hyperparameters(group))
         return known[1]
 
-    def _slot(self, parameter: Tensor) -> TensorSlot:
+    def _slot(self, parameter: Tensor, known: dict[int, Hyperparameters] | None = None) -> TensorSlot:
+        """What an update of the parameter reads and writes. `known` spares looking at a group again for each parameter."""
         group = self.group_of(parameter)
-        current = self._hyperparameters(group)
+        known = {} if known is None else known
+        if id(group) not in known:
+            known[id(group)] = self._hyperparameters(group)
+        current = known[id(group)]
         name = dtype_name(parameter.dtype)
         compensation = compensations.resolve(group["compensation"], name)
         state = self.state[parameter]
@@ -258,13 +287,8 @@ class ReleasableOptimizer(Optimizer):
             state["exp_avg"], state["exp_avg_sq"] = fresh.exp_avg, fresh.exp_avg_sq
             if fresh.compensation is not None:
                 state["compensation"] = fresh.compensation
-        if group["capturable"]:
-            wide = DTYPES[compute_dtype(name)]
-            complements = debiased_complements(current, state["step"].to(wide) + 1, torch)
-        else:
-            complements = _complements(current, state["step"].item() + 1)
         here = LocalState(state) if is_sharded(parameter) else state
-        return TensorSlot(local(parameter), here, compensation, self.rule, current, complements)
+        return TensorSlot(local(parameter), here, compensation, self.rule, current, group["capturable"])
 
     # -- state ----------------------------------------------------------------------------------------------------------
 
@@ -300,8 +324,8 @@ class ReleasableOptimizer(Optimizer):
     def __getstate__(self) -> dict[str, Any]:
         if self.release is not None:
             self.release.require_closed("a copy or pickle of the optimizer")
-        kept = ("on_nonfinite", "gradient_release", "skipped", "_warned_of_decay", "_optimizer_accumulation")
-        backend = {"_backend_name": self.backend}
+        kept = ("on_nonfinite", "gradient_release", "_warned_of_decay", "_optimizer_accumulation")
+        backend = {"_backend_name": self.backend, "_skipped": self.skipped}
         return {**super().__getstate__(), **{name: getattr(self, name) for name in kept}, **backend}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -309,15 +333,23 @@ class ReleasableOptimizer(Optimizer):
         super().__setstate__(state)
         self._group_map = None
         self._validated = {}
+        self._skipped_on_device = None
         if backend is not None:  # a copy or an unpickled optimizer: hooks are on the parameters of the original
             self.release = None
             self._backend = select_backend(backend, self._parameters())
 
 
-@functools.lru_cache(maxsize=16)
-def _complements(current: Hyperparameters, step: float) -> Complements:
-    """Those of most parameters are the same: they were all updated equally often."""
-    return debiased_complements(current, step, torch)
+def _advance(steps: list[Tensor], applied: Tensor | None = None) -> None:
+    """Count an update of each tensor: by one, or by `applied`, which is 0 where the device skipped it."""
+    by_device: dict[torch.device, list[Tensor]] = {}
+    for step in steps:
+        by_device.setdefault(step.device, []).append(step)
+    for device, here in by_device.items():
+        if applied is not None:
+            amount: Any = applied.to(device, non_blocking=True)
+        else:  # on a CPU a number would be made a tensor for each of them
+            amount = torch.ones(()) if device.type == "cpu" else 1
+        torch._foreach_add_(here, amount)  # pyright: ignore[reportPrivateImportUsage]  (documented: Foreach Operations)
 
 
 def finite(gradients: Sequence[Tensor]) -> list[bool]:
@@ -355,7 +387,8 @@ class StableAdamW(ReleasableOptimizer):
         state_dtype: dtype of the moments; default: the parameter's, and float32 for a second moment that it cannot hold.
         backend: "auto", "triton", "compiled" or "eager". What "auto" picked is in `.backend`.
         on_nonfinite: a gradient with an infinity or a NaN: "propagate" it, "skip" the step and count it in `.skipped`, or
-            "raise" before anything is changed. The last two wait for the device.
+            "raise" before anything is changed. The last two wait for the device, except that backend="triton" with
+            capturable=True skips a step() without anybody waiting.
         maximize: ascend.
         capturable: keep the step counts on the parameters' device, so that a step can be captured in a CUDA graph.
         gradient_release: for `prepare_for_gradient_release`; new code calls `release_gradients` instead.

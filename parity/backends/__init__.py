@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from ...core.errors import InvalidArgument, Refused
+from .interpreted_triton import TritonBackend
 from .jax_transforms import JaxBackend
 from .jax_walk import WalkBackend
 from .protocol import Backend, Held, Run
@@ -17,6 +18,7 @@ _BACKENDS: dict[str, Backend] = {
         NumpyBackend(),
         TorchBackend("eager"),
         TorchBackend("compiled"),
+        TritonBackend(),
         JaxBackend(),
         WalkBackend(),
     )
@@ -68,7 +70,7 @@ def choose(names: Iterable[str] | None, *, quick: bool = False) -> tuple[list[Ba
     """The backends of these names; with None, those that are available, and why the others are not.
 
     Args:
-        names: as ``--backend`` takes them.
+        names: as ``--backend`` takes them. With None, the Triton kernels are left out where there is no GPU for them.
         quick: with names None, leave out those of `NOT_QUICK`, and take those of `QUICK`.
 
     Raises:
@@ -76,8 +78,8 @@ def choose(names: Iterable[str] | None, *, quick: bool = False) -> tuple[list[Ba
         Refused: a backend that was asked for is not available; the text says why.
     """
     if names is None:
-        left_out, quicker = (NOT_QUICK, QUICK) if quick else ({}, {})
-        reasons = {name: left_out.get(name) or backend.unavailable() for name, backend in _BACKENDS.items()}
+        reasons = {name: _left_out(backend, quick) for name, backend in _BACKENDS.items()}
+        quicker = QUICK if quick else {}
         return (
             [quicker.get(name, _BACKENDS[name]) for name, reason in reasons.items() if reason is None],
             {name: reason for name, reason in reasons.items() if reason is not None},
@@ -91,6 +93,13 @@ def choose(names: Iterable[str] | None, *, quick: bool = False) -> tuple[list[Ba
             raise Refused(f"backend={name!r} cannot run here: {reason}")
         chosen.append(_BACKENDS[name])
     return chosen, {}
+
+
+def _left_out(backend: Backend, quick: bool) -> str | None:
+    """Why a backend that nobody named does not run."""
+    if quick and backend.name in NOT_QUICK:
+        return NOT_QUICK[backend.name]
+    return backend.unavailable() or (backend.slow() if isinstance(backend, TritonBackend) else None)
 
 
 __all__ = ["Backend", "Held", "Run", "backend_names", "choose", "register", "unregister"]

@@ -21,13 +21,15 @@ CLASSES = {"stable_adamw": "StableAdamW", "adamw": "AdamW", "adam": "Adam"}
 class TorchRun:
     """A torch optimizer with plain `step()` calls."""
 
-    def __init__(self, case: Case, backend: str) -> None:
+    def __init__(self, case: Case, backend: str, device: str) -> None:
         import torch
 
         from ... import torch_frontend
 
         problem, storage = case.problem, case.storage
-        self.parameters = {name: torch.nn.Parameter(to_torch(value)) for name, value in problem.initial_parameters().items()}
+        self.device = device
+        start = problem.initial_parameters()
+        self.parameters = {name: torch.nn.Parameter(to_torch(value).to(self.device)) for name, value in start.items()}
         given = problem.hyperparameters
         optimizer: Any = getattr(torch_frontend, CLASSES[problem.rule.name])
         self.optimizer = optimizer(
@@ -44,7 +46,7 @@ class TorchRun:
     def step(self, gradients: Mapping[str, np.ndarray]) -> None:
         """See `Run`."""
         for name, parameter in self.parameters.items():
-            parameter.grad = to_torch(gradients[name])
+            parameter.grad = to_torch(gradients[name]).to(self.device)
         self.optimizer.step()
 
     def held(self) -> dict[str, Held]:
@@ -67,10 +69,12 @@ class TorchBackend:
 
     Args:
         name: of the backend, in ``--backend`` as in the optimizers' argument.
+        device: where the parameters are.
     """
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, device: str = "cpu") -> None:
         self.name = name
+        self.device = device
 
     def unavailable(self) -> str | None:
         """See `Backend`. The optimizer itself is asked."""
@@ -79,7 +83,7 @@ class TorchBackend:
 
             from ... import torch_frontend
 
-            torch_frontend.AdamW([torch.zeros(())], backend=self.name)
+            torch_frontend.AdamW([torch.zeros((), device=self.device)], backend=self.name)
         except (ImportError, PenstockError) as error:
             return str(error)
         return None
@@ -90,7 +94,7 @@ class TorchBackend:
 
     def start(self, case: Case) -> TorchRun:
         """See `Backend`."""
-        return TorchRun(case, self.name)
+        return TorchRun(case, self.name, self.device)
 
 
 def to_torch(array: np.ndarray) -> Tensor:

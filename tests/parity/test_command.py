@@ -32,7 +32,7 @@ def test_a_clean_run_prints_a_table_and_exits_with_0(capsys: pytest.CaptureFixtu
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [
-        (("--backend", "cuda"), "backend='cuda' is not known; it must be one of numpy, eager, compiled, jax"),
+        (("--backend", "cuda"), "backend='cuda' is not known; it must be one of numpy, eager, compiled, triton, jax"),
         (("--cases", "sgd"), "no case matches 'sgd'"),
         (("--report", "/dev/null/there"), "--report '/dev/null/there': cannot write there: Not a directory."),
         (("--report", "a\0b"), "--report 'a\\x00b': cannot write there: embedded null byte."),

@@ -54,6 +54,17 @@ def test_the_compiled_backend_is_within_every_bound(stored: str) -> None:
     assert [row for row in rows if not row.within] == []
 
 
+def test_the_triton_kernels_run_in_the_interpreter_when_they_are_named() -> None:
+    """More of them is tested in `tests/torch_frontend/triton_interpreter`, which does not need a process for each step."""
+    pytest.importorskip("torch")
+    pytest.importorskip("triton")
+    rows = run(["triton"], "B/stable_adamw/bfloat16/split/state-default", [1, 3])
+    assert len(rows) == 6
+    assert [row for row in rows if not row.within] == []
+    _, reasons = choose(None)
+    assert "triton" not in reasons or "--backend triton" in reasons["triton"]
+
+
 def test_a_run_repeats_itself_exactly() -> None:
     assert run(["numpy"], "B/adamw/*", [5]) == run(["numpy"], "B/adamw/*", [5])
 

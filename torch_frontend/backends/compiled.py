@@ -45,35 +45,35 @@ class CompiledBackend:
     def __init__(self) -> None:
         self._eager = EagerBackend()
 
-    def update_all(self, pairs: Sequence[tuple[TensorSlot, Tensor]]) -> None:
+    def update_all(self, pairs: Sequence[tuple[TensorSlot, Tensor]], *, grad_scale: Tensor | None = None) -> None:
         """See `Backend`."""
         by_key: dict[Key, list[Task]] = {}
         for slot, gradient in pairs:
             vectors = _vectors(slot, gradient)
             if vectors is None:
-                self._eager.update(slot, gradient, first=True)
+                self._eager.update(slot, gradient, first=True, grad_scale=grad_scale)
             else:
                 by_key.setdefault(_key(slot), []).append((slot, vectors))
         for key, alike in by_key.items():
             for batch in _batches(alike):
-                _run("update", True, key, batch)
+                _run("update", True, key, batch, grad_scale)
 
-    def update(self, slot: TensorSlot, gradient: Tensor, *, first: bool) -> None:
+    def update(self, slot: TensorSlot, gradient: Tensor, *, first: bool, grad_scale: Tensor | None = None) -> None:
         """See `Backend`."""
         vectors = _vectors(slot, gradient)
         if vectors is None:
-            self._eager.update(slot, gradient, first=first)
+            self._eager.update(slot, gradient, first=first, grad_scale=grad_scale)
             return
-        _run("update", first, _key(slot), [(slot, vectors)])
+        _run("update", first, _key(slot), [(slot, vectors)], grad_scale)
         slot.state.pop("mean_square", None)
 
-    def accumulate(self, slot: TensorSlot, gradient: Tensor, *, first: bool) -> None:
+    def accumulate(self, slot: TensorSlot, gradient: Tensor, *, first: bool, grad_scale: Tensor | None = None) -> None:
         """See `Backend`."""
         vectors = _vectors(slot, gradient)
         if vectors is None:
-            self._eager.accumulate(slot, gradient, first=first)
+            self._eager.accumulate(slot, gradient, first=first, grad_scale=grad_scale)
             return
-        slot.state["mean_square"] = _run("accumulate", first, _key(slot), [(slot, vectors)])[0]
+        slot.state["mean_square"] = _run("accumulate", first, _key(slot), [(slot, vectors)], grad_scale)[0]
 
     def apply(self, slot: TensorSlot) -> None:
         """See `Backend`."""
@@ -100,13 +100,14 @@ def _key(slot: TensorSlot) -> Key:
     return (slot.rule.name, slot.compensation, *settings, dtypes, slot.parameter.device)
 
 
-def _run(kind: str, first: bool, key: Key, tasks: Sequence[Task]) -> list[Tensor | float]:
+def _run(kind: str, first: bool, key: Key, tasks: Sequence[Task], grad_scale: Tensor | None = None) -> list[Tensor | float]:
     """One call of a graph; the summed mean square of each slot comes back."""
     lead = tasks[0][0]
     pending = kind == "apply" or not first
     totals = _numbers(lead, [[slot.state["mean_square"] for slot, _ in tasks]])[0] if pending else None
-    graph = _compiled(kind, first, *key, len(tasks))
-    return graph([vectors for _, vectors in tasks], _numbers(lead, [_scalars(slot) for slot, _ in tasks]), totals)
+    factor = None if grad_scale is None else _numbers(lead, [[grad_scale]])[0, 0]
+    graph = _compiled(kind, first, factor is not None, *key, len(tasks))
+    return graph([vectors for _, vectors in tasks], _numbers(lead, [_scalars(slot) for slot, _ in tasks]), totals, factor)
 
 
 def _vectors(slot: TensorSlot, gradient: Tensor | None) -> Vectors | None:
@@ -142,6 +143,7 @@ def _numbers(slot: TensorSlot, rows: list[list[Any]]) -> Tensor:
 def _compiled(
     kind: str,
     first: bool,
+    scaled: bool,
     rule_name: str,
     compensation: str,
     eps: float,
@@ -150,14 +152,18 @@ def _compiled(
     device: torch.device,
     count: int,
 ) -> Callable[..., Any]:
-    """One graph. `dtypes`, `device` and `count` only keep it apart: each is compiled once, and the compiler counts."""
+    """One graph. `scaled`, `dtypes`, `device` and `count` only keep it apart: each is compiled once; the compiler counts."""
     rule = RULES[rule_name]
 
-    def steps(vectors: list[Vectors], scalars: Tensor, totals: Tensor | None) -> list[Tensor | float]:
-        return [step(tensors, scalars[row], 0.0 if totals is None else totals[row]) for row, tensors in enumerate(vectors)]
+    def steps(vectors: list[Vectors], scalars: Tensor, totals: Tensor | None, factor: Tensor | None) -> list[Tensor | float]:
+        return [
+            step(tensors, scalars[row], 0.0 if totals is None else totals[row], factor) for row, tensors in enumerate(vectors)
+        ]
 
-    def step(tensors: Vectors, scalars: Tensor, total: Tensor | float) -> Tensor | float:
+    def step(tensors: Vectors, scalars: Tensor, total: Tensor | float, factor: Tensor | None) -> Tensor | float:
         parameter, gradient, exp_avg, exp_avg_sq, kept = tensors
+        if factor is not None:
+            gradient = gradient.to(factor.dtype) * factor
         complements = Complements(scalars[0], scalars[1])
         current = Hyperparameters(scalars[2], 0.0, 0.0, eps, scalars[3], maximize=maximize)
         state = TensorState(exp_avg, exp_avg_sq, kept, total)

@@ -32,24 +32,24 @@ class EagerBackend:
 
     name = "eager"
 
-    def update_all(self, pairs: Sequence[tuple[TensorSlot, Tensor]]) -> None:
+    def update_all(self, pairs: Sequence[tuple[TensorSlot, Tensor]], *, grad_scale: Tensor | None = None) -> None:
         """See `Backend`."""
         for slot, gradient in pairs:
-            self.update(slot, gradient, first=True)
+            self.update(slot, gradient, first=True, grad_scale=grad_scale)
 
-    def update(self, slot: TensorSlot, gradient: Tensor, *, first: bool) -> None:
+    def update(self, slot: TensorSlot, gradient: Tensor, *, first: bool, grad_scale: Tensor | None = None) -> None:
         """See `Backend`. Where the rule clips, the mean square is taken first, from moments not written yet."""
-        total = self._mean_square(slot, gradient, first)
+        total = self._mean_square(slot, gradient, first, grad_scale)
         eta = self._learning_rate(slot, total)
-        for piece in _pieces(slot, gradient):
+        for piece in _pieces(slot, gradient, grad_scale):
             exp_avg, exp_avg_sq, wide, _ = piece.accumulate(first)
             piece.descend(wide, exp_avg, exp_avg_sq, eta)
         slot.state.pop("mean_square", None)
 
-    def accumulate(self, slot: TensorSlot, gradient: Tensor, *, first: bool) -> None:
+    def accumulate(self, slot: TensorSlot, gradient: Tensor, *, first: bool, grad_scale: Tensor | None = None) -> None:
         """See `Backend`."""
-        total = self._mean_square(slot, gradient, first)
-        for piece in _pieces(slot, gradient):
+        total = self._mean_square(slot, gradient, first, grad_scale)
+        for piece in _pieces(slot, gradient, grad_scale):
             piece.accumulate(first)
         slot.state["mean_square"] = 0.0 if total is None else total
 
@@ -60,11 +60,11 @@ class EagerBackend:
             piece.descend(piece.wide_parameter(), piece.wide("exp_avg"), piece.wide("exp_avg_sq"), eta)
         slot.state.pop("mean_square")
 
-    def _mean_square(self, slot: TensorSlot, gradient: Tensor, first: bool) -> Tensor | None:
+    def _mean_square(self, slot: TensorSlot, gradient: Tensor, first: bool, grad_scale: Tensor | None) -> Tensor | None:
         """The summed mean square after this micro-batch, 0-d, or None where the rule does not clip."""
         if not slot.rule.clips_update:
             return None
-        sums = [piece.sum_of_squares(first) for piece in _pieces(slot, gradient)]
+        sums = [piece.sum_of_squares(first) for piece in _pieces(slot, gradient, grad_scale)]
         if sums:
             here = (sums[0] if len(sums) == 1 else torch.stack(sums).sum()) / gradient.numel()
         else:
@@ -80,8 +80,9 @@ class EagerBackend:
 class _Piece:
     """The same part of a parameter, its gradient and its state, with scratch of that size."""
 
-    def __init__(self, slot: TensorSlot, tensors: dict[str, Tensor], scratch: list[Tensor]) -> None:
+    def __init__(self, slot: TensorSlot, tensors: dict[str, Tensor], scratch: list[Tensor], grad_scale: Tensor | None) -> None:
         self.slot = slot
+        self.grad_scale = grad_scale
         self.tensors = tensors
         self.scratch = scratch
         self.dtype = scratch[0].dtype
@@ -96,8 +97,10 @@ class _Piece:
         return compensations.load(torch_ops, self.slot.compensation, stored)
 
     def gradient(self, first: bool, parameter: Tensor) -> Tensor:
-        """`core.update.prepared_gradient`; never the caller's gradient changed."""
+        """`core.update.prepared_gradient`, times grad_scale; never the caller's gradient changed."""
         slot, ready = self.slot, self.wide("gradient")
+        if self.grad_scale is not None:
+            ready = ready * self.grad_scale.to(ready)
         if slot.hyperparameters.maximize:
             ready = -ready
         if slot.rule.l2 and first and slot.hyperparameters.weight_decay != 0:
@@ -159,7 +162,7 @@ class _Piece:
             self.tensors[name].copy_(value)
 
 
-def _pieces(slot: TensorSlot, gradient: Tensor | None) -> Iterator[_Piece]:
+def _pieces(slot: TensorSlot, gradient: Tensor | None, grad_scale: Tensor | None = None) -> Iterator[_Piece]:
     """The parameter, its gradient and its state cut alike, along memory where all of them lie alike."""
     tensors = {"parameter": slot.parameter}
     if gradient is not None:
@@ -180,4 +183,4 @@ def _pieces(slot: TensorSlot, gradient: Tensor | None) -> Iterator[_Piece]:
         shape = part["parameter"].shape
         if not scratch or shape != scratch[0].shape:
             scratch = [torch.empty(shape, dtype=dtype, device=lead.device) for _ in range(2)]
-        yield _Piece(slot, part, scratch)
+        yield _Piece(slot, part, scratch, grad_scale)

@@ -10,6 +10,7 @@ from ...core.errors import InvalidArgument, Refused
 from .backend import Backend
 from .compiled import CompiledBackend, why_not
 from .eager import EagerBackend
+from .triton import availability as triton
 
 BACKENDS = ("auto", "triton", "compiled", "eager")
 
@@ -18,7 +19,7 @@ WORTH_COMPILING = 2**24
 
 
 def select_backend(name: str, parameters: Iterable[Tensor]) -> Backend:
-    """The backend of that name; "auto" takes one that starts at once.
+    """The backend of that name. "auto" takes Triton's kernels on CUDA devices, and elsewhere what starts at once.
 
     Raises:
         InvalidArgument: no such name.
@@ -26,9 +27,13 @@ def select_backend(name: str, parameters: Iterable[Tensor]) -> Backend:
     """
     if name not in BACKENDS:
         raise InvalidArgument(f"backend={name!r} is not known; it must be one of {', '.join(BACKENDS)}.")
-    if name == "triton":
-        raise Refused("backend='triton': the Triton kernels are not built yet; use backend='compiled', 'eager' or 'auto'.")
     given = list(parameters)
+    if name == "triton" and (reason := triton.why_not(given)) is not None:
+        raise Refused(f"backend='triton': {reason}")
+    if name == "triton" or (name == "auto" and _on_cuda(given) and triton.why_not(given) is None):
+        from .triton.backend import TritonBackend  # Triton itself is imported here at the earliest
+
+        return TritonBackend()
     if name == "eager" or (name == "auto" and not _worth_compiling(given)):
         return EagerBackend()
     devices = {parameter.device.type for parameter in given}
@@ -41,6 +46,10 @@ def select_backend(name: str, parameters: Iterable[Tensor]) -> Backend:
         f"backend='compiled': torch.compile does not work here ({reasons[0]}). Install a C++ compiler (or name one in CXX), "
         "or use backend='eager' or 'auto'."
     )
+
+
+def _on_cuda(parameters: list[Tensor]) -> bool:
+    return bool(parameters) and all(parameter.is_cuda for parameter in parameters)
 
 
 def _worth_compiling(parameters: list[Tensor]) -> bool:

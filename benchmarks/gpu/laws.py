@@ -1,0 +1,148 @@
+"""Sections that are right or wrong: bounds against float64, the same bits on every repeat, on every grid and from release."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from penstock.parity.backends import choose
+from penstock.parity.backends.torch_optimizers import TorchBackend
+from penstock.parity.cases import QUICK_STEP_COUNTS, STEP_COUNTS, select
+from penstock.parity.suite import run_cases
+from penstock.torch_frontend import AdamW, StableAdamW
+from penstock.torch_frontend.backends.triton.configuration import TABLE
+
+from .setting import BETAS, Setting
+
+NUMELS = [1, 3, 17, 1023, 8191, 8193, 100_003, 1 << 20, 5_000_001]
+DRY_NUMELS = [1, 17, 1500, 129]
+
+
+def parity(setting: Setting) -> dict[str, Any]:
+    """`penstock parity` on the device: each case within its bounds of the float64 reference.
+
+    torch.compile takes many seconds a case there, so its backend joins with --full-parity only.
+    """
+    names = ["triton"] if setting.dry else ["triton", "eager", *(["compiled"] if setting.full_parity else [])]
+    here = [TorchBackend(name, setting.device) for name in names]
+    others = [] if setting.dry else [backend for backend in choose(None)[0] if backend.name == "jax"]
+    cases = select("shapes/stable_adamw/bfloat16/*" if setting.dry else None, quick=not setting.full_parity)
+    steps = [1, 2] if setting.dry else STEP_COUNTS if setting.full_parity else QUICK_STEP_COUNTS
+    left_out = {backend.name: reason for backend in here if (reason := backend.unavailable()) is not None}
+    running = [backend for backend in here if backend.name not in left_out]
+    rows = run_cases([*running, *others], cases, steps)
+    broken = [row.as_json() for row in rows if not row.within]
+    worst = {}
+    for row in rows:
+        if row.quantity == "parameter":
+            worst[row.backend] = max(worst.get(row.backend, 0.0), row.element_ratio)
+    return {
+        "holds": not broken and bool(rows),
+        "comparisons": len(rows),
+        "broken": broken,
+        "largest_ratio_to_bound": worst,
+        "not_available": left_out,
+    }
+
+
+def soak(setting: Setting) -> dict[str, Any]:
+    """The same clipped step a thousand times from the same start: every bit the same each time, and on other grids."""
+    results: dict[str, Any] = {"repeats": setting.few(1000)}
+    kind = ("cpu" if setting.dry else "cuda", None)
+    chosen = TABLE[kind]
+    for dtype, compensation in ((torch.float32, "none"), (torch.bfloat16, "split")):
+        parameters = setting.parameters(DRY_NUMELS if setting.dry else NUMELS, dtype)
+        optimizer = StableAdamW(parameters, lr=1e-2, betas=BETAS, compensation=compensation, backend="triton")
+        optimizer.step()
+        for p in parameters:
+            assert p.grad is not None
+            p.grad.mul_(30)
+        memory = _memory(optimizer, parameters)
+        start = [x.clone() for x in memory]
+        optimizer.step()
+        expected = [x.clone() for x in memory]
+        different = torch.zeros((), dtype=torch.int64, device=setting.device)
+        for _ in range(results["repeats"]):
+            _restore(memory, start)
+            optimizer.step()
+            different += _differing(memory, expected)
+        on_other_grids = 0
+        for programs, wave_bytes in ((1, 2**16), (chosen.programs, 2**30)):
+            TABLE[kind] = dataclasses.replace(chosen, programs=programs, wave_bytes=wave_bytes)
+            _restore(memory, start)
+            optimizer.step()
+            on_other_grids += int(_differing(memory, expected))
+        TABLE[kind] = chosen
+        _restore(memory, start)
+        for p in parameters:
+            assert p.grad is not None
+            with torch.no_grad():
+                optimizer._backend.update(optimizer._slot(p), p.grad, first=True)
+            optimizer.state[p]["step"] += 1
+        results[f"{dtype}"] = {
+            "elements_that_differed": int(different),
+            "on_other_grids": on_other_grids,
+            "one_launch_a_tensor": int(_differing(memory, expected)),
+        }
+    figures = [count for value in results.values() if isinstance(value, dict) for count in value.values()]
+    return {"holds": not any(figures), **results}
+
+
+def beyond_32_bits(setting: Setting) -> dict[str, Any]:
+    """A tensor of more than 2^31 elements: its last elements are updated as its first."""
+    n = 1000 if setting.dry else 2**31 + 4099
+    p = torch.nn.Parameter(torch.ones(n, dtype=torch.bfloat16, device=setting.device))
+    p.grad = torch.full_like(p, 0.5)
+    AdamW([p], lr=0.25, betas=BETAS, weight_decay=0.0, compensation="none", backend="triton").step()
+    right = sum(int((part == 0.75).sum()) for part in p.detach().split(2**28))
+    return {"holds": right == n, "elements": n, "right": right}
+
+
+def graph(setting: Setting) -> dict[str, Any]:
+    """A captured step, replayed: the bits of steps that are launched one by one, and the time of a replay."""
+    if setting.dry:
+        return {"left_out": "a CPU has no CUDA graphs"}
+    results = []
+    for captured in (False, True):
+        parameters = setting.parameters(setting.shapes("124M"), torch.bfloat16)
+        optimizer = StableAdamW(
+            parameters, lr=torch.tensor(1e-3, device="cuda"), betas=BETAS, capturable=True, backend="triton"
+        )
+        stream = torch.cuda.Stream()
+        with torch.cuda.stream(stream):
+            for _ in range(3):
+                optimizer.step()
+        torch.cuda.current_stream().wait_stream(stream)
+        run = optimizer.step
+        if captured:
+            cuda_graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(cuda_graph):
+                optimizer.step()
+            run = cuda_graph.replay
+        for _ in range(5):
+            run()
+        memory = [x.clone() for x in _memory(optimizer, parameters)]
+        results.append((memory, {"device_ms": setting.device_ms(run), **setting.wall_ms(run)}))
+    differing = int(_differing(results[0][0], results[1][0]))
+    return {"holds": differing == 0, "elements_that_differed": differing, "launched": results[0][1], "replayed": results[1][1]}
+
+
+def _memory(optimizer: torch.optim.Optimizer, parameters: list[torch.nn.Parameter]) -> list[Tensor]:
+    found: list[Tensor] = []
+    for p in parameters:
+        found += [p.detach(), *(x for x in optimizer.state[p].values() if isinstance(x, Tensor))]
+    return found
+
+
+def _restore(memory: list[Tensor], start: list[Tensor]) -> None:
+    for x, saved in zip(memory, start, strict=True):
+        x.copy_(saved)
+
+
+def _differing(memory: list[Tensor], expected: list[Tensor]) -> Tensor:
+    """How many elements differ in any bit; NaN would differ from itself. Step counts on the CPU are left out."""
+    counts = [(x != y).sum() for x, y in zip(memory, expected, strict=True) if x.dim()]
+    return torch.stack(counts).sum()

@@ -1,0 +1,150 @@
+"""Sections that are fast or slow: steps against the bandwidth floor and peers, what the launch settings do, release."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+from penstock.torch_frontend import AdamW, StableAdamW, release_gradients
+from penstock.torch_frontend.backends.triton.configuration import TABLE
+
+from .setting import BETAS, STORAGES, Setting, Storage
+
+Make = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
+
+
+def bandwidth(setting: Setting) -> dict[str, Any]:
+    """What a copy of 4 GiB moves."""
+    return {"copy_bytes_per_second": setting.bandwidth}
+
+
+def penstock_optimizers(storage: Storage) -> dict[str, Make]:
+    """The two that are measured against the floor."""
+    arguments: dict[str, Any] = {"betas": BETAS, "compensation": storage.compensation, "backend": "triton"}
+    return {
+        "penstock StableAdamW": lambda p: StableAdamW(p, lr=1e-3, **arguments),
+        "penstock AdamW": lambda p: AdamW(p, lr=1e-3, **arguments),
+    }
+
+
+def peers(storage: Storage) -> dict[str, Make]:
+    """torch's fused AdamW, and the others that are installed, each as its documentation constructs it."""
+    found: dict[str, Make] = {"torch AdamW(fused=True)": lambda p: torch.optim.AdamW(p, lr=1e-3, betas=BETAS, fused=True)}
+    kahan = storage.compensation != "none"
+    optional: dict[str, tuple[str, str, dict[str, Any]]] = {
+        "optimi StableAdamW": ("optimi", "StableAdamW", {"betas": BETAS, "kahan_sum": kahan}),
+        "optimi AdamW": ("optimi", "AdamW", {"betas": BETAS, "kahan_sum": kahan}),
+        "FlashOptim AdamW": ("flashoptim", "FlashAdamW", {"betas": BETAS}),
+        "torchao AdamW8bit": ("torchao.optim", "AdamW8bit", {"betas": BETAS}),
+    }
+    for name, (module, attribute, arguments) in optional.items():
+        try:
+            made = getattr(importlib.import_module(module), attribute)
+        except (ImportError, AttributeError):
+            continue
+        found[name] = lambda p, made=made, arguments=arguments: made(p, lr=1e-3, **arguments)  # type: ignore[misc]
+    return found
+
+
+def step_time(setting: Setting) -> dict[str, Any]:
+    """Every optimizer on every model and storage, side by side; a peer that fails says why."""
+    rows = []
+    for model in ("124M", "1B", "7B"):
+        numels = setting.shapes(model)
+        for storage in STORAGES:
+            candidates = penstock_optimizers(storage) | ({} if model == "7B" else peers(storage))
+            floor_ms = 1e3 * storage.floor_bytes(sum(numels)) / setting.bandwidth
+            for name, make in candidates.items():
+                row: dict[str, Any] = {"model": model, "storage": storage.name, "optimizer": name, "floor_ms": floor_ms}
+                try:
+                    step = make(setting.parameters(numels, storage.dtype)).step
+                    row |= {"device_ms": setting.device_ms(step), **setting.wall_ms(step)}
+                    row["ratio_to_floor"] = row["device_ms"] / floor_ms
+                    row["ratio_to_floor_back_to_back"] = row["back_to_back_ms"] / floor_ms
+                except Exception as error:  # a peer that cannot, or a model that does not fit
+                    row["failed"] = f"{type(error).__name__}: {' '.join(str(error).split()[:30])}"
+                step = None
+                setting.clean_up()
+                rows.append(row)
+    return {"holds": not any("failed" in row for row in rows if row["optimizer"].startswith("penstock")), "rows": rows}
+
+
+def configurations(setting: Setting) -> dict[str, Any]:
+    """Eviction hints on and off, sizes of waves, of items, and numbers of programs: what the table should say."""
+    kind = ("cpu" if setting.dry else "cuda", None)
+    chosen = TABLE[kind]
+    cache = setting.description().get("cache_bytes") or 2**16
+    changes: list[dict[str, Any]] = [{}, {"hints": False}]
+    changes += [{"wave_bytes": int(cache * share)} for share in (0.125, 0.5, 1.0, 64.0)]
+    changes += [{"wave_bytes": int(cache * 64.0), "hints": False}]
+    if not setting.dry:
+        changes += [{"tiles": 4}, {"tiles": 16}, {"programs": 4}, {"programs": 14}]
+        changes += [
+            {"registers": 56, "programs": 9},
+            {"registers": 96, "programs": 5},
+            {"block": 2048, "warps": 8, "programs": 3},
+        ]
+    rows = []
+    for model in ("124M", "1B"):
+        numels = setting.shapes(model)
+        for storage in STORAGES:
+            parameters = setting.parameters(numels, storage.dtype)
+            optimizer = penstock_optimizers(storage)["penstock StableAdamW"](parameters)
+            floor_ms = 1e3 * storage.floor_bytes(sum(numels)) / setting.bandwidth
+            for change in changes:
+                TABLE[kind] = dataclasses.replace(chosen, **change)
+                try:
+                    taken = setting.device_ms(optimizer.step, 10)
+                finally:
+                    TABLE[kind] = chosen
+                row = {"model": model, "storage": storage.name, "change": change, "device_ms": taken}
+                rows.append({**row, "ratio_to_floor": taken / floor_ms})
+            del parameters, optimizer
+            setting.clean_up()
+    return {"rows": rows}
+
+
+def release(setting: Setting) -> dict[str, Any]:
+    """A transformer in bfloat16, plain and released: time of a step, and peak of allocated bytes."""
+    width, layers, length, batch = (16, 2, 4, 2) if setting.dry else (2048, 16, 512, 8)
+    found: dict[str, Any] = {"width": width, "layers": layers, "tokens": length * batch}
+    losses = {}
+    for name in ("plain", "released"):
+        torch.manual_seed(0)
+        layer = nn.TransformerEncoderLayer(width, max(1, width // 64), 4 * width, dropout=0.0, batch_first=True)
+        model = nn.TransformerEncoder(layer, layers, enable_nested_tensor=False).to(setting.device, torch.bfloat16)
+        optimizer = StableAdamW(model.parameters(), lr=1e-4, backend="triton")
+        if name == "released":
+            release_gradients(model, optimizer)
+        batches = torch.randn(batch, length, width, device=setting.device).to(torch.bfloat16)
+
+        def step(model: nn.Module = model, optimizer: StableAdamW = optimizer, x: torch.Tensor = batches) -> torch.Tensor:
+            loss = (model(x) - x).float().pow(2).mean()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            return loss.detach()
+
+        for _ in range(setting.few(3)):
+            step()
+        setting.synchronize()
+        if not setting.dry:
+            torch.cuda.reset_peak_memory_stats()
+        started = time.perf_counter()
+        repetitions = setting.few(20)
+        for _ in range(repetitions):
+            last = step()
+        setting.synchronize()
+        losses[name] = float(last)
+        found[name] = {"step_ms": 1e3 * (time.perf_counter() - started) / repetitions}
+        if not setting.dry:
+            found[name]["peak_bytes"] = torch.cuda.max_memory_allocated()
+        del model, optimizer, step
+        setting.clean_up()
+    return {"holds": losses["plain"] == losses["released"], "losses": losses, **found}

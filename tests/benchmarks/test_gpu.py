@@ -1,0 +1,42 @@
+"""The GPU script runs where there is no GPU, small: nothing of it is untried when there is one for a few minutes."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def run(*arguments: str) -> subprocess.CompletedProcess[str]:
+    environment = os.environ | {"PYTHONPATH": str(ROOT / "src")}
+    command = [sys.executable, "-m", "benchmarks.gpu", *arguments]
+    return subprocess.run(command, capture_output=True, text=True, env=environment, cwd=ROOT, check=False)
+
+
+def test_every_section_runs_dry(tmp_path: Path) -> None:
+    pytest.importorskip("triton")
+    done = run("--out", str(tmp_path), "--dry")
+    assert done.returncode == 0, done.stdout + done.stderr
+    result = json.loads((tmp_path / "gpu.json").read_text())
+    assert result["failed"] == {}
+    assert set(result["seconds"]) == set(result["sections"])
+    assert all(section.get("holds", True) for section in result["sections"].values())
+    assert {"soak", "step_time", "graph", "release", "parity"} <= set(result["sections"])
+    assert all("ratio_to_floor" in row for row in result["sections"]["step_time"]["rows"])
+    assert {"versions", "device", "command"} <= set(result)
+
+
+def test_without_a_device_it_says_so(tmp_path: Path) -> None:
+    import torch
+
+    if torch.cuda.is_available():
+        pytest.skip("there is a CUDA device")
+    done = run("--out", str(tmp_path))
+    assert done.returncode == 2
+    assert "--dry" in done.stderr

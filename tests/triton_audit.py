@@ -1,0 +1,180 @@
+"""Offline compilation of the kernels: no GPU, no driver. What the compiler made of one specialisation, as numbers."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+import subprocess
+import tempfile
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import torch
+import triton
+import triton.compiler
+import triton.language as tl
+from triton.backends.compiler import GPUTarget
+
+from penstock.torch_frontend.backends.triton.configuration import Configuration
+from penstock.torch_frontend.backends.triton.kernels import update_group, update_tensor
+
+TYPES = {
+    torch.float64: ("fp64", tl.float64),
+    torch.float32: ("fp32", tl.float32),
+    torch.bfloat16: ("bf16", tl.bfloat16),
+    torch.float16: ("fp16", tl.float16),
+    torch.int16: ("i16", tl.int16),
+}
+TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
+SCALARS = ("first1", "log1", "first2", "log2", "lr", "eps", "floor", "decay")
+OPTIONAL = ("step_ptr", "square_before", "applied_ptr", "grad_scale_ptr", "numbers")
+"""Pointers that a launch may leave out."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Storage:
+    """The dtypes of a specialisation."""
+
+    parameter: torch.dtype
+    exp_avg: torch.dtype
+    exp_avg_sq: torch.dtype
+    compensation: str = "none"
+
+    @property
+    def kept(self) -> torch.dtype:
+        return torch.int16 if self.compensation == "split" else self.parameter
+
+    @property
+    def wide(self) -> torch.dtype:
+        return torch.float64 if self.parameter is torch.float64 else torch.float32
+
+    @property
+    def measured(self) -> list[torch.dtype]:
+        """What the measure phase reads: g and v."""
+        return [self.parameter, self.exp_avg_sq]
+
+    @property
+    def written(self) -> list[torch.dtype]:
+        """What the write phase writes: m, v, p and k."""
+        return [self.exp_avg, self.exp_avg_sq, self.parameter, *([self.kept] if self.compensation != "none" else [])]
+
+    def __str__(self) -> str:
+        dtypes = (self.parameter, self.exp_avg, self.exp_avg_sq)
+        return "-".join([str(dtype).removeprefix("torch.") for dtype in dtypes] + [self.compensation])
+
+
+@dataclasses.dataclass(frozen=True)
+class Audit:
+    """What came out.
+
+    registers: of a thread.
+    spilled: bytes and instructions of a thread that go to local memory.
+    loads, stores: of global memory, how many of each width in bytes.
+    assembly: PTX, or AMD's.
+    """
+
+    registers: int
+    spilled: int
+    loads: Counter[int]
+    stores: Counter[int]
+    assembly: str
+
+
+def group_kernel(
+    storage: Storage, target: GPUTarget, chosen: Configuration, present: tuple[str, ...] = (), **changes: Any
+) -> Audit:
+    """`update_group` as `update_all` launches it; `present`: the optional pointers that are there."""
+    wide = TYPES[storage.wide][0]
+    constants = {
+        "PHASES": "both", "CLIP": True, "L2": False, "MAXIMIZE": False, "COMPENSATION": storage.compensation,
+        "STEP_ON_DEVICE": False, "ALIGNMENT": 16, "HINTS": chosen.hints, "WIDE": TYPES[storage.wide][1],
+        "G": TYPES[storage.parameter][1], "M": TYPES[storage.exp_avg][1], "V": TYPES[storage.exp_avg_sq][1],
+        "P": TYPES[storage.parameter][1], "K": TYPES[storage.kept][1],
+    } | changes  # fmt: skip
+    given = {
+        "items": "*i32", "tensors": "*i64", "partials": f"*{wide}", "squares": f"*{wide}", "counters": "*i32",
+        "item_count": "i32", "tensor_count": "i32", "applied_ptr": "*fp32", "grad_scale_ptr": "*fp32", "numbers": f"*{wide}",
+    }  # fmt: skip
+    return _audited(update_group, given, constants, {"items", "tensors", "partials", "counters"}, target, chosen, present)
+
+
+def tensor_kernel(
+    storage: Storage, target: GPUTarget, chosen: Configuration, present: tuple[str, ...] = (), **changes: Any
+) -> Audit:
+    """`update_tensor` as release launches it."""
+    wide = TYPES[storage.wide][0]
+    constants = {
+        "ACTION": "update", "FIRST": True, "CLIP": True, "L2": False, "MAXIMIZE": False,
+        "COMPENSATION": storage.compensation, "HINTS": chosen.hints, "WIDE": TYPES[storage.wide][1],
+    } | changes  # fmt: skip
+    dtypes = (storage.parameter, storage.exp_avg, storage.exp_avg_sq, storage.parameter, storage.kept)
+    pointers = dict(
+        zip(("g_ptr", "m_ptr", "v_ptr", "p_ptr", "k_ptr"), (f"*{TYPES[dtype][0]}" for dtype in dtypes), strict=True)
+    )
+    given = {
+        **pointers, "step_ptr": "*fp32", "n": "i64", "item_count": "i32", "partials": f"*{wide}", "counters": "*i32",
+        "square_before": f"*{wide}", "square_after": f"*{wide}", "applied_ptr": "*fp32", "grad_scale_ptr": "*fp32",
+        "numbers": f"*{wide}",
+    }  # fmt: skip
+    return _audited(update_tensor, given, constants, {*pointers, "partials", "counters"}, target, chosen, present)
+
+
+def _audited(
+    kernel: Any,
+    given: dict[str, str],
+    constants: dict[str, Any],
+    aligned: set[str],
+    target: GPUTarget,
+    chosen: Configuration,
+    present: tuple[str, ...],
+) -> Audit:
+    names = kernel.arg_names
+    given = given | dict.fromkeys(SCALARS, "fp32")
+    constants = constants | {"TILES": chosen.tiles, "BLOCK": chosen.block, "TAIL": chosen.tail}
+    constants |= {name: None for name in OPTIONAL if name in names and name not in present}
+    signature = {name: "constexpr" if name in constants else given[name] for name in names}
+    attributes = {(names.index(name),): [["tt.divisibility", 16]] for name in aligned}
+    source = triton.compiler.ASTSource(kernel, signature, {(names.index(k),): v for k, v in constants.items()}, attributes)
+    cap = {"maxnreg": chosen.registers} if chosen.registers else {}
+    made = triton.compile(source, target=target, options={"num_warps": chosen.warps, "enable_fp_fusion": False, **cap})
+    return _nvidia(made.asm["cubin"], made.asm["ptx"]) if "cubin" in made.asm else _amd(made.asm["amdgcn"])
+
+
+def _nvidia(binary: bytes, ptx: str) -> Audit:
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(binary)
+        file.flush()
+        usage = _run("cuobjdump", "-res-usage", file.name)
+        assembly = _run("nvdisasm", "-c", file.name)
+    found = re.search(r"REG:(\d+) STACK:(\d+) SHARED:\d+ LOCAL:(\d+)", usage)
+    assert found is not None, usage
+    registers, stack, local = (int(group) for group in found.groups())
+    spills = len(re.findall(r"\b(?:LDL|STL)\b", assembly))
+    loads, stores = (Counter(map(_width, re.findall(rf"\b{kind}(\.[A-Z0-9.x]+)", assembly))) for kind in ("LDG", "STG"))
+    return Audit(registers, stack + local + spills, loads, stores, ptx)
+
+
+def _width(modifiers: str) -> int:
+    wide = re.search(r"\.(256|128|64)\b", modifiers)
+    if wide:
+        return int(wide.group(1)) // 8
+    return 2 if re.search(r"\.[US]16", modifiers) else 1 if re.search(r"\.[US]8", modifiers) else 4
+
+
+def _amd(assembly: str) -> Audit:
+    def count(name: str) -> int:
+        found = re.search(rf"\.{name}:\s*(\d+)", assembly)
+        assert found is not None, name
+        return int(found.group(1))
+
+    def widths(kind: str) -> Counter[int]:
+        names = re.findall(rf"\b(?:global|buffer)_{kind}_([a-z0-9]+)", assembly)
+        return Counter({"dwordx4": 16, "dwordx3": 12, "dwordx2": 8, "dword": 4}.get(name, 2) for name in names)
+
+    spilled = count("vgpr_spill_count") + count("sgpr_spill_count")
+    return Audit(count("vgpr_count"), spilled, widths("load"), widths("store"), assembly)
+
+
+def _run(tool: str, *arguments: str) -> str:
+    return subprocess.run([TOOLS / tool, *arguments], capture_output=True, text=True, check=True).stdout

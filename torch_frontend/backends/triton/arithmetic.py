@@ -1,0 +1,110 @@
+"""The elementwise arithmetic of the kernels: `core.moments` and `core.compensation`, word for word, in Triton.
+
+Every function here is inlined into the kernels of `kernels`. `WIDE` is the compute dtype of `core.dtypes.compute_dtype`.
+The order of operations is that of core, and the kernels are compiled without contraction to fused multiply-add, so that a
+number does not depend on the kernel that computes it. On a GPU the square root may be off by one unit in the last place
+and the quotient by two; in the interpreter both are exact.
+"""
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def debiased_complement(first, log, step_ptr, ON_DEVICE: tl.constexpr, WIDE: tl.constexpr):
+    """(1-beta)/(1-beta^t): `core.moments.debiased_complement`.
+
+    With the number of updates on the host, `first` is the result already. With t on the device, `first` is 1-beta and
+    `log` is log(beta), and with x = t*log(beta), in float64,
+
+        1-beta^t = -expm1(x) = (1-e)*x/log(e)    e = exp(x)        where e is near 1 (Kahan's formula: no digit is lost)
+                             = 1-e                                  elsewhere
+    """
+    if ON_DEVICE:
+        x = (tl.load(step_ptr).to(tl.float64) + 1.0) * log
+        e = tl.exp(x)
+        near = tl.where(e == 1.0, -x, (1.0 - e) * x / tl.log(e))
+        return (first / tl.where(x > -0.5, near, 1.0 - e)).to(WIDE)
+    else:
+        return first
+
+
+@triton.jit
+def clipped_learning_rate(learning_rate, mean_square):
+    """lr / max(1, sqrt(mean_square)): `core.moments.clipped_learning_rate`. A NaN stays one."""
+    root = tl.sqrt(mean_square)
+    return tl.where(root <= 1.0, learning_rate, learning_rate / root)
+
+
+@triton.jit
+def prepared_gradient(g, parameter, grad_scale_ptr, decay, FIRST: tl.constexpr, L2: tl.constexpr, MAXIMIZE: tl.constexpr):
+    """`core.update.prepared_gradient`: times grad_scale, its sign turned by maximize, L2 on the first micro-batch."""
+    if grad_scale_ptr is not None:
+        g = g * tl.load(grad_scale_ptr).to(g.dtype)
+    if MAXIMIZE:
+        g = -g
+    if L2 and FIRST:
+        g = g + tl.where(decay != 0.0, decay * parameter, 0.0)
+    return g
+
+
+@triton.jit
+def next_exp_avg(m, g, complement, FIRST: tl.constexpr):
+    """m + c1*(g-m), or m + c1*g for a later micro-batch: `core.moments.first_moments`, `later_moments`."""
+    if FIRST:
+        return m + complement * (g - m)
+    else:
+        return m + complement * g
+
+
+@triton.jit
+def next_exp_avg_sq(v, g, complement, FIRST: tl.constexpr):
+    """v + c2*(g*g-v), or v + c2*g*g for a later micro-batch: `core.moments.first_moments`, `later_moments`."""
+    if FIRST:
+        return v + complement * (g * g - v)
+    else:
+        return v + complement * (g * g)
+
+
+@triton.jit
+def squared_ratio(g, v, floor):
+    """g*g / max(v, eps^2), `core.moments.mean_square` before the mean. A NaN stays one."""
+    return g * g / tl.where(v < floor, floor, v)
+
+
+@triton.jit
+def stepped(parameter, m, v, eta, eps, decay, L2: tl.constexpr):
+    """p - eta*(m/(sqrt(v)+eps) + decay*p): `core.moments.direction`, the decay folded into the step."""
+    step = m / (tl.sqrt(v) + eps)
+    if not L2:
+        step = step + tl.where(decay != 0.0, decay * parameter, 0.0)
+    return parameter - eta * step
+
+
+@triton.jit
+def load_parameter(p, k, COMPENSATION: tl.constexpr, WIDE: tl.constexpr):
+    """The number that (p, k) stands for: `core.compensation.load`."""
+    if COMPENSATION == "split":
+        high = p.to(tl.int16, bitcast=True).to(tl.int32) << 16
+        return (high + k.to(tl.int32)).to(tl.float32, bitcast=True)
+    elif COMPENSATION == "kahan":
+        return p.to(WIDE) + k.to(WIDE)
+    else:
+        return p.to(WIDE)
+
+
+@triton.jit
+def store_parameter(x, PARAMETER: tl.constexpr, COMPENSATION: tl.constexpr):
+    """(p, k) for the number x: `core.compensation.store`. Without compensation k is p, and not to be stored."""
+    if COMPENSATION == "split":
+        bits = tl.where(x == x, x.to(tl.int32, bitcast=True), 0x7FC00000)
+        high = (bits + 0x8000) & -0x10000
+        return (high >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True), (bits - high).to(tl.int16)
+    elif COMPENSATION == "kahan":
+        p = x.to(PARAMETER)
+        rounded = p.to(x.dtype)
+        finite = tl.abs(rounded) < float("inf")
+        return p, (tl.where(finite, x, 0.0) - tl.where(finite, rounded, 0.0)).to(PARAMETER)
+    else:
+        p = x.to(PARAMETER)
+        return p, p

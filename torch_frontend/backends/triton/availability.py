@@ -1,0 +1,64 @@
+"""Whether the Triton backend can run, and with which remedy it is refused."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor
+
+from ..memory_order import along_memory
+
+OLDEST_CAPABILITY = (8, 0)
+"""bfloat16 arithmetic and Triton itself need an NVIDIA GPU of this compute capability."""
+
+
+def installed() -> bool:
+    """Whether Triton can be imported; it is not."""
+    try:
+        return importlib.util.find_spec("triton") is not None
+    except ValueError:  # a module without a specification was put in its place
+        return False
+
+
+def interpreted() -> bool:
+    """Whether this process was started for Triton's interpreter, which runs the kernels on a CPU, a thousand times slower.
+
+    Triton reads the variable when kernels are defined: it must be set before anything imports them.
+    """
+    return os.environ.get("TRITON_INTERPRET", "0").lower() in ("1", "true", "on", "yes")
+
+
+def why_not(parameters: Iterable[Tensor]) -> str | None:
+    """Why these parameters cannot be updated by the kernels, with the remedy; None when they can."""
+    if not installed():
+        return "Triton is not installed; install it with: pip install triton, or use backend='auto'."
+    devices = set()
+    for parameter in parameters:
+        devices.add(parameter.device)
+        if not parameter.is_cuda and not (interpreted() and parameter.device.type == "cpu"):
+            return (
+                f"a parameter of shape {tuple(parameter.shape)} is on {parameter.device.type}, and the kernels run on CUDA "
+                "devices. Move the model to one before the optimizer is constructed, or use backend='compiled', 'eager' or "
+                "'auto'. (For tests, a process that was started with TRITON_INTERPRET=1 runs them on the CPU, slowly.)"
+            )
+        if not dense(parameter):
+            return (
+                f"a parameter of shape {tuple(parameter.shape)} and strides {parameter.stride()} leaves gaps in memory or "
+                "overlaps; make it dense (parameter.data = parameter.data.contiguous()), or use backend='eager'."
+            )
+    if torch.version.hip is None:
+        for device in devices:
+            if device.type == "cuda" and torch.cuda.get_device_capability(device) < OLDEST_CAPABILITY:
+                return (
+                    f"{device} has compute capability {'.'.join(map(str, torch.cuda.get_device_capability(device)))}, and the "
+                    "kernels need 8.0 (Ampere) or newer; use backend='eager' or 'auto'."
+                )
+    return None
+
+
+def dense(parameter: Tensor) -> bool:
+    """Whether the tensor fills a piece of memory without gaps, in whatever order of its dimensions."""
+    return parameter.is_contiguous() or along_memory({"parameter": parameter}) is not None

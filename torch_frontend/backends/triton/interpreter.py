@@ -1,0 +1,70 @@
+"""Triton's interpreter made to round as a GPU does, so that what it computes is what the kernels compute.
+
+Seen in Triton 3.6 to 3.9: float32 to bfloat16 is truncated, whatever rounding was asked for (a GPU rounds to nearest, ties
+to even), and bfloat16 subnormals are read wrongly. Both conversions are one private function; there is no public hook. It
+is replaced only where it is there and wrong, and otherwise left alone.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+
+def round_like_a_device() -> None:
+    """Correct the conversions between float32 and bfloat16 in this process's interpreter, if they need it."""
+    import triton.language as tl
+    import triton.runtime.interpreter as interpreter
+
+    original: Any = getattr(interpreter, "_convert_float", None)
+    if original is None or _is_right(original, tl):
+        return
+
+    def convert(x: np.ndarray, source: Any, target: Any, rounding: Any) -> np.ndarray:
+        if source == tl.float32 and target == tl.bfloat16:
+            return to_bfloat16(x)
+        if source == tl.bfloat16 and target == tl.float32:
+            return (np.ascontiguousarray(x).view(np.uint16).astype(np.uint32) << np.uint32(16)).view(np.float32)
+        with np.errstate(over="ignore"):  # beyond the range of float16 lies infinity, on every device
+            return original(x, source, target, rounding)
+
+    interpreter._convert_float = convert
+
+
+def call_helpers_directly() -> None:
+    """Halve the interpreter's time: it replaces the whole language anew for every call of a helper inside a kernel.
+
+    A helper whose module sees the replaced language already is called as it is.
+    """
+    import triton.language as tl
+    import triton.runtime.interpreter as interpreter
+
+    function: Any = getattr(interpreter, "InterpretedFunction", None)
+    if not hasattr(function, "rewrite") or getattr(function.__call__, "direct", False):
+        return
+    original = function.__call__
+    is_builtin: Any = tl.core.is_builtin
+
+    def call(self: Any, *arguments: Any, **keywords: Any) -> Any:
+        seen = self.fn.__globals__.values()
+        if any(is_builtin(language.load) for language in (tl, tl.core) if any(value is language for value in seen)):
+            return original(self, *arguments, **keywords)
+        return self.rewrite()(*arguments, **keywords)
+
+    call.direct = True  # type: ignore[attr-defined]
+    function.__call__ = call
+
+
+def to_bfloat16(x: np.ndarray) -> np.ndarray:
+    """The bits of float32 numbers rounded to bfloat16, to nearest, ties to even; a NaN stays one."""
+    bits = np.ascontiguousarray(x).view(np.uint32)
+    rounded = (bits + np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1))) >> np.uint32(16)
+    return np.where(np.isnan(x), (bits >> np.uint32(16)) | np.uint32(0x40), rounded).astype(np.uint16)
+
+
+def _is_right(convert: Any, tl: Any) -> bool:
+    """Whether 1 + 3*2^-9 goes up to 1 + 2^-7, and the smallest bfloat16 is read as 2^-133."""
+    up = convert(np.array([1 + 3 * 2.0**-9], np.float32), tl.float32, tl.bfloat16, None)
+    least = convert(np.array([1], np.uint16), tl.bfloat16, tl.float32, None)
+    return bool(np.asarray(up).view(np.uint16)[0] == 0x3F81 and np.asarray(least).view(np.float32)[0] == 2.0**-133)

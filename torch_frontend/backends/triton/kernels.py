@@ -1,0 +1,416 @@
+r"""The kernels: one launch for all tensors of a parameter group, and one for a single tensor. Both are deterministic.
+
+A tensor is cut into *items* of `TILES` tiles of `BLOCK` elements. An item is worked on in one of two phases:
+
+    measure    reads g and v, and leaves one partial sum of g*g/max(v', eps^2) in a slot of its own      (v' as updated)
+    write      reads g, m, v, p, k and writes m, v, p, k
+
+The item of a tensor that is measured last adds the slots up, always in the same order: the sum does not depend on which
+program came when, and no floating-point number is ever added atomically. Nothing is written before every gradient of the
+tensor was read, so that a non-finite one can be found in time. Rules that do not clip their update have no measure phase.
+
+**Tickets.** Programs take items in the order of the table by counting up one integer. A write item waits for the sum of its
+tensor; the table has all measure items of a tensor before its first write item, so that whoever it waits for runs
+already, and never waits itself: no deadlock, however few programs are resident. Partial sums are handed over as counters
+are: written, then counted up with release; the counter is read with acquire before they are read, past the first-level
+cache. The program that leaves last sets every counter back to zero for the next launch.
+
+**Accesses.** Whole tiles are read without a mask, in 16-byte pieces whatever the size of the tensor; what is left over goes
+in masked tiles of `TAIL` elements. Offsets are 64 bits wide, and 32 inside a tile.
+"""
+
+# pyright: reportArgumentType=false, reportAssignmentType=false, reportInvalidTypeForm=false
+# (Triton gives Python's words its own types.)
+
+import triton
+import triton.language as tl
+
+from .arithmetic import (
+    clipped_learning_rate,
+    debiased_complement,
+    load_parameter,
+    next_exp_avg,
+    next_exp_avg_sq,
+    prepared_gradient,
+    squared_ratio,
+    stepped,
+    store_parameter,
+)
+
+COLUMNS = tl.constexpr(9)
+"""Of a row of the tensor table: the addresses of g, m, v, p, k and t, the number of elements, first slot, items."""
+
+NUMBERS = tl.constexpr(8)
+"""What both kernels take as scalars: 1-beta1 (or c1), log(beta1), 1-beta2 (or c2), log(beta2), lr, eps, floor, decay."""
+
+SUMMED_AT_ONCE = tl.constexpr(1024)
+
+
+@triton.jit
+def _load(pointer, mask, MASKED: tl.constexpr, EVICTION: tl.constexpr):
+    if MASKED:
+        return tl.load(pointer, mask=mask, other=0.0, eviction_policy=EVICTION)
+    else:
+        return tl.load(pointer, eviction_policy=EVICTION)
+
+
+@triton.jit
+def _store(pointer, x, mask, MASKED: tl.constexpr):
+    if MASKED:
+        tl.store(pointer, x, mask=mask)
+    else:
+        tl.store(pointer, x)
+
+
+@triton.jit
+def _measured_tile(
+    g_ptr, v_ptr, p_ptr, k_ptr, left, grad_scale_ptr, complement2, floor, decay,
+    FIRST: tl.constexpr, L2: tl.constexpr, MAXIMIZE: tl.constexpr, COMPENSATION: tl.constexpr, WIDE: tl.constexpr,
+    KEEP: tl.constexpr, MASKED: tl.constexpr, SIZE: tl.constexpr,
+):  # fmt: skip
+    """g*g/max(v', eps^2) of one tile, and g-g, which is 0 where g is finite and NaN elsewhere."""
+    offset = tl.arange(0, SIZE)
+    mask = offset < left
+    g = _load(g_ptr + offset, mask, MASKED, KEEP).to(WIDE)
+    v = _load(v_ptr + offset, mask, MASKED, KEEP).to(WIDE)
+    parameter = g
+    if L2 and FIRST:
+        kept = _load(k_ptr + offset, mask, MASKED, KEEP)
+        parameter = load_parameter(_load(p_ptr + offset, mask, MASKED, KEEP), kept, COMPENSATION, WIDE)
+    g = prepared_gradient(g, parameter, grad_scale_ptr, decay, FIRST, L2, MAXIMIZE)
+    ratio = squared_ratio(g, next_exp_avg_sq(v, g, complement2, FIRST), floor)
+    check = g - g
+    if MASKED:
+        ratio, check = tl.where(mask, ratio, 0.0), tl.where(mask, check, 0.0)
+    return ratio, check
+
+
+@triton.jit
+def _measured_item(
+    g_ptr, v_ptr, p_ptr, k_ptr, base, n, applied_ptr, grad_scale_ptr, complement2, floor, decay,
+    FIRST: tl.constexpr, L2: tl.constexpr, MAXIMIZE: tl.constexpr, COMPENSATION: tl.constexpr, WIDE: tl.constexpr,
+    KEEP: tl.constexpr, TILES: tl.constexpr, BLOCK: tl.constexpr, TAIL: tl.constexpr,
+):  # fmt: skip
+    """The partial sum of one item; a 0 into `applied`, if there is one, where a gradient is not finite."""
+    blocks = tl.minimum((n - base) // BLOCK, TILES).to(tl.int32)
+    ratios = tl.zeros((BLOCK,), WIDE)
+    checks = tl.zeros((BLOCK,), WIDE)
+    for tile in range(blocks):
+        at = base + tile * BLOCK
+        ratio, check = _measured_tile(
+            g_ptr + at, v_ptr + at, p_ptr + at, k_ptr + at, BLOCK, grad_scale_ptr, complement2, floor, decay,
+            FIRST, L2, MAXIMIZE, COMPENSATION, WIDE, KEEP, False, BLOCK,
+        )  # fmt: skip
+        ratios += ratio
+        checks += check
+    partial, finite = tl.sum(ratios, 0), tl.sum(checks, 0)
+    if blocks < TILES:
+        left = (n - base).to(tl.int32) - blocks * BLOCK
+        for start in range(0, left, TAIL):
+            at = base + blocks * BLOCK + start
+            ratio, check = _measured_tile(
+                g_ptr + at, v_ptr + at, p_ptr + at, k_ptr + at, left - start, grad_scale_ptr, complement2, floor, decay,
+                FIRST, L2, MAXIMIZE, COMPENSATION, WIDE, KEEP, True, TAIL,
+            )  # fmt: skip
+            partial += tl.sum(ratio, 0)
+            finite += tl.sum(check, 0)
+    if applied_ptr is not None and finite != finite:
+        tl.store(applied_ptr, 0.0)
+    return partial
+
+
+@triton.jit
+def _written_tile(
+    g_ptr, m_ptr, v_ptr, p_ptr, k_ptr, left, grad_scale_ptr, complement1, complement2, eta, eps, floor, decay,
+    ACTION: tl.constexpr, FIRST: tl.constexpr, L2: tl.constexpr, MAXIMIZE: tl.constexpr, COMPENSATION: tl.constexpr,
+    WIDE: tl.constexpr, PASS: tl.constexpr, MASKED: tl.constexpr, SIZE: tl.constexpr,
+):  # fmt: skip
+    """The write phase of one tile; for "accumulate" also its g*g/max(v', eps^2)."""
+    offset = tl.arange(0, SIZE)
+    mask = offset < left
+    m = _load(m_ptr + offset, mask, MASKED, PASS).to(WIDE)
+    v = _load(v_ptr + offset, mask, MASKED, PASS).to(WIDE)
+    parameter = m
+    if ACTION != "accumulate" or (L2 and FIRST):
+        p = _load(p_ptr + offset, mask, MASKED, PASS)
+        k = p
+        if COMPENSATION != "none":
+            k = _load(k_ptr + offset, mask, MASKED, PASS)
+        parameter = load_parameter(p, k, COMPENSATION, WIDE)
+    ratio = m
+    if ACTION != "apply":
+        g = _load(g_ptr + offset, mask, MASKED, PASS).to(WIDE)
+        g = prepared_gradient(g, parameter, grad_scale_ptr, decay, FIRST, L2, MAXIMIZE)
+        m = next_exp_avg(m, g, complement1, FIRST)
+        v = next_exp_avg_sq(v, g, complement2, FIRST)
+        _store(m_ptr + offset, m.to(m_ptr.dtype.element_ty), mask, MASKED)
+        _store(v_ptr + offset, v.to(v_ptr.dtype.element_ty), mask, MASKED)
+        ratio = squared_ratio(g, v, floor)
+        if MASKED:
+            ratio = tl.where(mask, ratio, 0.0)
+    if ACTION != "accumulate":
+        x = stepped(parameter, m, v, eta, eps, decay, L2)
+        p, k = store_parameter(x, p_ptr.dtype.element_ty, COMPENSATION)
+        _store(p_ptr + offset, p, mask, MASKED)
+        if COMPENSATION != "none":
+            _store(k_ptr + offset, k, mask, MASKED)
+    return ratio
+
+
+@triton.jit
+def _written_item(
+    g_ptr, m_ptr, v_ptr, p_ptr, k_ptr, base, n, grad_scale_ptr, complement1, complement2, eta, eps, floor, decay,
+    ACTION: tl.constexpr, FIRST: tl.constexpr, L2: tl.constexpr, MAXIMIZE: tl.constexpr, COMPENSATION: tl.constexpr,
+    WIDE: tl.constexpr, PASS: tl.constexpr, TILES: tl.constexpr, BLOCK: tl.constexpr, TAIL: tl.constexpr,
+):  # fmt: skip
+    """The write phase of one item. Returns the partial sum that the measure phase would give, for "accumulate"."""
+    blocks = tl.minimum((n - base) // BLOCK, TILES).to(tl.int32)
+    ratios = tl.zeros((BLOCK,), WIDE)
+    for tile in range(blocks):
+        at = base + tile * BLOCK
+        ratio = _written_tile(
+            g_ptr + at, m_ptr + at, v_ptr + at, p_ptr + at, k_ptr + at, BLOCK,
+            grad_scale_ptr, complement1, complement2, eta, eps, floor, decay,
+            ACTION, FIRST, L2, MAXIMIZE, COMPENSATION, WIDE, PASS, False, BLOCK,
+        )  # fmt: skip
+        if ACTION == "accumulate":
+            ratios += ratio
+    partial = tl.sum(ratios, 0)
+    if blocks < TILES:
+        left = (n - base).to(tl.int32) - blocks * BLOCK
+        for start in range(0, left, TAIL):
+            at = base + blocks * BLOCK + start
+            ratio = _written_tile(
+                g_ptr + at, m_ptr + at, v_ptr + at, p_ptr + at, k_ptr + at, left - start,
+                grad_scale_ptr, complement1, complement2, eta, eps, floor, decay,
+                ACTION, FIRST, L2, MAXIMIZE, COMPENSATION, WIDE, PASS, True, TAIL,
+            )  # fmt: skip
+            if ACTION == "accumulate":
+                partial += tl.sum(ratio, 0)
+    return partial
+
+
+@triton.jit
+def _arrive(partials, item, items, partial, arrived, n, WIDE: tl.constexpr):
+    """Leave a partial sum in its slot. Whether this was the tensor's last, and then the mean of all of them."""
+    tl.store(partials + item, partial)
+    tl.debug_barrier()
+    last = tl.atomic_add(arrived, 1, sem="acq_rel") == items - 1
+    total = tl.zeros((SUMMED_AT_ONCE,), WIDE)
+    if last:
+        tl.debug_barrier()
+        for start in range(0, items, SUMMED_AT_ONCE):
+            slot = start + tl.arange(0, SUMMED_AT_ONCE)
+            total += tl.load(partials + slot, mask=slot < items, other=0.0, cache_modifier=".cg")
+        tl.store(arrived, 0)
+    return last, tl.sum(total, 0) / n.to(WIDE)
+
+
+@triton.jit
+def _announce(ready):
+    tl.debug_barrier()
+    tl.atomic_add(ready, 1, sem="release")
+
+
+@triton.jit
+def _wait(ready):
+    while tl.atomic_add(ready, 0, sem="acquire") == 0:
+        pass
+    tl.debug_barrier()
+
+
+@triton.jit
+def _take_ticket(ticket):
+    return tl.atomic_add(ticket, 1, sem="relaxed")
+
+
+@triton.jit
+def _left_last(left):
+    """Whether this program is the last to leave; every other one is past its last look at the counters."""
+    tl.debug_barrier()
+    return tl.atomic_add(left, 1, sem="acq_rel") == tl.num_programs(0) - 1
+
+
+@triton.jit(do_not_specialize=["item_count", "tensor_count", "first1", "log1", "first2", "log2", "lr", "eps", "floor", "decay"])
+def update_group(
+    items, tensors, partials, squares, counters, item_count, tensor_count, applied_ptr, grad_scale_ptr,
+    numbers, first1, log1, first2, log2, lr, eps, floor, decay,
+    PHASES: tl.constexpr, CLIP: tl.constexpr, L2: tl.constexpr, MAXIMIZE: tl.constexpr, COMPENSATION: tl.constexpr,
+    STEP_ON_DEVICE: tl.constexpr, ALIGNMENT: tl.constexpr, HINTS: tl.constexpr,
+    G: tl.constexpr, M: tl.constexpr, V: tl.constexpr, P: tl.constexpr, K: tl.constexpr, WIDE: tl.constexpr,
+    TILES: tl.constexpr, BLOCK: tl.constexpr, TAIL: tl.constexpr,
+):  # fmt: skip
+    r"""`core.update.update`, with first=True, of every tensor of a table.
+
+        m += c1*(g-m)      v += c2*(g*g-v)      eta = lr / max(1, sqrt(mean(g*g / max(v, eps^2))))       (CLIP)
+        p <- p - eta*(m/(sqrt(v)+eps) + decay*p)                 (without CLIP eta = lr; with L2: g += decay*p instead)
+
+    Args:
+        items: int32, three a row: phase (0 measure, 1 write), tensor, number of the item in its tensor; in ticket order.
+        tensors: int64, `COLUMNS` a row.
+        partials: WIDE, a slot for each item of the table's tensors.
+        squares: WIDE, a mean square for each tensor; written by measure, read by write.
+        counters: int32, zero: ticket, programs that have left, then for each tensor items arrived and whether its mean
+            square is ready. They are zero again at the end.
+        applied_ptr: float32 0-d, or None. Measure puts 0 there if a gradient is not finite; write does nothing then.
+        grad_scale_ptr: 0-d, or None: a factor of every gradient.
+        numbers: None, and the scalars are arguments; or WIDE, `NUMBERS` of them.
+        PHASES: "measure", "write", or "both" with tickets.
+        ALIGNMENT: bytes that every address is a multiple of.
+    """
+    if numbers is not None:
+        first1, log1 = tl.load(numbers), tl.load(numbers + 1)
+        first2, log2 = tl.load(numbers + 2), tl.load(numbers + 3)
+        lr, eps = tl.load(numbers + 4), tl.load(numbers + 5)
+        floor, decay = tl.load(numbers + 6), tl.load(numbers + 7)
+    KEEP: tl.constexpr = "evict_last" if HINTS and PHASES == "both" else ""
+    PASS: tl.constexpr = "evict_first" if HINTS else ""
+    if PHASES == "both":  # noqa: SIM108  (Triton compiles both sides of a conditional expression)
+        ticket = _take_ticket(counters)
+    else:
+        ticket = tl.program_id(0)
+    while ticket < item_count:
+        entry = items + ticket.to(tl.int64) * 3
+        phase = tl.load(entry)
+        tensor = tl.load(entry + 1)
+        item = tl.load(entry + 2)
+        row = tensors + tensor.to(tl.int64) * COLUMNS
+        g_ptr = tl.multiple_of(tl.load(row).to(tl.pointer_type(G)), ALIGNMENT)
+        m_ptr = tl.multiple_of(tl.load(row + 1).to(tl.pointer_type(M)), ALIGNMENT)
+        v_ptr = tl.multiple_of(tl.load(row + 2).to(tl.pointer_type(V)), ALIGNMENT)
+        p_ptr = tl.multiple_of(tl.load(row + 3).to(tl.pointer_type(P)), ALIGNMENT)
+        k_ptr = tl.multiple_of(tl.load(row + 4).to(tl.pointer_type(K)), ALIGNMENT)
+        step_ptr = tl.load(row + 5).to(tl.pointer_type(tl.float32))
+        n = tl.load(row + 6)
+        base = item.to(tl.int64) * (TILES * BLOCK)
+        arrived = counters + 2 + tensor * 2
+        complement2 = debiased_complement(first2, log2, step_ptr, STEP_ON_DEVICE, WIDE)
+        if PHASES != "write" and phase == 0:
+            slot = tl.load(row + 7)
+            count = tl.load(row + 8).to(tl.int32)
+            partial = _measured_item(
+                g_ptr, v_ptr, p_ptr, k_ptr, base, n, applied_ptr, grad_scale_ptr, complement2, floor, decay,
+                True, L2, MAXIMIZE, COMPENSATION, WIDE, KEEP, TILES, BLOCK, TAIL,
+            )  # fmt: skip
+            if CLIP:
+                last, square = _arrive(partials + slot, item, count, partial, arrived, n, WIDE)
+                if last:
+                    tl.store(squares + tensor, square)
+                    if PHASES == "both":
+                        _announce(arrived + 1)
+        if PHASES != "measure" and phase == 1:
+            if PHASES == "both":
+                _wait(arrived + 1)
+            usable = True
+            if applied_ptr is not None:
+                usable = tl.load(applied_ptr) != 0.0
+            if usable:
+                eta = lr
+                if CLIP:
+                    eta = clipped_learning_rate(lr, tl.load(squares + tensor, cache_modifier=".cg"))
+                complement1 = debiased_complement(first1, log1, step_ptr, STEP_ON_DEVICE, WIDE)
+                _written_item(
+                    g_ptr, m_ptr, v_ptr, p_ptr, k_ptr, base, n, grad_scale_ptr, complement1, complement2, eta, eps, floor,
+                    decay, "update", True, L2, MAXIMIZE, COMPENSATION, WIDE, PASS, TILES, BLOCK, TAIL,
+                )  # fmt: skip
+        if PHASES == "both":
+            ticket = _take_ticket(counters)
+        else:
+            ticket += tl.num_programs(0)
+    if PHASES == "both" and _left_last(counters + 1):
+        for start in range(0, tensor_count, SUMMED_AT_ONCE):
+            tensor = start + tl.arange(0, SUMMED_AT_ONCE)
+            tl.store(counters + 3 + tensor * 2, tl.zeros_like(tensor), mask=tensor < tensor_count)
+        tl.store(counters, 0)
+        tl.store(counters + 1, 0)
+
+
+@triton.jit(do_not_specialize=["n", "item_count", "first1", "log1", "first2", "log2", "lr", "eps", "floor", "decay"])
+def update_tensor(
+    g_ptr, m_ptr, v_ptr, p_ptr, k_ptr, step_ptr, n: tl.int64, item_count: tl.int32,
+    partials, counters, square_before, square_after, applied_ptr, grad_scale_ptr,
+    numbers, first1, log1, first2, log2, lr, eps, floor, decay,
+    ACTION: tl.constexpr, FIRST: tl.constexpr, CLIP: tl.constexpr, L2: tl.constexpr, MAXIMIZE: tl.constexpr,
+    COMPENSATION: tl.constexpr, HINTS: tl.constexpr, WIDE: tl.constexpr,
+    TILES: tl.constexpr, BLOCK: tl.constexpr, TAIL: tl.constexpr,
+):  # fmt: skip
+    r"""`core.update.update`, `accumulate` or `apply` of one tensor, by ACTION; the mathematics is that of `update_group`.
+
+        FIRST      m += c1*(g-m)    v += c2*(g*g-v)
+        otherwise  m += c1*g        v += c2*g*g                    (a later micro-batch of the same update)
+        CLIP       mean_square = square_before + mean(g*g / max(v, eps^2))        eta = lr / max(1, sqrt(mean_square))
+
+    "update" measures and writes with tickets where it clips or checks; "accumulate" and "apply" need one pass each.
+
+    Args:
+        g_ptr: not read by "apply".
+        step_ptr: float32 0-d, t of the last update; None where c1 and c2 are given.
+        square_before: 0-d, or None for 0: the mean squares of earlier micro-batches; for "apply", of all.
+        square_after: WIDE 0-d, written by "update" and "accumulate" where the rule clips.
+        partials, counters: as in `update_group`, for one tensor.
+        applied_ptr, grad_scale_ptr, numbers and the scalars: as in `update_group`.
+    """
+    if numbers is not None:
+        first1, log1 = tl.load(numbers), tl.load(numbers + 1)
+        first2, log2 = tl.load(numbers + 2), tl.load(numbers + 3)
+        lr, eps = tl.load(numbers + 4), tl.load(numbers + 5)
+        floor, decay = tl.load(numbers + 6), tl.load(numbers + 7)
+    n = n.to(tl.int64)
+    TWO_PHASES: tl.constexpr = ACTION == "update" and (CLIP or applied_ptr is not None)
+    KEEP: tl.constexpr = "evict_last" if HINTS else ""
+    PASS: tl.constexpr = "evict_first" if HINTS else ""
+    complement1 = first1
+    complement2 = first2
+    if step_ptr is not None:
+        complement1 = debiased_complement(first1, log1, step_ptr, True, WIDE)
+        complement2 = debiased_complement(first2, log2, step_ptr, True, WIDE)
+    before = 0.0
+    if square_before is not None:
+        before = tl.load(square_before).to(WIDE)
+    ticket_count = item_count
+    if TWO_PHASES:
+        ticket_count = item_count * 2
+        ticket = _take_ticket(counters)
+    else:
+        ticket = tl.program_id(0)
+    while ticket < ticket_count:
+        if TWO_PHASES and ticket < item_count:
+            partial = _measured_item(
+                g_ptr, v_ptr, p_ptr, k_ptr, ticket.to(tl.int64) * (TILES * BLOCK), n, applied_ptr, grad_scale_ptr,
+                complement2, floor, decay, FIRST, L2, MAXIMIZE, COMPENSATION, WIDE, KEEP, TILES, BLOCK, TAIL,
+            )  # fmt: skip
+            last, square = _arrive(partials, ticket, item_count, partial, counters + 2, n, WIDE)
+            if last:
+                tl.store(square_after, before + square)
+                _announce(counters + 3)
+        else:
+            item = ticket
+            usable = True
+            eta = lr
+            if TWO_PHASES:
+                item = item_count * 2 - 1 - ticket  # backward: what was measured last is still in the cache
+                _wait(counters + 3)
+                if applied_ptr is not None:
+                    usable = tl.load(applied_ptr, cache_modifier=".cg") != 0.0
+                if CLIP:
+                    eta = clipped_learning_rate(lr, tl.load(square_after, cache_modifier=".cg"))
+            elif CLIP and ACTION == "apply":
+                eta = clipped_learning_rate(lr, before)
+            if usable:
+                partial = _written_item(
+                    g_ptr, m_ptr, v_ptr, p_ptr, k_ptr, item.to(tl.int64) * (TILES * BLOCK), n, grad_scale_ptr,
+                    complement1, complement2, eta, eps, floor, decay,
+                    ACTION, FIRST, L2, MAXIMIZE, COMPENSATION, WIDE, PASS, TILES, BLOCK, TAIL,
+                )  # fmt: skip
+                if CLIP and ACTION == "accumulate":
+                    last, square = _arrive(partials, item, item_count, partial, counters + 2, n, WIDE)
+                    if last:
+                        tl.store(square_after, before + square)
+        if TWO_PHASES:
+            ticket = _take_ticket(counters)
+        else:
+            ticket += tl.num_programs(0)
+    if TWO_PHASES and _left_last(counters + 1):
+        tl.store(counters, 0)
+        tl.store(counters + 1, 0)
+        tl.store(counters + 3, 0)

@@ -1,0 +1,76 @@
+"""Which work a launch consists of: items, waves and the order of tickets. Pure Python and numpy; no kernel, no device.
+
+Under update clipping every element of g and v is read twice: once to measure, once to write. A *wave* is a run of tensors
+whose measured bytes fit into the second-level cache, so that the second reading costs no bandwidth. Tickets go
+
+    measure(w0)  measure(w1)  write(w0)  measure(w2)  write(w1)  ...  write(last)
+
+so that while the last items of a wave are still being measured, those of the next one keep the device busy; and a wave is
+written backward, beginning with what was read last.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+MEASURE, WRITE = 0, 1
+DISTANCE = 1
+"""Waves that are measured ahead of the one that is written."""
+
+
+def item_counts(numels: Sequence[int], item_elements: int) -> list[int]:
+    """How many items each tensor is cut into; the last one may be short."""
+    return [-(-numel // item_elements) for numel in numels]
+
+
+def first_slots(counts: Sequence[int]) -> list[int]:
+    """Where each tensor's slots for partial sums begin."""
+    starts = [0]
+    for count in counts:
+        starts.append(starts[-1] + count)
+    return starts[:-1]
+
+
+def waves(numels: Sequence[int], wave_elements: int) -> list[range]:
+    """Runs of tensors of at most `wave_elements` together, as far as a tensor fits: one is never cut."""
+    found, start, size = [], 0, 0
+    for tensor, numel in enumerate(numels):
+        if tensor > start and size + numel > wave_elements:
+            found.append(range(start, tensor))
+            start, size = tensor, 0
+        size += numel
+    if start < len(numels):
+        found.append(range(start, len(numels)))
+    return found
+
+
+def items(counts: Sequence[int], groups: Sequence[range], phases: Sequence[int] = (MEASURE, WRITE)) -> np.ndarray:
+    """The table of items in ticket order.
+
+    Args:
+        counts: items of each tensor.
+        groups: the waves.
+        phases: those that the launch has.
+
+    Returns:
+        int32, (tickets, 3): phase, tensor, number of the item in its tensor. Every measure item of a tensor comes before its
+        first write item.
+    """
+    order = []
+    for wave in range(len(groups) + DISTANCE):
+        if MEASURE in phases and wave < len(groups):
+            order.append(_rows(MEASURE, groups[wave], counts))
+        if WRITE in phases and wave >= DISTANCE:
+            order.append(_rows(WRITE, groups[wave - DISTANCE], counts)[::-1])
+    return np.concatenate(order) if order else np.zeros((0, 3), np.int32)
+
+
+def _rows(phase: int, tensors: range, counts: Sequence[int]) -> np.ndarray:
+    length = np.asarray([counts[tensor] for tensor in tensors], np.int64)
+    rows = np.empty((int(length.sum()), 3), np.int32)
+    rows[:, 0] = phase
+    rows[:, 1] = np.repeat(np.asarray(tensors, np.int32), length)
+    rows[:, 2] = np.arange(len(rows)) - np.repeat(np.cumsum(length) - length, length)
+    return rows
