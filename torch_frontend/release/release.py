@@ -10,6 +10,7 @@ import contextlib
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from types import TracebackType
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -118,7 +119,8 @@ class Release:
             return loss
         if loss.dim() != 0:
             raise InvalidArgument(f"loss has shape {tuple(loss.shape)}; guard() takes a scalar, for instance loss.mean().")
-        return guarded(loss, torch.compiler.disable(self._backward_of_guarded))
+        run: Any = torch.compiler.disable(self._backward_of_guarded)
+        return guarded(loss, run)
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:

@@ -51,13 +51,9 @@ def refused(model: nn.Module, kind: type[Exception], match: str, parameters=None
 
 
 def refusals() -> None:
-    refused(
-        ddp(Net()),
-        InvalidArgument,
-        "averages over the processes of its DistributedDataParallel already",
-        process_group=dist.group.WORLD,
-    )
-    refused(sharded(Net()), InvalidArgument, "averages over the processes of its mesh already", process_group=dist.group.WORLD)
+    everyone = dist.group.WORLD
+    refused(ddp(Net()), InvalidArgument, "processes of its DistributedDataParallel already", process_group=everyone)
+    refused(sharded(Net()), InvalidArgument, "processes of its mesh already", process_group=everyone)
     other = [dist.new_group([rank]) for rank in range(dist.get_world_size())][1 - dist.get_rank()]
     refused(Net(), InvalidArgument, "does not contain this process", process_group=other)
     refused(Net(seed=dist.get_rank()), Refused, "'first.weight' .* begins with other values on other ranks.*Seed all ranks")
