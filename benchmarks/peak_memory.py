@@ -24,11 +24,11 @@ from benchmarks.record import write_result
 RESULTS = Path(__file__).parent / "results"
 
 
-def measure_jax(model: Any, pattern: str) -> dict[str, dict[str, dict[str, float]]]:
+def measure_jax(model: Any, patterns: list[str]) -> dict[str, dict[str, dict[str, float]]]:
     """method -> optimizer -> figures."""
     from benchmarks import jax_memory
 
-    chosen = [method for method in jax_memory.METHODS if fnmatch.fnmatchcase(method.name, pattern)]
+    chosen = [method for method in jax_memory.METHODS if any(fnmatch.fnmatchcase(method.name, p) for p in patterns)]
     own = {"adamw", "stable_adamw"}
     pairs = [(method, name) for method in chosen for name in jax_memory.OPTIMIZERS if name in own or not method.own]
     found: dict[str, dict[str, dict[str, float]]] = {}
@@ -44,7 +44,9 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=16)
     parser.add_argument("--width", type=int, default=512)
     parser.add_argument("--devices", type=int, default=1)
-    parser.add_argument("--method", default="*", metavar="PATTERN", help="only methods whose names match, as 'scan*'")
+    parser.add_argument(
+        "--method", action="append", metavar="PATTERN", help="only methods whose names match, as 'scan*'; may be repeated"
+    )
     parser.add_argument("--output", type=Path)
     arguments = parser.parse_args()
 
@@ -54,7 +56,7 @@ def main() -> None:
     from benchmarks.jax_memory import ShardedDecoder
 
     model = (ShardedDecoder if arguments.devices > 1 else Decoder)(layers=arguments.layers, width=arguments.width)
-    figures = measure_jax(model, arguments.method)
+    figures = measure_jax(model, arguments.method or ["*"])
     optimizers = list(dict.fromkeys(name for by_optimizer in figures.values() for name in by_optimizer))
     table = Table("step", *optimizers, title=f"peak bytes / parameter bytes, {model.layers} layers of width {model.width}")
     for name, by_optimizer in figures.items():
@@ -62,7 +64,7 @@ def main() -> None:
         table.add_row(name, *("-" if cell is None else f"{cell['peak_over_parameters']:.2f}" for cell in cells))
     Console().print(table)
     output = arguments.output
-    if output is None and arguments.method == "*" and model == Decoder():  # equal only to its own class
+    if output is None and arguments.method is None and model == Decoder():  # equal only to its own class
         output = RESULTS / f"peak_memory_{arguments.framework}.json"
     if output is not None:
         write_result(output, {"settings": {**vars(model), "devices": arguments.devices}, "figures": figures})
