@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from typing import Any
 
 import torch
@@ -11,7 +10,6 @@ from torch import Tensor
 DTYPES = {name: getattr(torch, name) for name in ("float64", "float32", "bfloat16", "float16", "int16", "int32", "int64")}
 
 
-@functools.cache
 def dtype_name(dtype: torch.dtype) -> str:
     """The name that core knows a dtype by."""
     return str(dtype).removeprefix("torch.")
