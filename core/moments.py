@@ -88,7 +88,8 @@ def mean_square(gradient: Array, exp_avg_sq: Array, eps: Scalar, xp: Any) -> Arr
         return xp.zeros_like(xp.sum(gradient))
     square = eps * eps
     floor = max(square, SMALLEST_NORMAL_FLOAT32) if isinstance(square, numbers.Real) else square
-    return xp.mean(gradient * gradient / xp.clip(exp_avg_sq, floor, None))
+    # Divided first: XLA would keep g*g, which the second moment needs too, for every element until the mean is known.
+    return xp.mean(gradient / xp.clip(exp_avg_sq, floor, None) * gradient)
 
 
 def clipped_learning_rate(learning_rate: Scalar, mean_square: Array, xp: Any) -> Array:

@@ -117,7 +117,7 @@ class _Piece:
         moment.mul_(self.slot.complements.second).add_(exp_avg_sq)
         eps = self.slot.hyperparameters.eps
         moment.clamp_(min=max(eps * eps, SMALLEST_NORMAL_FLOAT32))
-        return square.div_(moment).sum()
+        return torch.div(gradient, moment, out=square).mul_(gradient).sum()
 
     def accumulate(self, first: bool) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """`core.moments.first_moments` or `later_moments`: the wide moments, written to the state as well."""

@@ -69,7 +69,7 @@ def next_exp_avg_sq(v, g, complement, FIRST: tl.constexpr):
 @triton.jit
 def squared_ratio(g, v, floor):
     """g*g / max(v, eps^2), `core.moments.mean_square` before the mean. A NaN stays one."""
-    return g * g / tl.where(v < floor, floor, v)
+    return g / tl.where(v < floor, floor, v) * g
 
 
 @triton.jit
