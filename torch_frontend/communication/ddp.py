@@ -148,7 +148,7 @@ def _average_bucket(state: _BucketHook, bucket: Any) -> torch.futures.Future[Ten
     with torch.no_grad():
         buffer = bucket.buffer()
         buffer.mul_(1.0 / dist.get_world_size(state.group))
-        work = dist.all_reduce(buffer, group=state.group, async_op=True)
+        work: Any = dist.all_reduce(buffer, group=state.group, async_op=True)
         engine = None if state.engine is None else state.engine()
         if engine is not None:
             state.in_flight.append((bucket, work, engine.used_anywhere(bucket.parameters(), state.group)))

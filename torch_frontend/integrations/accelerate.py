@@ -27,7 +27,6 @@ def release_gradients(
     *,
     max_norm: float | None = None,
     accumulation: str | None = None,
-    clipping: str = "exact",
     keep_bytes: int = 0,
 ) -> Release:
     """Release the gradients of a model that an Accelerator prepared.
@@ -43,7 +42,7 @@ def release_gradients(
             and returns the norm before clipping. Clipping that is not declared here raises in step().
         accumulation: "hold", the default with gradient_accumulation_steps above 1: gradients add up, exact, all of them
             alive. "state": straight into the moments, one alive, an approximation, and without max_norm or fp16.
-        clipping, keep_bytes: see `penstock.torch_frontend.release_gradients`.
+        keep_bytes: of gradient, kept between the two passes of guard(), so that the second is shorter.
 
     Raises:
         InvalidArgument: an argument out of its range, or a model or optimizer that is not prepared.
@@ -60,7 +59,6 @@ def release_gradients(
         scaler=optimizer.scaler,
         clips_itself=False,
         accumulation=accumulation,
-        clipping=clipping,
         keep_bytes=keep_bytes,
     )
 

@@ -30,7 +30,7 @@ class GradientRelease(Callback):
     Args:
         accumulation: "hold", the default with accumulate_grad_batches above 1: gradients add up, exact, all of them alive.
             "state": straight into the moments, one alive, an approximation, and without gradient_clip_val or "16-mixed".
-        clipping, keep_bytes: see `penstock.torch_frontend.release_gradients`.
+        keep_bytes: of gradient, kept between the two passes of guard(), so that the second is shorter.
 
     Attributes:
         release: of the latest fit(), from its first batch on; None before. `release.last_norm` is the norm before clipping.
@@ -40,9 +40,9 @@ class GradientRelease(Callback):
             value, or a combination that cannot be met.
     """
 
-    def __init__(self, *, accumulation: str | None = None, clipping: str = "exact", keep_bytes: int = 0) -> None:
+    def __init__(self, *, accumulation: str | None = None, keep_bytes: int = 0) -> None:
         self.release: Release | None = None
-        self._options: dict[str, Any] = {"accumulation": accumulation, "clipping": clipping, "keep_bytes": keep_bytes}
+        self._options: dict[str, Any] = {"accumulation": accumulation, "keep_bytes": keep_bytes}
         self._in_fit = contextlib.ExitStack()
         self._in_step = False  # optimizer.step() has begun, with this batch
         self._stepped = False  # the batch is the last of its group; its step may have been skipped

@@ -25,7 +25,6 @@ def release_for_trainer(
     scaler: Any = None,
     clips_itself: bool = True,
     accumulation: str | None = None,
-    clipping: str = "exact",
     keep_bytes: int = 0,
 ) -> Release:
     """Release the gradients of a model that a trainer trains.
@@ -44,7 +43,6 @@ def release_for_trainer(
         accumulation: "hold", the default with several micro-batches: gradients add up in `.grad`, exact, all of them alive;
             the last backward releases them, or step(), where the trainer clips or unscales in between. "state": straight
             into the moments, one gradient alive, an approximation; max_norm and scaler are refused with it.
-        clipping: "exact", or "per_tensor", which changes what the trainer's max_norm means.
         keep_bytes: see `penstock.torch_frontend.release_gradients`.
 
     Raises:
@@ -60,10 +58,17 @@ def release_for_trainer(
     if accumulation is None and micro_batches > 1:
         accumulation = "hold"
     if accumulation is None:
-        return release_gradients(model, optimizer, max_norm=max_norm, clipping=clipping, scaler=scaler, keep_bytes=keep_bytes)
-    waits = accumulation == "hold" and clipping == "exact" and (max_norm is not None or scaler is not None)
+        return release_gradients(model, optimizer, max_norm=max_norm, scaler=scaler, keep_bytes=keep_bytes)
+    last: Callable[[], bool] | None = sync
+    waits = accumulation == "hold" and (max_norm is not None or scaler is not None)
     if waits and clips_itself and communication_name(model) != "process_group":  # there, .grad is not averaged before step()
-        return release_gradients(model, optimizer, accumulation="hold", scaler=scaler)
+        max_norm = last = None
     return release_gradients(
-        model, optimizer, max_norm=max_norm, clipping=clipping, accumulation=accumulation, sync=sync, scaler=scaler
+        model,
+        optimizer,
+        max_norm=max_norm,
+        accumulation=accumulation,
+        sync=last,
+        scaler=scaler,
+        keep_bytes=keep_bytes,
     )

@@ -39,8 +39,8 @@ class ReleaseTrainer(Trainer):
 
     Args:
         *args: as for `Trainer`.
-        release_options: `accumulation`, `clipping` and `keep_bytes` of `release_gradients`; by default "hold" where there
-            are micro-batches, "exact" and 0.
+        release_options: `accumulation` and `keep_bytes` of `release_gradients`; by default "hold" where there are
+            micro-batches, and 0.
         **kwargs: as for `Trainer`.
 
     Attributes:

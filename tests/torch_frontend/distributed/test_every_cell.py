@@ -14,6 +14,8 @@ from torch import Tensor, nn
 from penstock.core.combinations import AXES, Combination, Kind, table
 from penstock.torch_frontend import StableAdamW, release_gradients
 
+pytestmark = pytest.mark.xdist_group("distributed")
+
 STEPS = 3
 MAX_NORM = 0.3
 LEARNING_RATE = 0.05

@@ -177,6 +177,16 @@ def test_the_last_backward_releases(make: Any, settings: dict[str, Any], left: i
     assert counted.counts == [left] * 5
 
 
+def test_gradients_that_are_kept_shorten_the_second_pass(make: Any) -> None:
+    plain, kept = make(PlainTrainer), make(ReleaseTrainer, options={"release_options": {"keep_bytes": 20_000}})
+    plain.train()
+    with LiveGradientMeter(kept.model.named_parameters()) as meter:
+        kept.train()
+    assert_same_losses(logged(kept, "loss"), logged(plain, "loss"))
+    assert_same_norms(logged(kept, "grad_norm"), logged(plain, "grad_norm"))
+    assert 2 * largest_gradient(kept.model) < meter.peak <= 20_000 + 2 * largest_gradient(kept.model)
+
+
 def test_micro_batches_inside_the_model(make: Any) -> None:
     """Instead of gradient_accumulation_steps: the same gradient, and one block's of it alive."""
     plain = make(PlainTrainer, gradient_accumulation_steps=4, max_steps=3)
@@ -289,6 +299,8 @@ def test_what_cannot_be_met_is_refused(make: Any) -> None:
             make(ReleaseTrainer, options=options, **settings).train()
     with pytest.raises(InvalidArgument, match="accumulation='sum'"):
         make(ReleaseTrainer, options={"release_options": {"accumulation": "sum"}}).train()
+    with pytest.raises(InvalidArgument, match="keep_bytes"):  # there is no second pass
+        make(ReleaseTrainer, options={"release_options": {"keep_bytes": 1}}, gradient_accumulation_steps=2).train()
 
 
 def test_after_an_exception_the_model_is_free(make: Any) -> None:
