@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import nn
 
-from penstock.core.errors import Refused
+from penstock.core.errors import Refused, UnsupportedTensor
 from penstock.torch_frontend import AdamW, StableAdamW
 from penstock.torch_frontend.backends.triton import availability, work
 from penstock.torch_frontend.backends.triton.configuration import (
@@ -65,6 +65,21 @@ def test_a_wrong_process_is_not_made_for_the_interpreter_by_accident(monkeypatch
     for value, expected in (("1", True), ("0", False), ("", False), ("true", True)):
         monkeypatch.setenv("TRITON_INTERPRET", value)
         assert availability.interpreted() is expected
+
+
+def test_a_parameter_that_was_moved_away_is_refused_before_a_kernel_gets_its_address() -> None:
+    pytest.importorskip("triton")
+    from penstock.torch_frontend.backends.triton.backend import TritonBackend
+
+    p = nn.Parameter(torch.ones(3))
+    optimizer = AdamW([p], backend="eager")
+    optimizer._backend = TritonBackend()
+    p.grad = torch.ones(3)
+    with pytest.raises(UnsupportedTensor, match=r"on cpu.*backend='auto'"):
+        optimizer.step()
+    with torch.no_grad(), pytest.raises(UnsupportedTensor, match="on cpu"):
+        optimizer._backend.update(optimizer._slot(p), p.grad, first=True)
+    assert torch.all(p == 1)
 
 
 class OnDevice:

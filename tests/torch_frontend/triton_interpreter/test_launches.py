@@ -10,7 +10,7 @@ import torch
 import triton.language as tl
 from tests.torch_support import OPTIMIZERS, batches, bits, layers, loss_of, snapshot, unchanged
 
-from penstock.core.errors import Refused
+from penstock.core.errors import InvalidArgument, Refused
 from penstock.torch_frontend import AdamW, StableAdamW, release_gradients
 from penstock.torch_frontend.backends.triton import kernels
 from penstock.torch_frontend.backends.triton.configuration import INTERPRETER, TABLE
@@ -171,6 +171,15 @@ def test_addresses_that_are_not_aligned() -> None:
 def test_a_parameter_with_gaps_is_refused_with_the_remedy() -> None:
     with pytest.raises(Refused, match=r"gaps in memory.*contiguous"):
         AdamW([torch.zeros(4, 6)[:, ::2].requires_grad_()], backend="triton")
+
+
+def test_step_counts_elsewhere_are_refused() -> None:
+    (p,) = group((3,))
+    optimizer = AdamW([p], backend="triton", capturable=True)
+    slot = optimizer._slot(p)
+    slot.state["step"] = torch.zeros((), device="meta")
+    with pytest.raises(InvalidArgument, match=r"capturable=True needs the step counts on cpu, and one is on meta"):
+        optimizer._backend.update_all([(slot, torch.ones(3))])
 
 
 def test_autograd_notices_the_update() -> None:

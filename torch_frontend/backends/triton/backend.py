@@ -11,6 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ....core.dtypes import compute_dtype
+from ....core.errors import InvalidArgument, UnsupportedTensor
 from ...array_ops import DTYPES, dtype_name
 from ..backend import TensorSlot
 from . import kernels, work
@@ -179,7 +180,7 @@ class TritonBackend:
             kernel[(programs,)](
                 given.parameter if given.gradient is None else given.gradient,
                 *given[1:],
-                slot.state["step"] if slot.capturable and action != "apply" else None,
+                _step(slot, device) if slot.capturable and action != "apply" else None,
                 n,
                 count,
                 scratch.partials(count, wide),
@@ -238,12 +239,34 @@ def _device(jobs: Sequence[Job]) -> torch.device:
 
 
 def _steps(jobs: Sequence[Job]) -> list[Tensor] | None:
-    return [job.slot.state["step"] for job in jobs] if jobs[0].slot.capturable else None
+    return [_step(job.slot, _device(jobs)) for job in jobs] if jobs[0].slot.capturable else None
+
+
+def _step(slot: TensorSlot, device: torch.device) -> Tensor:
+    """t where the kernels read it."""
+    step: Tensor = slot.state["step"]
+    if step.device != device:
+        raise InvalidArgument(
+            f"capturable=True needs the step counts on {device}, and one is on {step.device}: it was set after the first step. "
+            "Construct the optimizer with capturable=True and load its state_dict()."
+        )
+    return step
 
 
 def _on(device: torch.device) -> contextlib.AbstractContextManager[Any]:
-    """Triton launches on the current device; that is made the tensor's own."""
-    return torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()
+    """Triton launches on the current device; that is made the tensor's own.
+
+    Raises:
+        UnsupportedTensor: a parameter is (added, or moved since the optimizer was constructed) where no kernel can run.
+    """
+    if device.type == "cuda":
+        return torch.cuda.device(device)
+    if not interpreted():
+        raise UnsupportedTensor(
+            f"backend='triton' cannot update a parameter on {device}; move the model to a CUDA device, or construct the "
+            "optimizer anew with backend='auto'."
+        )
+    return contextlib.nullcontext()
 
 
 def _scale_on(device: torch.device, grad_scale: Tensor | None) -> Tensor | None:
