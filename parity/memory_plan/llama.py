@@ -59,9 +59,9 @@ class Llama(nn.Module):
 
     def __init__(self, shape: LlamaShape, *, dtype: torch.dtype, checkpointing: bool) -> None:
         super().__init__()
-        settings = {"dtype": dtype}
+        settings: dict[str, Any] = {"dtype": dtype}
         self.size, self.checkpointing = shape.width // shape.heads, checkpointing
-        self.embedding = nn.Embedding(shape.vocabulary, shape.width, **settings)
+        self.embedding = nn.Embedding(shape.vocabulary, shape.width, dtype=dtype)
         self.layers = nn.ModuleList(Block(shape, settings) for _ in range(shape.layers))
         self.head = Head(shape, settings)
 

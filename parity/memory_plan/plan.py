@@ -43,13 +43,13 @@ class InPlaceKernels:
 
     name = "kernels"
 
-    def update_all(self, pairs: Sequence[tuple[TensorSlot, Tensor]]) -> None:
+    def update_all(self, pairs: Sequence[tuple[TensorSlot, Tensor]], *, grad_scale: Tensor | None = None) -> None:
         """See `Backend`."""
 
-    def update(self, slot: TensorSlot, gradient: Tensor, *, first: bool) -> None:
+    def update(self, slot: TensorSlot, gradient: Tensor, *, first: bool, grad_scale: Tensor | None = None) -> None:
         """See `Backend`."""
 
-    def accumulate(self, slot: TensorSlot, gradient: Tensor, *, first: bool) -> None:
+    def accumulate(self, slot: TensorSlot, gradient: Tensor, *, first: bool, grad_scale: Tensor | None = None) -> None:
         """See `Backend`."""
 
     def apply(self, slot: TensorSlot) -> None:

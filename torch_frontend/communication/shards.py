@@ -31,6 +31,10 @@ class LocalState(MutableMapping[str, Any]):
         return local(self._whole[key])
 
     def __setitem__(self, key: str, value: Any) -> None:
+        old: Any = self._whole.get(key)
+        if is_sharded(old) and not is_sharded(value):  # laid out anew: the part of the same whole
+            placed: dict[str, Any] = {"run_check": False, "shape": old.shape, "stride": old.stride()}
+            value = type(old).from_local(value, old.device_mesh, old.placements, **placed)
         self._whole[key] = value
 
     def __delitem__(self, key: str) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import MutableMapping
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -9,6 +10,7 @@ import torch
 from torch import Tensor
 
 from ....core.errors import Refused, UnsupportedTensor
+from ...communication.shards import local
 from ..backend import TensorSlot
 from .availability import dense
 
@@ -61,18 +63,13 @@ def check_dense(parameter: Tensor) -> None:
         )
 
 
-def _kept(state: dict[str, Any], name: str, parameter: Tensor) -> Tensor:
+def _kept(state: MutableMapping[str, Any], name: str, parameter: Tensor) -> Tensor:
     """The state of that name in the memory order of the parameter; the parameter where there is none."""
     if name not in state:
         return parameter
     if not alike(local(state[name]), parameter):
         state[name] = in_order_of(parameter, local(state[name]))
     return local(state[name])
-
-
-def local(tensor: Any) -> Tensor:
-    """A tensor, or the part of a sharded one that this process has."""
-    return tensor.to_local() if hasattr(tensor, "to_local") else tensor
 
 
 def alike(tensor: Tensor, parameter: Tensor) -> bool:
