@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import pytest
 import torch
 from tests.torch_support import batches, layers, loss_of, snapshot, train, unchanged
@@ -182,3 +184,24 @@ def test_guard_works_with_both_kinds_of_checkpointing() -> None:
             optimizers[1].zero_grad()
         for a, b in zip(models[0].parameters(), models[1].parameters(), strict=True):
             torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("how", ["module", "method", "closure", "partial"])
+def test_a_head_behind_a_reentrant_checkpoint_gets_its_gradient_once(how: str) -> None:
+    """The checkpoint hides the head's parameters from the graph, and each of the two passes runs it."""
+    from torch.utils.checkpoint import checkpoint
+
+    found = []
+    for released in (False, True):
+        model, head = layers(2), layers(1, seed=3)
+        function = {
+            "module": head,
+            "method": head.forward,
+            "closure": lambda x, head=head: head(x),
+            "partial": functools.partial(lambda module, x: module(x), head),
+        }[how]
+        release = release_gradients(model, AdamW(model.parameters()), max_norm=1.0) if released else None
+        loss = checkpoint(function, model(batches(1)[0]), use_reentrant=True).pow(2).mean()
+        (release.guard(loss) if release else loss).backward()
+        found.append([p.grad for p in head.parameters()])
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))

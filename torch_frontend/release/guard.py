@@ -8,12 +8,13 @@ the first walk measures each gradient and frees it.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from ...core.errors import Refused
+from .graph import Graph
 
 
 class _TwoPasses(torch.autograd.Function):
@@ -41,39 +42,6 @@ def guarded(loss: Tensor, run: Callable[[Tensor, Tensor], None]) -> Tensor:
         raise Refused("the loss is guarded already; one release guards a loss, others use accumulation='hold' with max_norm.")
     anchor = torch.zeros((), device=loss.device, requires_grad=True)
     return _TwoPasses.apply(anchor, [loss], run)
-
-
-class Graph(NamedTuple):
-    """What the graph of a loss shows; a `torch.autograd.Function` may hide more behind it.
-
-    leaves: the tensors that a backward() would give a gradient. functions: the names of the kinds of its nodes.
-    """
-
-    leaves: set[Tensor]
-    functions: set[str]
-
-    @classmethod
-    def of(cls, loss: Tensor) -> Graph:
-        """Walk it."""
-        leaves: set[Tensor] = set()
-        functions: set[str] = set()
-        seen: set[Any] = set()
-        stack = [loss.grad_fn]
-        while stack:
-            node = stack.pop()
-            if node is None or node in seen:
-                continue
-            seen.add(node)
-            functions.add(type(node).__name__)
-            variable = getattr(node, "variable", None)
-            if isinstance(variable, Tensor):
-                leaves.add(variable)
-            stack.extend(following for following, _ in node.next_functions)
-        return cls(leaves, functions)
-
-    def has(self, function: type[torch.autograd.Function]) -> bool:
-        """Whether a node of this kind is in it."""
-        return f"{function.__name__}Backward" in self.functions
 
 
 class SetAside:

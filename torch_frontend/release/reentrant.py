@@ -7,16 +7,13 @@ like the whole gradient; but the graph that is left to be walked shows that the 
 
 from __future__ import annotations
 
-import functools
 import sys
-import types
 from typing import Any
 
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils.checkpoint import CheckpointFunction
 
-DEPTH = 4
-"""How far modules are looked for in what a checkpointed function closes over."""
+from .graph import Graph
 
 
 class StillToCome:
@@ -30,7 +27,10 @@ class StillToCome:
         """Whether more of this gradient comes, as far as the graph shows it; always False outside a checkpoint's own pass."""
         node = _running_checkpoint()
         if node is not self._node:
-            self._node, self._parameters = node, set() if node is None else _reached_from(node)
+            self._node, self._parameters = node, set()
+            if node is not None:
+                ahead = Graph.from_nodes(following for following, _ in node.next_functions)
+                self._parameters = ahead.leaves | ahead.behind_checkpoints
         return parameter in self._parameters
 
     def forget(self) -> None:
@@ -48,48 +48,3 @@ def _running_checkpoint() -> Any:
             node = frame.f_locals.get("ctx", node)
         frame = frame.f_back  # type: ignore[assignment]
     return node
-
-
-def _reached_from(node: Any) -> set[Tensor]:
-    found: set[Tensor] = set()
-    seen: set[Any] = set()
-    stack = [following for following, _ in node.next_functions]
-    while stack:
-        node = stack.pop()
-        if node is None or node in seen:
-            continue
-        seen.add(node)
-        variable = getattr(node, "variable", None)
-        if isinstance(variable, Tensor):
-            found.add(variable)
-        for module in _modules_in(getattr(node, "run_function", None), DEPTH):
-            found.update(module.parameters())
-        stack.extend(following for following, _ in node.next_functions)
-    return found
-
-
-def _modules_in(thing: Any, depth: int) -> list[nn.Module]:
-    """The modules that calling `thing` can call, as far as it shows them."""
-    if isinstance(thing, nn.Module):
-        return [thing]
-    if depth == 0:
-        return []
-    parts: list[Any] = []
-    if isinstance(thing, functools.partial):
-        parts = [thing.func, *thing.args, *thing.keywords.values()]
-    elif isinstance(thing, types.MethodType):
-        parts = [thing.__self__, thing.__func__]
-    elif isinstance(thing, types.FunctionType):
-        parts = [*map(_content, thing.__closure__ or ()), *(thing.__defaults__ or ())]
-    elif isinstance(thing, (list, tuple)):
-        parts = list(thing)
-    elif isinstance(thing, dict):
-        parts = list(thing.values())
-    return [module for part in parts for module in _modules_in(part, depth - 1)]
-
-
-def _content(cell: types.CellType) -> Any:
-    try:
-        return cell.cell_contents
-    except ValueError:  # not assigned yet
-        return None

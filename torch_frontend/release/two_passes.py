@@ -9,7 +9,8 @@ from torch import Tensor
 from torch.utils.checkpoint import CheckpointFunction
 
 from ...core.errors import PenstockError, Refused
-from .guard import Graph, SetAside
+from .graph import Graph
+from .guard import SetAside
 
 if TYPE_CHECKING:
     from .release import Release
@@ -35,7 +36,7 @@ def two_passes(release: Release, loss: Tensor, seed: Tensor, keep_bytes: int) ->
                 "up with this one. Call optimizer.zero_grad() first."
             )
     graph = Graph.of(loss)
-    foreign = graph.leaves | set(() if hooks.model is None else hooks.model.parameters())
+    foreign = graph.leaves | graph.behind_checkpoints | set(() if hooks.model is None else hooks.model.parameters())
     foreign -= set(hooks.parameters)
     hooks.check_ownership(foreign)
     if graph.has(CheckpointFunction):  # it cannot run in a pass that leaves anything out
