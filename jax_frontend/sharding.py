@@ -22,7 +22,7 @@ def everywhere(params: PyTree) -> NamedSharding | None:
     return None
 
 
-def made_beside(make: Callable[[PyTree], PyTree], params: PyTree) -> PyTree:
+def made_beside(make: Callable[[PyTree], PyTree], params: PyTree, model: PyTree) -> PyTree:
     """make(params), where an array that belongs to a parameter is sharded as that is; all others are on every device.
 
     An array belongs to the parameter whose path its own path ends with, as in state.mu["w"] and params["w"], if it has that
@@ -30,10 +30,11 @@ def made_beside(make: Callable[[PyTree], PyTree], params: PyTree) -> PyTree:
 
     Args:
         make: can be traced.
-        params: concrete arrays or traced ones. Unless some of them lie on several devices (`NamedSharding`), of this process
-            or of others, make is simply called.
+        params: concrete arrays or traced ones, some or all of the model's.
+        model: all parameters of the model. Unless some of them lie on several devices (`NamedSharding`), of this process or
+            of others, make is simply called.
     """
-    rest = everywhere(params)
+    rest = everywhere(model)
     if rest is None:
         return make(params)
     owners = {tuple(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(params)}
@@ -41,7 +42,9 @@ def made_beside(make: Callable[[PyTree], PyTree], params: PyTree) -> PyTree:
     def sharding(path: Any, leaf: Any) -> Any:
         suffixes = (tuple(path[start:]) for start in range(len(path) + 1))
         owner = next((owners[suffix] for suffix in suffixes if suffix in owners), None)
-        return rest if owner is None or owner.shape != leaf.shape else owner.sharding
+        if owner is None or owner.shape != leaf.shape or owner.sharding.device_set != rest.device_set:
+            return rest
+        return owner.sharding
 
     shardings = jax.tree_util.tree_map_with_path(sharding, jax.eval_shape(make, params))
     return jax.jit(make, out_shardings=shardings)(params)

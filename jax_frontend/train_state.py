@@ -69,12 +69,14 @@ def init_train_state(
     copied = jax.tree.map(lambda leaf: strong(jnp.copy(leaf)), params)
     init = as_transformation(tx).init
     if isinstance(stack, LayerStack) and isinstance(stack.layer, Mapping):
-        layers = {name: made_beside(jax.vmap(init), copied["layers"][name]) for name in stack.layer}
-        opt_state: PyTree = LayeredState(made_beside(init, copied["outer"]), layers)
+        layers = {name: made_beside(jax.vmap(init), copied["layers"][name], copied) for name in stack.layer}
+        opt_state: PyTree = LayeredState(made_beside(init, copied["outer"], copied), layers)
     elif isinstance(stack, LayerStack) or single:
-        opt_state = LayeredState(made_beside(init, copied["outer"]), made_beside(jax.vmap(init), copied["layers"]))
+        opt_state = LayeredState(
+            made_beside(init, copied["outer"], copied), made_beside(jax.vmap(init), copied["layers"], copied)
+        )
     else:
-        opt_state = made_beside(init, copied)
+        opt_state = made_beside(init, copied, copied)
     taken: set[Any] = set()
 
     def own(leaf: Any) -> Any:

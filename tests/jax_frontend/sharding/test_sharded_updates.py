@@ -10,11 +10,21 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from jax.sharding import NamedSharding, PartitionSpec
 from tests.jax_support import assert_close, float64
-from tests.sharding_support import LAYOUTS, ROWS, WIDTH, assert_lies_like, rows, spread, three_steps
-from tests.walk_support import STACK, batch, parameters
+from tests.sharding_support import DEVICES, LAYOUTS, ROWS, WIDTH, assert_lies_like, rows, spread, three_steps
+from tests.walk_support import STACK, batch, embed, layer, mean_loss, parameters, reference
 
-from penstock.jax_frontend import adamw, init_train_state, make_train_step, make_update, stable_adamw
+from penstock.jax_frontend import (
+    LayerStack,
+    adamw,
+    init_train_state,
+    make_release_step,
+    make_train_step,
+    make_update,
+    release_layers,
+    stable_adamw,
+)
 
 
 @pytest.fixture(autouse=True)
@@ -35,6 +45,47 @@ def test_make_train_step_is_the_same_on_many_devices(layout: str, options: dict[
     alone = init_train_state(tx, params, stack=False)
     for _ in range(3):
         alone, _ = step(alone, data)
+    assert_close(state, alone, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.skipif(not hasattr(jax, "new_ref"), reason="this jax has no references")
+def test_release_layers_is_the_same_on_many_devices() -> None:
+    params, data, tx = parameters("float64", width=WIDTH), batch(ROWS), stable_adamw(1e-2)
+
+    def loss_fn(outer: Any, layers: Any, data: Any) -> jax.Array:
+        x, _ = jax.lax.scan(lambda x, index: (layers(index, x), None), embed(outer, data), layers.indices)
+        return mean_loss(outer, x, data)
+
+    state, _ = three_steps(release_layers(loss_fn, layer, tx), init_train_state(tx, spread(params, "fsdp")), rows(data))
+    alone, plain = init_train_state(tx, params), reference(STACK, tx)
+    for _ in range(3):
+        alone, _, _ = plain(alone, data)
+    assert_close(state, alone, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.skipif(not hasattr(jax, "set_mesh"), reason="this jax has no meshes of explicit axes")
+@pytest.mark.parametrize("options", [{}, {"microbatches": 2, "max_norm": 0.05}], ids=["plain", "clip, micro-batches"])
+def test_a_mesh_of_explicit_axes(options: dict[str, Any]) -> None:
+    """Where the shardings are part of the types. And without outer parameters, whose state still lies on all devices."""
+    generator, tx = np.random.default_rng(4), stable_adamw(1e-2)
+    data = jnp.asarray(generator.normal(size=(ROWS, WIDTH)))
+    params = {"outer": {}, "layers": jnp.asarray(generator.normal(size=(3, WIDTH, WIDTH)))}
+    mesh = jax.make_mesh((DEVICES,), ("data",), axis_types=(jax.sharding.AxisType.Explicit,))
+
+    def gathering(p: jax.Array, x: jax.Array) -> jax.Array:
+        return x + jnp.tanh(x @ jax.sharding.reshard(p, PartitionSpec()))
+
+    def make(layer: Any) -> LayerStack:
+        return LayerStack(lambda outer, data: data, layer, lambda outer, x, data: jnp.mean((x - 1) ** 2))
+
+    alone, plain = init_train_state(tx, params), make_release_step(make(lambda p, x: x + jnp.tanh(x @ p)), tx, **options)
+    for _ in range(3):
+        alone, _ = plain(alone, data)
+    with jax.set_mesh(mesh):
+        layers = jax.device_put(params["layers"], NamedSharding(mesh, PartitionSpec(None, "data")))
+        state = init_train_state(tx, {"outer": {}, "layers": layers})
+        given = jax.device_put(data, NamedSharding(mesh, PartitionSpec("data")))
+        state, _ = three_steps(make_release_step(make(gathering), tx, **options), state, given)
     assert_close(state, alone, rtol=1e-12, atol=1e-12)
 
 
