@@ -71,13 +71,17 @@ def test_counters_are_zero_after_every_launch() -> None:
     optimizer = StableAdamW(parameters, backend="triton")
     give_gradients(parameters)
     optimizer.step()
+    backend = optimizer._backend
+    (scratch,) = backend._scratch._by_stream.values()
+    assert torch.count_nonzero(scratch.counters(1)) == 0
     with torch.no_grad():
         for p in parameters:
-            optimizer._backend.update(optimizer._slot(p), p.grad, first=True)
-            optimizer._backend.accumulate(optimizer._slot(p), p.grad, first=True)
-            optimizer._backend.update_if_finite(optimizer._slot(p), p.grad)
-    (scratch,) = optimizer._backend._scratch._by_stream.values()
-    assert torch.count_nonzero(scratch.counters(1)) == 0
+            slot = optimizer._slot(p)
+            for launch in (backend.update, backend.accumulate):
+                launch(slot, p.grad, first=True)
+                assert torch.count_nonzero(scratch.counters(1)) == 0
+            backend.update_if_finite(slot, p.grad)
+            assert torch.count_nonzero(scratch.counters(1)) == 0
 
 
 @pytest.mark.parametrize("bad", [float("inf"), float("nan")])
