@@ -47,8 +47,8 @@ def operands(slot: TensorSlot, gradient: Tensor | None) -> Operands:
         check_dense(parameter)
         exp_avg, exp_avg_sq, kept = (_kept(state, name, parameter) for name in PER_ELEMENT)
     if gradient is not None and not (simple and gradient.is_contiguous()):
-        gradient = local(gradient)
-        gradient = gradient if alike(gradient, parameter) else in_order_of(parameter, gradient)
+        here: Tensor = local(gradient)
+        gradient = here if alike(here, parameter) else in_order_of(parameter, here)
     if gradient is not None and gradient.is_neg():
         gradient = gradient.resolve_neg()
     return Operands(gradient, exp_avg, exp_avg_sq, parameter, kept)
