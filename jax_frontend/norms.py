@@ -75,6 +75,7 @@ def clipped(grads: PyTree, norm: jax.Array, max_norm: float | None) -> PyTree:
     """
     if max_norm is None:
         return grads
-    # One division after the other: max_norm/norm may be below the smallest number.
-    divisor, factor = jnp.where(norm <= max_norm, 1.0, norm), jnp.where(norm <= max_norm, 1.0, max_norm)
-    return jax.tree.map(lambda g: (widened(g) / divisor * factor).astype(g.dtype), grads)
+    # Two factors, as max_norm/norm may be below the smallest number; no division, which XLA would rather do once and keep.
+    root, one = jnp.sqrt(norm), jnp.ones_like(norm)
+    first, second = (jnp.where(norm <= max_norm, one, factor) for factor in (1 / root, max_norm / root))
+    return jax.tree.map(lambda g: (widened(g) * first * second).astype(g.dtype), grads)
