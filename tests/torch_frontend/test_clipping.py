@@ -8,7 +8,7 @@ import pytest
 import torch
 from tests.torch_support import batches, layers, loss_of, snapshot, train, unchanged
 
-from penstock.core.errors import InvalidArgument, Refused
+from penstock.core.errors import InvalidArgument, NonFiniteGradient, Refused
 from penstock.parity.live_gradients import LiveGradientMeter
 from penstock.torch_frontend import AdamW, StableAdamW, release_gradients
 
@@ -205,3 +205,57 @@ def test_a_head_behind_a_reentrant_checkpoint_gets_its_gradient_once(how: str) -
         (release.guard(loss) if release else loss).backward()
         found.append([p.grad for p in head.parameters()])
     assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+
+
+def parts() -> torch.nn.ModuleList:
+    return torch.nn.ModuleList([layers(2, seed=1), layers(2, seed=2)])
+
+
+def test_a_second_guarded_backward_is_refused_even_of_other_parameters() -> None:
+    """Each would be clipped by its own norm: the norm of the whole gradient is of both."""
+    model = parts()
+    optimizer = AdamW(model.parameters())
+    release = release_gradients(model, optimizer, max_norm=MAX_NORM)
+    batch = batches(1)[0]
+    release.guard(loss_of(model[0], batch)).backward()
+    before = snapshot(model, optimizer)
+    with pytest.raises(Refused, match=r"second guarded backward.*guard their sum"):
+        release.guard(loss_of(model[1], batch)).backward()
+    assert unchanged(before, snapshot(model, optimizer))
+    optimizer.step()
+    release.guard(loss_of(model[0], batch) + loss_of(model[1], batch)).backward()
+    optimizer.step()
+
+
+@pytest.mark.parametrize("how", ["by hand", "paused"])
+def test_a_gradient_that_the_norm_does_not_include_is_refused(how: str) -> None:
+    model = parts()
+    optimizer = AdamW(model.parameters())
+    release = release_gradients(model, optimizer, max_norm=MAX_NORM)
+    release.guard(loss_of(model[0], batches(1)[0])).backward()
+    if how == "by hand":
+        model[1][0][0].bias.grad = torch.ones(8)
+    else:
+        with release.paused():
+            loss_of(model[1], batches(1)[0]).backward()
+    before = snapshot(model, optimizer)
+    with pytest.raises(Refused, match=r"'1\.0\.0\.(weight|bias)'.*does not include"):
+        optimizer.step()
+    assert unchanged(before, snapshot(model, optimizer))
+    optimizer.zero_grad()
+    train(model[1], optimizer, batches(1), loss=release.guard)
+
+
+def test_what_raises_leaves_the_gradients_of_others_as_they_were() -> None:
+    model, head = layers(2), torch.nn.Linear(8, 2)
+    optimizer = AdamW(model.parameters(), on_nonfinite="raise")
+    release = release_gradients(model, optimizer, max_norm=1.0)
+    head.weight.grad = torch.ones(2, 8)
+    model[0][0].weight.register_hook(lambda g: g * float("nan"))
+    before = snapshot(model, optimizer)
+    with pytest.raises(NonFiniteGradient, match="nothing was updated"):
+        release.guard(loss_of(torch.nn.Sequential(model, head), batches(1)[0])).backward()
+    assert torch.equal(head.weight.grad, torch.ones(2, 8))
+    assert head.bias.grad is None
+    assert unchanged(before, snapshot(model, optimizer))
+    assert all(p.grad is None for p in model.parameters())

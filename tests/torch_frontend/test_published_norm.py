@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+
 import pytest
 import torch
 from tests.torch_support import batches, gone, layers, loss_of, same_parameters, snapshot, train, unchanged
@@ -50,6 +52,18 @@ def test_the_true_norm_is_in_last_norm_and_on_the_smallest_parameter(arguments) 
         optimizer.zero_grad()
 
 
+def test_the_declared_clip_may_be_repeated() -> None:
+    """torch adds 1e-6 to the norm, so that each of the first two clips of a small norm takes a little."""
+    model = layers()
+    optimizer = AdamW(model.parameters())
+    release = release_gradients(model, optimizer, max_norm=1e-3)
+    for repeats, batch in enumerate(batches(4)):
+        release.guard(loss_of(model, batch)).backward()
+        for _ in range(repeats):
+            clip_grad_norm_(model.parameters(), 1e-3)
+        optimizer.step()
+
+
 def test_held_gradients_are_real_and_their_norm_is_known_after_step() -> None:
     model = layers()
     optimizer = AdamW(model.parameters())
@@ -84,6 +98,7 @@ RESCALINGS = {
     "in place": lambda model: [p.grad.mul_(0.5) for p in model.parameters() if p.grad is not None],
     "through .data": lambda model: [p.grad.data.div_(4) for p in model.parameters() if p.grad is not None],
     "replaced": lambda model: [setattr(p, "grad", p.grad * 0.5) for p in model.parameters() if p.grad is not None],
+    "elsewhere": lambda model: [p.grad[1:].add_(1.0) for p in model.parameters() if p.grad is not None],
     "by value": lambda model: torch.nn.utils.clip_grad_value_(model.parameters(), 1e-3),
 }
 
@@ -215,4 +230,16 @@ def test_remove_takes_it_away() -> None:
     release = release_gradients(model, AdamW(model.parameters()))
     loss_of(model, batches(1)[0]).backward()
     release.remove()
+    assert all(p.grad is None and not p._backward_hooks for p in model.parameters())
+
+
+def test_it_goes_when_the_optimizer_goes() -> None:
+    """Nobody is left then who would know that it is no gradient."""
+    model = layers()
+    optimizer = AdamW(model.parameters())
+    release_gradients(model, optimizer)
+    loss_of(model, batches(1)[0]).backward()
+    assert any(p.grad is not None for p in model.parameters())
+    del optimizer
+    gc.collect()
     assert all(p.grad is None and not p._backward_hooks for p in model.parameters())

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from tests.torch_support import OPTIMIZERS, batches, gone, layers, same_parameters, snapshot, unchanged
+from tests.torch_support import OPTIMIZERS, batches, gone, layers, loss_of, same_parameters, snapshot, unchanged
 
 from penstock.core.errors import Refused
 from penstock.torch_frontend import AdamW, StableAdamW, release_gradients
@@ -238,3 +238,44 @@ def test_overflow_gives_other_leaves_what_the_plain_backward_would() -> None:
         found.append(head.weight.detach().clone())
     assert torch.equal(found[0], found[2])
     assert torch.equal(found[1], found[3])
+
+
+def test_a_second_guarded_backward_after_an_overflow_changes_nothing() -> None:
+    model = torch.nn.ModuleList([layers(2, seed=1), layers(2, seed=2)])
+    optimizer = AdamW(model.parameters())
+    scale = scaler()
+    release = release_gradients(model, optimizer, scaler=scale)
+    before = snapshot(model, optimizer)
+    scale.scale(release.guard(half_loss(model[0], batches(1)[0], OVERFLOWS[0]))).backward()
+    with pytest.raises(Refused, match="second guarded backward"):
+        scale.scale(release.guard(half_loss(model[1], batches(1)[0], 0))).backward()
+    scale.step(optimizer)
+    scale.update()
+    assert unchanged(before, snapshot(model, optimizer))
+    assert scale.get_scale() == 2.0**8
+
+
+def test_an_undeclared_scaler_that_skips_an_overflow_is_told_that_it_was_used() -> None:
+    model = layers(2)
+    optimizer = AdamW(model.parameters())
+    scale = scaler()
+    release_gradients(model, optimizer)
+    model[0][0].weight.register_hook(lambda g: g * float("inf"))
+    scale.scale(half_loss(model, batches(1)[0], 0)).backward()
+    scale.step(optimizer)
+    scale.update()
+    with pytest.raises(Refused, match=r"to be skipped.*used already.*scaler="):
+        optimizer.zero_grad()
+    optimizer.zero_grad()
+
+
+def test_the_norm_after_step_includes_parameters_outside_the_model() -> None:
+    model, outside = layers(2), torch.nn.Parameter(torch.ones(3))
+    optimizer = AdamW([*model.parameters(), outside])
+    scale = scaler()
+    release = release_gradients(model, optimizer, scaler=scale)
+    loss = loss_of(model, batches(1)[0]) + outside.sum()
+    expected = torch.cat([g.flatten() for g in torch.autograd.grad(loss, [*model.parameters(), outside], retain_graph=True)])
+    scale.scale(release.guard(loss)).backward()
+    scale.step(optimizer)
+    torch.testing.assert_close(release.last_norm.float(), expected.norm())

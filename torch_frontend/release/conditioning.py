@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Protocol
 
 import torch
@@ -56,12 +56,28 @@ class Conditioning:
         self._order = order
         self._published = PublishedNorm()
         self._measured = Measurement()
+        self._decided_norm: Tensor | None = None  # of the gradients that two passes have used in this step
+        self._decided_scale: float | None = None
         self._factors: tuple[Tensor | float, ...] | None = None
 
     @property
     def decided(self) -> bool:
         """Whether what gradients are multiplied by is known, from a look at the whole gradient."""
         return self._factors is not None
+
+    def require_decided(self, parameter: Tensor, describe: Callable[[Tensor], str]) -> None:
+        """Raise `Refused` if a gradient is about to be used without a look at the whole that it needs."""
+        if not self.needs_whole or self.decided:
+            return
+        if self.scaler is not None:
+            raise Refused(
+                f"{describe(parameter)}: with a scaler, the first update needs to know that the whole gradient is finite. Call "
+                "scaler.scale(release.guard(loss)).backward(), or use accumulation='hold'."
+            )
+        raise Refused(
+            f"{describe(parameter)}: max_norm={self.max_norm} needs the norm of the whole gradient before the first update. Call "
+            "release.guard(loss).backward(), or use accumulation='hold', or clipping='per_tensor'."
+        )
 
     def scale(self) -> float:
         """What the loss, and so every gradient, is multiplied by."""
@@ -85,7 +101,9 @@ class Conditioning:
     def conclude(self) -> None:
         """`last_norm` of what was taken in this step."""
         if self._measured.parameters:
-            self.last_norm = self._measured.norm(self._order())
+            norm = self._measured.norm(self._order())
+            before = self._decided_norm
+            self.last_norm = norm if before is None else torch.hypot(norm, before.to(norm.device))
 
     def publish(self) -> None:
         """Show the norm of what was taken in this step."""
@@ -99,10 +117,10 @@ class Conditioning:
 
         They are unscaled and clipped; False if they must not be used, as they are not finite. Afterwards the norm is shown.
         """
-        scale = self.scale()
+        scale = self._decided_scale = self.scale()
         scaled_norm = measured.norm(self._order())
-        self.last_norm = scaled_norm / scale
-        finite = measured.finite()
+        self.last_norm = self._decided_norm = scaled_norm / scale
+        finite = measured.finite
         if finite:
             # Rounded to the gradient's dtype once, as GradScaler has it: the numbers are the same bit for bit.
             self._factors = () if self.scaler is None else (1.0 / scale,)
@@ -148,6 +166,30 @@ class Conditioning:
                 "instead of its gradients; optimizer.zero_grad() closes this step."
             )
 
+    def check_waiting(self, parameters: Iterable[Tensor], describe: Callable[[Tensor], str]) -> None:
+        """Raise `Refused` if gradients wait that the norm of this step should have been of as well."""
+        late = next(iter(parameters), None)
+        if late is not None and self.max_norm is not None and self._decided_norm is not None:
+            raise Refused(
+                f"{describe(late)}: a gradient lies in `.grad`, set by hand or left by release.paused(), which the norm that the "
+                "others were clipped by does not include. Let it come from the loss that release.guard() is given, or use "
+                "accumulation='hold'; optimizer.zero_grad() discards it."
+            )
+
+    @property
+    def overflow_published(self) -> bool:
+        """The gradient was not finite, and step() was not called since. May wait for the device."""
+        return self._published.infinite
+
+    @property
+    def overflow_to_be_judged(self) -> bool:
+        """... nor was the scaler's update(), which changes its scale after an overflow."""
+        return self.overflow_published and self._decided_scale == self.scale()
+
+    def make_way(self) -> None:
+        """Gradients come that are not released."""
+        self._published.make_way()
+
     def withdraw(self) -> None:
         """Show no norm."""
         self._published.withdraw()
@@ -156,3 +198,4 @@ class Conditioning:
         """The step is over."""
         self._published.withdraw()
         self._measured = Measurement()
+        self._decided_norm = self._decided_scale = None

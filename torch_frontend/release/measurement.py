@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable
 
 import torch
@@ -55,8 +56,12 @@ class Measurement:
         squares = torch.stack([self._norms[parameter].to(device) for parameter in parameters]).square()
         return torch.stack(sum_over_shards(parameters, squares.unbind())).sum().sqrt()
 
+    @functools.cached_property
     def finite(self) -> bool:
-        """Whether every element is finite, on every process. Waits for the device if there was something to judge."""
+        """Whether every element is finite, on every process; asked once everything was taken.
+
+        Waits for the device if there was something to judge.
+        """
         if not self._finite:
             return True
         device = next(iter(self._finite.values())).device

@@ -25,6 +25,7 @@ from .arrivals import Arrivals
 from .backward_pass import at_end_of_pass, is_nested, pass_number
 from .conditioning import Conditioning, Scaler
 from .guard import guarded
+from .held_average import HeldAverage
 from .hooks import Hooks, weakly
 from .lifecycle import Lifecycle
 from .measurement import Measurement
@@ -62,8 +63,6 @@ class Release:
         self._settings = Settings(optimizer)
         self._communication = communication
         self._last = last
-        self._averages = averages
-        self._averaged = False  # held gradients, in this step
         self._keep_bytes = keep_bytes
         self._conditioning = Conditioning(
             max_norm=max_norm,
@@ -73,6 +72,7 @@ class Release:
             publishes=strict and policy is not Policy.STATE,
         )
         self._lock = threading.RLock()  # autograd runs the hooks of several devices in several threads
+        self._held_average = HeldAverage(communication, held=self._held, due=averages, lock=self._lock)
         self._paused = 0
         self._watched: int | None = None  # the pass whose end is waited for
         self._is_last = True  # of the micro-batch whose gradients are under way
@@ -115,7 +115,8 @@ class Release:
         Raises:
             Refused: in backward(), before anything is changed, if gradients of an earlier backward are still there.
         """
-        if not (self._needs_two_passes and loss.requires_grad and torch.is_grad_enabled()):
+        needs_two_passes = self._lifecycle.policy is Policy.RELEASE and self._conditioning.needs_whole
+        if not (needs_two_passes and loss.requires_grad and torch.is_grad_enabled()):
             return loss
         if loss.dim() != 0:
             raise InvalidArgument(f"loss has shape {tuple(loss.shape)}; guard() takes a scalar, for instance loss.mean().")
@@ -125,6 +126,7 @@ class Release:
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
         """Backwards in this context leave gradients in `.grad`, as without release; step() and zero_grad() treat them so."""
+        self._conditioning.make_way()
         self._paused += 1
         try:
             yield
@@ -202,11 +204,13 @@ class Release:
                 self._lifecycle.arrive(parameter, gradient)
                 self._lifecycle.carry_out([(parameter, gradient, decision)])
                 self._communication.held(parameter)
-                self._average_after_pass()
+                if not self._paused:
+                    self._held_average.gradient_held()
                 return
             check_gradient(parameter, gradient)
             if not measuring:
-                self._require_guard(parameter)
+                if policy is Policy.RELEASE:
+                    self._conditioning.require_decided(parameter, self.hooks.describe)
                 self._arrivals.check_pass(parameter)
             self._lifecycle.decide(parameter, GradientReady(self._is_last))  # refuses before anything is sent or changed
             self._arrivals.send(parameter, seen=self._measurement is not None and parameter in self._measurement)
@@ -271,22 +275,6 @@ class Release:
                 self._communication.flush(always=True)
             self._conditioning.publish()
 
-    def _average_after_pass(self) -> None:
-        """Held gradients of the last micro-batch: others than step() look at them, and must see the same on every process."""
-        if self._averages is None or self._paused or is_nested() or not self._averages():
-            return
-        now = pass_number()
-        if now is None or now != self._watched:
-            self._watched = now
-            at_end_of_pass(weakly(self._average))
-
-    @torch.no_grad()
-    def _average(self) -> None:
-        with self._lock:
-            self._watched = None
-            self._communication.average([p for p in self._lifecycle.tensors() if p.grad is not None])
-            self._averaged = True
-
     def _usable(self, gradients: Mapping[Tensor, Tensor]) -> dict[Tensor, bool]:
         """Which of them may be used; the others are counted."""
         if self.optimizer.on_nonfinite == "propagate":
@@ -302,37 +290,6 @@ class Release:
         self.skipped += 1
         self.optimizer.skipped += 1
 
-    # -- what would be wrong --------------------------------------------------------------------------------------------
-
-    @property
-    def _needs_two_passes(self) -> bool:
-        return self._lifecycle.policy is Policy.RELEASE and self._conditioning.needs_whole
-
-    def _require_guard(self, parameter: Tensor) -> None:
-        if not self._needs_two_passes or self._conditioning.decided:
-            return
-        if self._conditioning.scaler is not None:
-            raise Refused(
-                f"{self.hooks.describe(parameter)}: with a scaler, the first update needs to know that the whole gradient is "
-                "finite. Call scaler.scale(release.guard(loss)).backward(), or use accumulation='hold'."
-            )
-        raise Refused(
-            f"{self.hooks.describe(parameter)}: max_norm={self._conditioning.max_norm} needs the norm of the whole gradient "
-            "before the first update. Call release.guard(loss).backward(), or use accumulation='hold', or "
-            "clipping='per_tensor'."
-        )
-
-    def _require_judged_average(self) -> None:
-        """Refuse held gradients that the scaler has judged before they were averaged: each process has judged its own."""
-        if self._averages is None or self._averaged or self._conditioning.scaler is None:
-            return
-        if any(self._lifecycle.status(parameter) is Status.HELD for parameter in self._lifecycle.tensors()):
-            raise Refused(
-                "the scaler has judged held gradients that were not averaged over the processes yet: sync() was True in no "
-                "backward of this step, or all of it ran under reentrant checkpointing. sync() must be True in the last "
-                "micro-batch; use torch.utils.checkpoint.checkpoint(..., use_reentrant=False)."
-            )
-
     # -- boundaries -----------------------------------------------------------------------------------------------------
 
     @torch.no_grad()
@@ -343,13 +300,14 @@ class Release:
             self._settings.check()
         self.optimizer.check_settings()
         self._conditioning.check(self.hooks.describe)
-        self._require_judged_average()
+        if self._conditioning.scaler is not None:
+            self._held_average.require_judged()
         self._conditioning.withdraw()
         self._communication.flush()
-        if not self._averaged:
-            self._communication.average([p for p, gradient in self._lifecycle.waiting().items() if gradient is not None])
+        self._held_average.step([p for p, gradient in self._lifecycle.waiting().items() if gradient is not None])
         waiting = self._lifecycle.waiting()
         gradients = {p: gradient for p, gradient in waiting.items() if gradient is not None}
+        self._conditioning.check_waiting(gradients, self.hooks.describe)
         # Where nothing was updated yet, gradients are judged together, as a plain step() does.
         together = all(self._lifecycle.status(p) is Status.HELD for p in waiting)
         if together and self.optimizer.on_nonfinite != "propagate" and not all_finite(gradients.values()):
@@ -365,12 +323,32 @@ class Release:
         self._close()
 
     def discard(self) -> None:
-        """optimizer.zero_grad(): discard held gradients, and close the step."""
+        """optimizer.zero_grad(): discard held gradients, and close the step.
+
+        Raises:
+            Refused: step() was not called, and a gradient that is not finite was used. The step is closed.
+        """
+        propagates = self.optimizer.on_nonfinite == "propagate"
+        overflow_was_used = propagates and self._released and self._conditioning.overflow_published
         self._conditioning.withdraw()
         self._communication.flush()
         decisions = {p: self._lifecycle.decide(p, ZeroGrad()) for p in self._lifecycle.tensors()}
         self._lifecycle.carry_out([(p, None, decision) for p, decision in decisions.items()])
         self._close()
+        if overflow_was_used:
+            raise Refused(
+                "this step was to be skipped, as its gradient is not finite, and the gradient had been used already: the "
+                "parameters hold infinities or NaNs. Go back to a checkpoint, and declare the torch.amp.GradScaler, as "
+                "release_gradients(scaler=...) with release.guard(loss), or construct the optimizer with on_nonfinite='skip'."
+            )
+
+    @property
+    def _released(self) -> bool:
+        """Whether a parameter was updated in this step."""
+        return any(self._lifecycle.status(parameter) is Status.RELEASED for parameter in self._lifecycle.tensors())
+
+    def _held(self) -> list[Tensor]:
+        return [parameter for parameter in self._lifecycle.tensors() if self._lifecycle.status(parameter) is Status.HELD]
 
     def _in_order(self) -> list[Tensor]:
         return [parameter for group in self.optimizer.param_groups for parameter in group["params"]]
@@ -388,17 +366,23 @@ class Release:
         self._watched = None
         self._arrivals.close()
         self._communication.end_step()
-        self._averaged = False
+        self._held_average.close()
         self._conditioning.close()
         self.attach()
 
     # -- two passes -----------------------------------------------------------------------------------------------------
 
     def _backward_of_guarded(self, loss: Tensor, seed: Tensor) -> None:
-        self._conditioning.withdraw()
         if self._paused:
             torch.autograd.backward(loss, seed)
             return
+        if self._released or self._conditioning.overflow_to_be_judged:
+            raise Refused(
+                "a second guarded backward() before optimizer.step(): the first has taken its gradient for the whole one, for "
+                "its norm and for whether it is finite. Add the losses up, and guard their sum; or use accumulation='hold'. "
+                "optimizer.step() or optimizer.zero_grad() closes a step."
+            )
+        self._conditioning.withdraw()
         self.attach()
         two_passes(self, loss, seed, self._keep_bytes)
 
@@ -410,6 +394,8 @@ class Release:
         try:
             yield measured
             self._communication.flush(always=True)
+            if self.optimizer.on_nonfinite == "raise" and self._conditioning.scaler is None and not measured.finite:
+                raise NonFiniteGradient("a gradient holds an infinity or a NaN; nothing was updated.")
         finally:
             self._measurement = None
             self._arrivals.end_pass()
@@ -420,10 +406,7 @@ class Release:
         with self._conditioning.decide(measured) as finite:
             if not finite:
                 self.forget(measured.kept)
-                if self._conditioning.scaler is None:
-                    self._refuse_nonfinite([])
-                else:
-                    self._count_skipped()
+                self._count_skipped()
             yield finite
             if finite:
                 self._communication.flush(always=True)

@@ -104,6 +104,54 @@ def test_hybrid_sharding(ranks: Ranks, shape: tuple[int, int]) -> None:
     ranks.run(two_dimensional, shape)
 
 
+def scaled_replicas(shape: tuple[int, int]) -> None:
+    """Every replica learns of an overflow, and of the norm."""
+    over = init_device_mesh("cpu", shape, mesh_dim_names=("replicas", "shards"))
+    seen = []
+    for releases in (False, True):
+        model = Net()
+        for layer in model.layers():
+            fully_shard(layer, mesh=over)
+        fully_shard(model, mesh=over)
+        optimizer = AdamW(model.parameters(), **LR)
+        scaler = torch.amp.GradScaler("cpu", growth_interval=2)
+        release = release_gradients(model, optimizer, scaler=scaler) if releases else None
+        history = []
+        for step in range(5):
+            loss = loss_of(model, data(step)) * (float("inf") if step == 1 and dist.get_rank() == 1 else 1.0)
+            scaler.scale(release.guard(loss) if release else loss).backward()
+            scaler.unscale_(optimizer)
+            norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1e9).full_tensor()
+            history.append((scaler.get_scale(), float(torch.nan_to_num(norm, nan=torch.inf, posinf=torch.inf))))
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad()
+        assert_ranks_equal(parameters_of(model), str(shape))
+        seen.append((history, parameters_of(model)))
+    torch.testing.assert_close(seen[0][0], seen[1][0])
+    assert_bitwise(seen[1][1], seen[0][1], str(shape))
+
+
+@pytest.mark.parametrize("shape", [(2, 1), (1, 2)], ids=str)
+def test_hybrid_sharding_with_a_scaler(ranks: Ranks, shape: tuple[int, int]) -> None:
+    ranks.run(scaled_replicas, shape)
+
+
+def paused_after_release() -> None:
+    """The published norm is no part of gradients that come later, though shards run no hook before they are added."""
+    model, plain = sharded(Net()), sharded(Net())
+    release = release_gradients(model, AdamW(model.parameters(), lr=0.0))
+    loss_of(model, data(0)).backward()
+    with release.paused():
+        loss_of(model, data(1)).backward()
+    loss_of(plain, data(1)).backward()
+    assert_bitwise(*([p.grad.full_tensor() for p in one.parameters()] for one in (model, plain)), "paused")
+
+
+def test_a_paused_backward_finds_no_published_norm_in_its_shards(ranks: Ranks) -> None:
+    ranks.run(paused_after_release)
+
+
 def mixed_precision(reduce_dtype: torch.dtype | None) -> None:
     """Computed in bfloat16: the parameters, their gradients and their moments stay float32. As without release."""
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=reduce_dtype)

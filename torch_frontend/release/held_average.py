@@ -1,0 +1,76 @@
+"""Held gradients of several processes: averaged once in a step, after the last micro-batch's backward or by step()."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...core.errors import Refused
+from ..communication import Communication
+from .backward_pass import at_end_of_pass, is_nested, pass_number
+from .hooks import weakly
+
+
+class HeldAverage:
+    """Averages what is held, in place.
+
+    Args:
+        communication: averages.
+        held: the parameters whose gradients are held.
+        due: is this the last micro-batch, after whose backward others than step() look at the gradients and must see the same
+            on every process? None: step() averages.
+        lock: of the release.
+    """
+
+    def __init__(
+        self,
+        communication: Communication,
+        *,
+        held: Callable[[], list[Tensor]],
+        due: Callable[[], bool] | None,
+        lock: contextlib.AbstractContextManager[Any],
+    ) -> None:
+        self._communication = communication
+        self._held = held
+        self._due = due
+        self._lock = lock
+        self._done = False  # in this step
+        self._watched: int | None = None  # the pass whose end is waited for
+
+    def gradient_held(self) -> None:
+        """A gradient is held in the pass that is running: average after it, if it is the last."""
+        if self._due is None or is_nested() or not self._due():
+            return
+        now = pass_number()
+        if now is None or now != self._watched:
+            self._watched = now
+            at_end_of_pass(weakly(self._after_pass))
+
+    @torch.no_grad()
+    def _after_pass(self) -> None:
+        with self._lock:
+            self._watched = None
+            self._communication.average([parameter for parameter in self._held() if parameter.grad is not None])
+            self._done = True
+
+    def step(self, waiting: Sequence[Tensor]) -> None:
+        """step() is about to use what waits in `.grad` of these parameters."""
+        if not self._done:
+            self._communication.average(waiting)
+
+    def require_judged(self) -> None:
+        """Refuse held gradients that a scaler has judged before they were averaged: each process has judged its own."""
+        if self._due is not None and not self._done and self._held():
+            raise Refused(
+                "the scaler has judged held gradients that were not averaged over the processes yet: sync() was True in no "
+                "backward of this step, or all of it ran under reentrant checkpointing. sync() must be True in the last "
+                "micro-batch; use torch.utils.checkpoint.checkpoint(..., use_reentrant=False)."
+            )
+
+    def close(self) -> None:
+        """The step is over."""
+        self._done, self._watched = False, None
