@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+import jax
 import jax.numpy as jnp
 from jax import lax
 
 from ..core.array_ops import Array
-from ..core.dtypes import compute_dtype
+from ..core.dtypes import check_parameter_dtype, compute_dtype
 
 _FLOAT16_SMALLEST_NORMAL = 2.0**-14
 _FLOAT16_SUBNORMAL_SPACING = 2.0**-24
@@ -51,3 +54,9 @@ jax_ops = JaxOps()
 def widened(x: Array) -> Array:
     """x in its compute dtype."""
     return jax_ops.cast(x, compute_dtype(jax_ops.dtype_name(x)))
+
+
+def check_floating(params: Any) -> None:
+    """Raise `UnsupportedTensor` unless all parameters of a tree are of floating-point dtypes that can be optimized."""
+    for path, leaf in jax.tree_util.tree_leaves_with_path(params):
+        check_parameter_dtype(jnp.result_type(leaf).name, f"params{jax.tree_util.keystr(path)}")

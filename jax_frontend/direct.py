@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import jax
 import optax
 
-from ..core.errors import Refused
+from ..core.errors import InvalidArgument, Refused
 from .state import AdamState, CompensatedState, PyTree, compensated_leaves
 
 ARGUMENT = "penstock_destination"
@@ -90,7 +90,13 @@ def _compensates_last(state: PyTree) -> bool:
 
 
 def as_transformation(tx: Any) -> optax.GradientTransformationExtraArgs:
-    """tx, or what an object such as optax.MultiSteps stands for, taking extra arguments."""
+    """tx, or what an object such as optax.MultiSteps stands for, taking extra arguments.
+
+    Raises:
+        InvalidArgument: it is no transform.
+    """
+    if not all(callable(getattr(tx, name, None)) for name in ("init", "update")):
+        raise InvalidArgument(f"tx={tx!r} is not an Optax transform; give one that was called, such as stable_adamw(1e-3).")
     if not isinstance(tx, optax.GradientTransformation) and hasattr(tx, "gradient_transformation"):
         tx = tx.gradient_transformation()
     return optax.with_extra_args_support(tx)

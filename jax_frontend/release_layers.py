@@ -23,12 +23,13 @@ from jax.custom_batching import custom_vmap
 from jax.extend import core as jaxpr_types
 
 from ..core.errors import InvalidArgument, MissingDependency, Refused
-from .direct import apply_directly
+from .dependencies import flow
+from .direct import apply_directly, as_transformation
 from .losses import scaled_loss
 from .norms import global_norm, norm_dtype
-from .separability import check_separable, flow
+from .separability import check_separable
 from .state import PyTree
-from .train_state import LayeredState, TrainState
+from .train_state import LayeredState, TrainState, check_made_by
 from .walk.fence import fenced, resolve_fence
 from .walk.layer_stack import check_layer_axis, looks_stacked, number_of_layers
 
@@ -87,7 +88,8 @@ def release_layers(
 
     Args:
         loss_fn: (outer, layers, batch) -> the mean loss, a floating-point scalar. It is traced twice, and must use each
-            layer exactly once, in an order that is known then: neither outer nor batch may decide on it.
+            layer exactly once, not inside of lax.cond, in an order that is known then: neither outer nor batch may decide
+            on it.
         layer: (layer_params, *inputs) -> any tree.
         tx: an Optax transform that can be applied layer by layer; see `check_separable`.
         fence: what keeps reads of old slices apart from writes of new ones; see `make_release_step`.
@@ -98,9 +100,11 @@ def release_layers(
 
     Raises:
         MissingDependency: this jax has no references (jax.new_ref).
-        InvalidArgument: something is not callable; when traced, a state without a layer axis, or a loss that is not a scalar.
-        Refused: when traced, a transform that is not separable; a layer that the backward pass comes by more than once
-            or never (not used, or behind jax.lax.stop_gradient), that is chosen by the data, or called under jax.vmap.
+        InvalidArgument: something is not callable, or tx no transform; when traced, a state without a layer axis or of another
+            transform, or a loss that is not a scalar.
+        Refused: when traced, a transform that is not separable; a layer that the backward pass comes by more than once or
+            never (not used, or behind jax.lax.stop_gradient), that does not exist, is chosen by the data, or called under
+            jax.vmap.
     """
     if not hasattr(jax, "new_ref"):
         raise MissingDependency(
@@ -110,6 +114,7 @@ def release_layers(
     for name, function in (("loss_fn", loss_fn), ("layer", layer)):
         if not callable(function):
             raise InvalidArgument(f"{name}={function!r} is not callable.")
+    as_transformation(tx)  # raises
     resolve_fence(fence)
 
     def step(state: TrainState, batch: PyTree) -> tuple[TrainState, dict[str, jax.Array]]:
@@ -149,7 +154,8 @@ def _checked(tx: optax.GradientTransformation, state: TrainState) -> tuple[PyTre
     check_layer_axis(params["layers"])
     one = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype), params["layers"])
     outer = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), params["outer"])
-    for tree in (one, outer):
+    for tree, opt_state in ((one, state.opt_state.layers), (outer, state.opt_state.outer)):
+        check_made_by(tx, tree, opt_state)
         check_separable(tx, tree)
     return params["outer"], params["layers"]
 
@@ -212,7 +218,8 @@ def _counted(layer: Callable[..., PyTree], layers: PyTree) -> Callable[..., PyTr
 
     def backward(saved: Any, cotangent: PyTree) -> tuple[Any, ...]:
         index, inputs = saved
-        return _one_hot(index, count, jnp.ones(())), None, jax.vjp(output, *inputs)[1](cotangent)
+        visited = jnp.where((index >= 0) & (index < count), index, count)
+        return _one_hot(visited, count + 1, jnp.ones(())), None, jax.vjp(output, *inputs)[1](cotangent)
 
     call.defvjp(forward, backward)
     return lambda visits, index, *inputs: call(visits, index, inputs)
@@ -221,18 +228,19 @@ def _counted(layer: Callable[..., PyTree], layers: PyTree) -> Callable[..., PyTr
 def _visits(
     loss_fn: Callable[..., Any], layer: Callable[..., PyTree], outer: PyTree, layers: PyTree, batch: PyTree
 ) -> np.ndarray:
-    """How often the backward pass of the loss comes by each layer.
+    """How often the backward pass of the loss comes by each layer; at last, by layers that do not exist.
 
     Raises:
         Refused: that depends on the parameters or the batch.
     """
     count = number_of_layers(layers)
+    none = jnp.zeros(count + 1)
 
     def loss(visits: jax.Array, outer: PyTree, batch: PyTree) -> jax.Array:
         call = functools.partial(_counted(layer, layers), visits)
         return scaled_loss(loss_fn)(outer, ReleasedLayers(call, count), batch)[0]
 
-    traced = jax.make_jaxpr(jax.grad(loss))(jnp.zeros(count), outer, batch)
+    traced = jax.make_jaxpr(jax.grad(loss))(none, outer, batch)
     marks = [0, *([1] * len(jax.tree.leaves(outer))), *([2] * len(jax.tree.leaves(batch)))]
     (decides,) = flow(traced.jaxpr, marks)
     if decides:
@@ -244,7 +252,7 @@ def _visits(
 
     def evaluated() -> jax.Array:
         # Nothing of the inputs reaches the result, so anything may stand for them; XLA drops it and what reads it.
-        return jaxpr_types.jaxpr_as_fun(traced)(*map(_anything, jax.tree.leaves((jnp.zeros(count), outer, batch))))[0]
+        return jaxpr_types.jaxpr_as_fun(traced)(*map(_anything, jax.tree.leaves((none, outer, batch))))[0]
 
     return np.asarray(jax.jit(evaluated).lower().compile()())
 
@@ -270,8 +278,14 @@ def _refuse_vmap(*_: Any) -> Any:
 
 
 def _check_visits(visits: np.ndarray) -> None:
-    """Raise `Refused` unless each layer is visited once."""
-    often, never = np.flatnonzero(visits > 1), np.flatnonzero(visits < 1)
+    """Raise `Refused` unless each layer is visited once, and nothing besides."""
+    *visits, outside = visits
+    if outside:
+        raise Refused(
+            f"the backward pass comes by a layer that does not exist: there are {len(visits)}, and an index must be in "
+            f"[0, {len(visits)}). Use each of layers.indices once."
+        )
+    often, never = np.flatnonzero(np.greater(visits, 1)), np.flatnonzero(np.less(visits, 1))
     if often.size:
         raise Refused(
             f"the backward pass comes by layer {often[0]} {visits[often[0]]:g} times, but it can be updated in place only "

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import optax
 
 from ..core.errors import InvalidArgument
+from .array_ops import check_floating
 from .buffers import buffers, strong
 from .direct import as_transformation
 from .loss_scaling import LossScale, as_loss_scale
@@ -89,8 +90,27 @@ def init_train_state(
     return jax.tree.map(own, TrainState(copied, opt_state, put_everywhere(jax.tree.map(jnp.copy, scale), copied)))
 
 
-def check_unstacked(state: TrainState) -> None:
-    """Raise `InvalidArgument` for the state of stacked layers, or one with a loss scale."""
+def check_made_by(tx: optax.GradientTransformation, params: PyTree, opt_state: PyTree) -> None:
+    """Raise `InvalidArgument` unless an optimizer state has the structure that tx.init gives it for params.
+
+    Args:
+        params: arrays or jax.ShapeDtypeStructs.
+    """
+    structures: list[Any] = [jax.tree.structure(opt_state)]
+    structures.append(jax.tree.structure(jax.eval_shape(as_transformation(tx).init, params)))
+    if structures[0] != structures[1]:
+        raise InvalidArgument(
+            f"the optimizer state is not one of this transform: it is {structures[0]}, and tx.init makes {structures[1]}. Make "
+            "the state with init_train_state and the transform of the step."
+        )
+
+
+def check_unstacked(tx: optax.GradientTransformation, state: TrainState) -> None:
+    """Raise for parameters that cannot be trained, the state of stacked layers or of another transform, or a loss scale.
+
+    Raises:
+        InvalidArgument, UnsupportedTensor.
+    """
     if isinstance(state.opt_state, LayeredState):
         raise InvalidArgument(
             "this optimizer state has a layer axis, for make_release_step; make the state for make_train_step with "
@@ -98,3 +118,5 @@ def check_unstacked(state: TrainState) -> None:
         )
     if state.loss_scale is not None:
         raise InvalidArgument("make_train_step does not scale the loss; leave loss_scale out of init_train_state.")
+    check_floating(state.params)
+    check_made_by(tx, state.params, state.opt_state)

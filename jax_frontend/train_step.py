@@ -13,7 +13,7 @@ from jax import lax
 from ..core.errors import InvalidArgument
 from ..core.hyperparameters import Range, check_number
 from .array_ops import widened
-from .direct import apply_directly
+from .direct import apply_directly, as_transformation
 from .losses import check_microbatches, chunks, divided, scaled_loss
 from .norms import clipped, global_norm
 from .state import PyTree
@@ -59,17 +59,19 @@ def make_train_step(
         tx drops (optax.apply_if_finite) is told by that wrapper's state, not here.
 
     Raises:
-        InvalidArgument: microbatches, max_norm or clip_passes out of range; when traced, a loss that is not a scalar, a
-            batch that cannot be cut evenly, or the state of stacked layers.
+        InvalidArgument: tx is no transform; microbatches, max_norm or clip_passes out of range; when traced, a loss that is
+            not a scalar, a batch that cannot be cut evenly, or the state of stacked layers or of another transform.
+        UnsupportedTensor: when traced, parameters that are not floating-point.
         Refused: when traced, if a transform after a compensated one changes its updates.
     """
+    as_transformation(tx)  # raises
     check_microbatches(microbatches)
     if max_norm is not None:
         check_number("max_norm", max_norm, Range(0.0, low_included=False))
     twice = _clips_twice(clip_passes, microbatches) and max_norm is not None
 
     def step(state: TrainState, batch: PyTree) -> tuple[TrainState, dict[str, jax.Array]]:
-        check_unstacked(state)
+        check_unstacked(tx, state)
         if microbatches > 1:
             loss, weight, grads = _mean_gradient(loss_fn, state.params, batch, microbatches)
             norm = global_norm(grads)

@@ -8,7 +8,7 @@ import jax
 import optax
 
 from .buffers import check_donated, strong
-from .direct import apply_directly
+from .direct import apply_directly, as_transformation
 from .state import PyTree
 
 
@@ -16,6 +16,8 @@ class Update:
     """A jitted (grads, state, params) -> (params, state); see `make_update`. `lower` is that of jax.jit."""
 
     def __init__(self, tx: optax.GradientTransformation) -> None:
+        as_transformation(tx)  # raises
+
         def update(grads: PyTree, state: PyTree, params: PyTree, extra_args: dict[str, Any]) -> tuple[PyTree, PyTree, PyTree]:
             params, state = apply_directly(tx, grads, state, params, **extra_args)
             # A donated buffer is only given up for an output of its shape and dtype, and nothing else that comes out is
@@ -53,7 +55,7 @@ def make_update(tx: optax.GradientTransformation) -> Update:
         no two of them may share a buffer. tx.init never aliases params in penstock's own transforms.
 
     Raises:
-        InvalidArgument: before an update, if two of its arrays share a buffer, or one was donated already.
+        InvalidArgument: tx is no transform; before an update, if two of its arrays share a buffer, or one was donated already.
         Refused: when traced, if a transform after a compensated one, or a wrapper around it, changes its updates.
     """
     return Update(tx)

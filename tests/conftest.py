@@ -4,6 +4,14 @@ from __future__ import annotations
 
 import os
 
+# Eight devices for the tests of sharding. The rest is about machine code only: nearly all time of a JAX test is LLVM's, and
+# the programs that LLVM is given, with all their memory, stay the same.
+XLA_FLAGS = (
+    "--xla_force_host_platform_device_count=8",
+    "--xla_backend_optimization_level=0",
+    "--xla_llvm_disable_expensive_passes=true",
+)
+
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("MPLBACKEND", "Agg")
-os.environ.setdefault("XLA_FLAGS", "--xla_force_host_platform_device_count=8")  # for the tests of sharding
+os.environ.setdefault("XLA_FLAGS", " ".join(XLA_FLAGS))

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from ..array_ops import widened
+from ..dependencies import flow
 from ..state import PyTree
 from .layer_stack import Layers
 from .stacked import add, combine, each, partition
@@ -54,9 +55,8 @@ class Saved(Recomputed):
         self._x = jax.eval_shape(lambda x: x, x)
         closed, shapes = jax.make_jaxpr(self._residuals, return_shape=True)(layer, x, given)
         first, count = len(jax.tree.leaves(layer)), len(jax.tree.leaves(x))
-        depends = _reached(closed.jaxpr, closed.jaxpr.invars[first : first + count])
-        residuals = closed.jaxpr.outvars[len(jax.tree.leaves(shapes[:2])) :]
-        self._is_saved = [not hasattr(variable, "val") and variable in depends for variable in residuals]
+        marks = [int(first <= index < first + count) for index in range(len(closed.jaxpr.invars))]
+        self._is_saved = [bool(mark) for mark in flow(closed.jaxpr, marks)[len(jax.tree.leaves(shapes[:2])) :]]
 
     def _residuals(self, layer: PyTree, x: PyTree, given: Given) -> tuple[PyTree, PyTree, list[Any]]:
         (y, auxiliary), pullback = _differentiated(self.section, layer, x, given)
@@ -87,15 +87,6 @@ def _differentiated(section: Layers, layer: PyTree, x: PyTree, given: Given) -> 
         return section(layer, x, combine(floats, others), given.inputs)
 
     return jax.vjp(run, layer, x, floats)
-
-
-def _reached(jaxpr: Any, sources: list[Any]) -> set[Any]:
-    """The variables of a jaxpr that are computed from the sources; what is inside of an equation counts as a whole."""
-    reached = set(sources)
-    for equation in jaxpr.eqns:
-        if any(variable in reached for variable in equation.invars if not hasattr(variable, "val")):
-            reached.update(equation.outvars)
-    return reached
 
 
 def gradient(

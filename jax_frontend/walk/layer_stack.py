@@ -203,6 +203,8 @@ def check_parameters(stack: LayerStack, params: PyTree) -> None:
     if not looks_stacked(params):
         found = sorted(map(str, params)) if isinstance(params, dict) else type(params).__name__
         raise InvalidArgument(f'params must be a dict {{"outer": ..., "layers": ...}}, but have {found}.')
+    if params["outer"] is None:
+        raise InvalidArgument('params["outer"] is None; give {} where there are no parameters outside of the layers.')
     if isinstance(stack.layer, Mapping):
         layers = params["layers"]
         if not isinstance(layers, dict) or layers.keys() != set(stack.layer):

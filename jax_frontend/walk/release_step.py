@@ -14,12 +14,12 @@ from jax import lax
 from ...core.errors import InvalidArgument, Refused
 from ...core.hyperparameters import Range, check_number
 from ..array_ops import widened
-from ..direct import apply_directly
+from ..direct import apply_directly, as_transformation
 from ..losses import check_microbatches, chunks
 from ..norms import Squares, clipped, no_squares, norm_dtype, squares
 from ..separability import check_separable
 from ..state import AdamState, PyTree
-from ..train_state import LayeredState, TrainState
+from ..train_state import LayeredState, TrainState, check_made_by
 from . import in_state
 from .fence import fenced, resolve_fence
 from .in_state import Moments, Rest, taken_apart
@@ -73,8 +73,9 @@ def make_release_step(
         max_norm, a first walk finds that out.
 
     Raises:
-        InvalidArgument: an argument out of range; when traced, parameters without a common layer axis, a layer that changes
-            its x, a loss that is not a scalar, a batch that cannot be cut evenly, a state without a layer axis.
+        InvalidArgument: an argument out of range, or tx no transform; when traced, parameters without a common layer axis, a
+            layer that changes its x, a loss that is not a scalar, a batch that cannot be cut evenly, a state without a layer
+            axis or of another transform.
         UnsupportedTensor: when traced, parameters that are not floating-point.
         Refused: accumulation="state" with max_norm, a loss scale, a (sum, weight) loss or another transform; when traced, a
             transform that is not separable, or changes the updates of a compensated one.
@@ -85,6 +86,7 @@ def make_release_step(
     """
     if not isinstance(stack, LayerStack):
         raise InvalidArgument(f"stack={stack!r} is not a LayerStack.")
+    as_transformation(tx)  # raises
     check_microbatches(microbatches)
     if max_norm is not None:
         check_number("max_norm", max_norm, Range(0.0, low_included=False))
@@ -124,9 +126,10 @@ def _check_state(stack: LayerStack, tx: optax.GradientTransformation, state: Tra
             raise InvalidArgument(f"the optimizer state has another layer axis than the parameters; {again}")
     kinds = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype), named)
     outer = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), state.params["outer"])
-    for tree in (outer, *kinds.values()):
-        if jax.tree.leaves(tree):
-            check_separable(tx, tree)
+    pairs = [(outer, state.opt_state.outer), *((kinds[name], of_stack) for name, of_stack in stack.named(states).items())]
+    for tree, opt_state in pairs:
+        check_made_by(tx, tree, opt_state)
+        check_separable(tx, tree)
 
 
 class _Release:

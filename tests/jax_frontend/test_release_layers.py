@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -52,6 +54,7 @@ def loss(outer, layers, batch) -> jax.Array:
     return head(outer, x, batch)
 
 
+@functools.partial(jax.jit, static_argnames=("tx", "loss", "layer"))
 def plain_step(tx, state, batch, loss=loss, layer=layer):
     """The gradient as a whole, and one update of each layer by itself."""
 
@@ -207,12 +210,18 @@ def scanned(body, batch_to_indices=None):
     return loss
 
 
+def one_more(index):
+    """All layers, and one that is not there: reading it would be reading the last one."""
+    return scanned(lambda layers, i, x, _: layers(i, x), lambda indices, _: jnp.append(indices, index))
+
+
 REFUSED = {
     "twice": (scanned(lambda layers, i, x, _: layers(jnp.minimum(i, 2), x)), "comes by layer 2 2 times"),
     "tied": (scanned(lambda layers, i, x, _: layers(i, layers(i, x))), "comes by layer 0 2 times"),
     "vmapped": (scanned(lambda layers, i, x, _: jax.vmap(lambda row: layers(i, row))(x)), "called under jax.vmap"),
     "left out": (scanned(lambda layers, i, x, _: layers(i, x), lambda indices, _: indices[:-1]), "never comes by layer 3"),
-    "out of range": (scanned(lambda layers, i, x, _: layers(i, x), lambda indices, _: indices + 1), "never comes by layer 0"),
+    "too high": (one_more(LAYERS), r"a layer that does not exist.* in \[0, 4\)"),
+    "negative": (one_more(-1), "a layer that does not exist"),
     "stopped": (
         scanned(lambda layers, i, x, _: jax.lax.stop_gradient(layers(i, x))),
         "never comes by layer 0.*stop_gradient",
@@ -269,6 +278,10 @@ def test_mistakes_are_named() -> None:
         release_layers(lambda *given: (loss(*given), jnp.ones(())), layer, TX)(state, batch)
     with pytest.raises(InvalidArgument, match="init_train_state"):
         release_layers(loss, layer, TX)(init_train_state(TX, parameters(), stack=False), batch)
+    with pytest.raises(InvalidArgument, match="not one of this transform"):
+        release_layers(loss, layer, TX)(init_train_state(optax.sgd(1e-2), parameters()), batch)
+    with pytest.raises(InvalidArgument, match="not an Optax transform"):
+        release_layers(loss, layer, stable_adamw)
     clipping = optax.chain(optax.clip_by_global_norm(1.0), TX)
     with pytest.raises(Refused, match="max_norm="):
         release_layers(loss, layer, clipping)(init_train_state(clipping, parameters()), batch)

@@ -9,13 +9,11 @@ import jax
 import jax.numpy as jnp
 import optax
 import pytest
-from jax import lax
 from optax import contrib
 from tests.jax_support import tree
 
 from penstock.core.errors import InvalidArgument, Refused, UnsupportedTensor
 from penstock.jax_frontend import adam, adamw, check_separable, compensated, stable_adamw
-from penstock.jax_frontend.separability import flow
 
 SCHEDULE = optax.linear_schedule(1e-2, 0.0, 10)
 NOISE_KEY = {"key": 0} if "key" in inspect.signature(optax.noisy_sgd).parameters else {}
@@ -207,35 +205,3 @@ def test_it_can_be_asked_while_a_step_is_traced() -> None:
         return params
 
     step(layer())
-
-
-def marks_of(function, *shapes):
-    jaxpr = jax.make_jaxpr(function)(*[jnp.ones(shape) for shape in shapes]).jaxpr
-    return flow(jaxpr, [1 << index for index in range(len(shapes))])
-
-
-def test_dependencies_are_followed_through_control_flow() -> None:
-    def rotated(a, b, c):
-        return lax.fori_loop(0, 5, lambda _, carry: (carry[1], carry[0], carry[2] + 1), (a, b, c))
-
-    assert marks_of(rotated, (), (), ()) == [0b011, 0b011, 0b100]
-
-    def scanned(a, b, xs):
-        return lax.scan(lambda carry, x: ((carry[0] + x, carry[1]), carry[1] * 2), (a, b), xs)
-
-    assert marks_of(scanned, (), (), (4,)) == [0b101, 0b010, 0b010]
-
-    def chosen(which, a, b):
-        return lax.cond(which > 0, lambda: (a, b), lambda: (a * 2, b + 1))
-
-    assert marks_of(chosen, (), (), ()) == [0b011, 0b101]
-
-    def repeated(limit, a, b):
-        return lax.while_loop(lambda carry: carry[0] < limit, lambda carry: (carry[0] + 1, carry[1] * 2), (a, b))
-
-    assert marks_of(repeated, (), (), ()) == [0b011, 0b111]
-
-    def called(a, b):
-        return jax.jit(lambda x, y: (jax.nn.relu(x), jax.checkpoint(jnp.sin)(y)))(a, b)
-
-    assert marks_of(called, (), ()) == [0b01, 0b10]

@@ -9,8 +9,8 @@ import optax
 import pytest
 from tests.jax_support import TRANSFORMS, assert_close, assert_equal, float64
 
-from penstock.core.errors import InvalidArgument, Refused
-from penstock.jax_frontend import TrainState, init_train_state, make_train_step, stable_adamw
+from penstock.core.errors import InvalidArgument, Refused, UnsupportedTensor
+from penstock.jax_frontend import TrainState, init_train_state, make_train_step, make_update, stable_adamw
 
 WIDTH, LAYERS, BATCH = 6, 3, 8
 
@@ -205,6 +205,18 @@ def test_mistakes_are_named() -> None:
         make_train_step(lambda p, b: (mean_loss(p, b), 1, 2), tx)(state, batch())
     with pytest.raises(InvalidArgument, match="dtype int32"):
         make_train_step(lambda p, b: jnp.sum(b["mask"]), tx)(state, batch())
+    with pytest.raises(UnsupportedTensor, match=r"params\['n'\] has dtype int32"):
+        make_train_step(mean_loss, optax.sgd(1e-2))(init_train_state(optax.sgd(1e-2), {"n": jnp.arange(3)}), batch())
+    with pytest.raises(InvalidArgument, match=r"not one of this transform.*init_train_state"):
+        make_train_step(mean_loss, optax.sgd(1e-2))(state, batch())
+    for wrong in (None, stable_adamw):
+        for build in (
+            lambda wrong: make_train_step(mean_loss, wrong),
+            make_update,
+            lambda wrong: init_train_state(wrong, params),
+        ):
+            with pytest.raises(InvalidArgument, match=r"tx=.* is not an Optax transform"):
+                build(wrong)
     for value in (0, -1, 1.5, True, "two"):
         with pytest.raises(InvalidArgument, match="microbatches"):
             make_train_step(mean_loss, tx, microbatches=value)

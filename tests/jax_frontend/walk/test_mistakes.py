@@ -34,6 +34,8 @@ def test_arguments() -> None:
             make_release_step(STACK, TX, **{name: value})
     with pytest.raises(InvalidArgument, match="not a LayerStack"):
         make_release_step(layer, TX)
+    with pytest.raises(InvalidArgument, match="tx=None is not an Optax transform"):
+        make_release_step(STACK, None)
     for arguments, name in (
         ((None, layer, mean_loss), "embed"),
         ((embed, 3, mean_loss), "layer"),
@@ -67,6 +69,8 @@ def test_layers_without_a_common_axis() -> None:
 def test_parameters_of_another_form() -> None:
     with pytest.raises(InvalidArgument, match=r'must be a dict \{"outer": \.\.\., "layers": \.\.\.\}, but have \[\'w\'\]'):
         init_train_state(TX, {"w": jnp.ones(3)}, STACK)
+    with pytest.raises(InvalidArgument, match=r"is None; give \{\}"):
+        run(params={"outer": None, "layers": jnp.ones((3, 2))})
     several = LayerStack(embed, {"first": layer, "second": layer}, mean_loss)
     with pytest.raises(InvalidArgument, match=r"dict of the stacks \['first', 'second'\]"):
         init_train_state(TX, parameters(), several)
@@ -87,6 +91,8 @@ def test_a_state_of_another_kind() -> None:
     deeper = init_train_state(TX, parameters(layers=4))
     with pytest.raises(InvalidArgument, match="another layer axis"):
         step(init_train_state(TX, params)._replace(opt_state=deeper.opt_state), batch())
+    with pytest.raises(InvalidArgument, match="not one of this transform"):
+        step(init_train_state(optax.sgd(1e-2), params), batch())
     with pytest.raises(InvalidArgument, match="stack=False"):
         make_train_step(STACK, TX)(init_train_state(TX, params), batch())
     with pytest.raises(InvalidArgument, match="stack="):

@@ -7,11 +7,12 @@ from typing import Any
 
 import jax
 import pytest
-from tests.walk_support import STACK, batch, parameters
+from tests.walk_support import STACK, TX, batch, embed, layer, mean_loss, parameters
 
-from penstock.jax_frontend import adamw, init_train_state, make_release_step, stable_adamw
+from penstock.jax_frontend import LayerStack, adamw, init_train_state, make_release_step
 
 WIDTH = 64
+ADAMW = adamw(1e-3)
 OPTIONS: dict[str, dict[str, Any]] = {
     "plain": {},
     "micro-batches": {"microbatches": 2},
@@ -20,14 +21,16 @@ OPTIONS: dict[str, dict[str, Any]] = {
 }
 
 
-def compiled(tx: Any, layers: int, options: dict[str, Any], dtype: str = "float32") -> tuple[Any, Any]:
+def compiled(
+    tx: Any, layers: int, options: dict[str, Any], dtype: str = "float32", stack: LayerStack = STACK
+) -> tuple[Any, Any]:
     state = init_train_state(tx, parameters(dtype, layers, WIDTH))
     data = batch(options.get("microbatches", 1))
-    return make_release_step(STACK, tx, fence="conditional", **options).lower(state, data).compile(), state
+    return make_release_step(stack, tx, fence="conditional", **options).lower(state, data).compile(), state
 
 
 @pytest.mark.parametrize("options", OPTIONS)
-@pytest.mark.parametrize("tx", [adamw(1e-3), stable_adamw(1e-3)], ids=["adamw", "stable_adamw"])
+@pytest.mark.parametrize("tx", [ADAMW, TX], ids=["adamw", "stable_adamw"])
 def test_the_state_is_updated_in_place(tx, options) -> None:
     """Temporaries: the slices of parameters, moments and gradient of one layer (4), and what the update computes of it: for
     StableAdamW a square, with micro-batches and clipping the gradient once more as it is summed and scaled."""
@@ -46,15 +49,16 @@ def test_the_state_is_updated_in_place(tx, options) -> None:
 
 def test_no_whole_stack_is_copied_in_low_precision() -> None:
     layers = 32
-    program, state = compiled(stable_adamw(1e-3), layers, {}, "bfloat16")
+    program, state = compiled(TX, layers, {}, "bfloat16")
     assert program.memory_analysis().alias_size_in_bytes == sum(leaf.nbytes for leaf in jax.tree.leaves(state))
     assert not re.findall(rf"= \w+\[{layers},{WIDTH},{WIDTH}\]\S* copy\(", program.as_text())
 
 
-def test_saved_residuals_do_not_hold_the_parameters() -> None:
+@pytest.mark.parametrize("of_layer", [layer, jax.jit(layer)], ids=["plain", "jitted"])
+def test_saved_residuals_do_not_hold_the_parameters(of_layer) -> None:
     """Neither as they are nor transposed or cast: what depends on parameters alone is computed again."""
     layers, size = 32, WIDTH * WIDTH * 4
-    program, _ = compiled(adamw(1e-3), layers, {"save_residuals": True})
+    program, _ = compiled(ADAMW, layers, {"save_residuals": True}, stack=LayerStack(embed, of_layer, mean_loss))
     rows = batch(1)["tokens"][:, 1:].size
     residuals = layers * 6 * rows * WIDTH * 4  # a handful of activations of each layer
     assert program.memory_analysis().temp_size_in_bytes <= residuals + 2 * 7 * size
@@ -62,11 +66,9 @@ def test_saved_residuals_do_not_hold_the_parameters() -> None:
 
 @pytest.mark.parametrize("options", OPTIONS)
 def test_the_program_does_not_grow_with_the_number_of_layers(options) -> None:
-    tx = stable_adamw(1e-3)
-
     def operations(layers: int) -> int:
-        state = init_train_state(tx, parameters(layers=layers))
-        lowered = make_release_step(STACK, tx, **OPTIONS[options]).lower(state, batch(12))
+        state = init_train_state(TX, parameters(layers=layers))
+        lowered = make_release_step(STACK, TX, **OPTIONS[options]).lower(state, batch(12))
         return len(lowered.as_text().splitlines())
 
     assert operations(8) == operations(64)
@@ -74,8 +76,7 @@ def test_the_program_does_not_grow_with_the_number_of_layers(options) -> None:
 
 @pytest.mark.parametrize(("fence", "operation"), [("barrier", "optimization_barrier"), ("conditional", "stablehlo.case")])
 def test_both_fences_lower_for_every_platform(fence, operation) -> None:
-    tx = stable_adamw(1e-3)
-    state, step = init_train_state(tx, parameters()), make_release_step(STACK, tx, fence=fence)
+    state, step = init_train_state(TX, parameters()), make_release_step(STACK, TX, fence=fence)
     for platform in ("cpu", "cuda", "tpu"):
         text = step.trace(state, batch()).lower(lowering_platforms=(platform,)).as_text()
         assert operation in text
