@@ -345,11 +345,9 @@ def _advance(steps: list[Tensor], applied: Tensor | None = None) -> None:
     for step in steps:
         by_device.setdefault(step.device, []).append(step)
     for device, here in by_device.items():
-        if applied is not None:
-            amount: Any = applied.to(device, non_blocking=True)
-        else:  # on a CPU a number would be made a tensor for each of them
-            amount = torch.ones(()) if device.type == "cpu" else 1
-        torch._foreach_add_(here, amount)  # pyright: ignore[reportPrivateImportUsage]  (documented: Foreach Operations)
+        # As a list of tensors: a number would be made a tensor for each of them on a CPU, and one tensor be waited for.
+        amount = torch.ones((), device=device) if applied is None else applied.to(device, non_blocking=True)
+        torch._foreach_add_(here, [amount] * len(here))  # pyright: ignore[reportPrivateImportUsage]  (documented: Foreach Operations)
 
 
 def finite(gradients: Sequence[Tensor]) -> list[bool]:

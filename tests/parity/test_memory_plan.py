@@ -36,7 +36,8 @@ def test_release_saves_all_gradients_but_a_layers() -> None:
     training = dataclasses.replace(TRAINING, batch=1, micro_batches=1, sequence=1)  # next to no activations
     plain, release = plan(SHAPE, training, MODE["plain"]), plan(SHAPE, training, MODE["release"])
     assert ALL - LAYER <= plain.peak - release.peak <= ALL
-    assert plain.by_kind["gradients"] == ALL
+    last = 4 * SHAPE.vocabulary * SHAPE.width  # the embedding's gradient; just before it other things are alive
+    assert ALL - last <= plain.by_kind["gradients"] <= ALL
     assert plain.ledger is None
     assert release.ledger is not None
     assert release.ledger <= LAYER
