@@ -98,8 +98,8 @@ class Call:
                 self._require_unchanged_buffers(versions)
                 if _versions(tensors) != inputs:
                     raise Refused(
-                        "a block writes to its argument in place, which it has to find again in backward. Take inplace=True out "
-                        "of the block's first modules, or the block out of microbatch_blocks."
+                        "a block writes to its argument in place, which it has to find again in backward. Take inplace=True "
+                        "out of the block's first modules, or the block out of microbatch_blocks."
                     )
                 self.outputs = outputs.without_tensors()
                 whole = [_for_all(x, chunks) for x in outputs.tensors]
