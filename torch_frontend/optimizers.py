@@ -201,7 +201,14 @@ class ReleasableOptimizer(Optimizer):
         return loss
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """As in torch. Under release, also closes the step: gradients that are held are discarded, as without release."""
+        """As in torch. Under release, also closes the step: gradients that are held are discarded, as without release.
+
+        Under release set_to_none=False has no effect, as the gradients are gone already: a parameter that a later step does
+        not use is left alone, where zeros would decay its moments and weights.
+
+        Raises:
+            Refused: under release, step() was not called, and a gradient that is not finite was used; the step is closed.
+        """
         if self.release is not None:
             self.release.discard()
             set_to_none = True

@@ -86,7 +86,7 @@ class Call:
         without a graph, and everybody else who uses them would lose their gradient."""
         tensors = [tensor.detach() for tensor in tensors]
         chunks = self._division.chunks
-        versions = self._buffer_versions()
+        versions, inputs = self._buffer_versions(), _versions(tensors)
         whole: list[Tensor] = []
         for chunk in chunks:
             self._surroundings.remember_random_state()
@@ -98,6 +98,11 @@ class Call:
             outputs = self._with_parameters_of(tensors, work)
             if not whole:
                 self._require_unchanged_buffers(versions)
+                if _versions(tensors) != inputs:
+                    raise Refused(
+                        "a block writes to its argument in place, which it has to find again in backward. Take inplace=True "
+                        "out of the block's first modules, or the block out of microbatch_blocks."
+                    )
                 self.outputs = outputs.without_tensors()
                 whole = [_for_all(x, chunks) for x in outputs.tensors]
             outputs.require_like(self.outputs)
@@ -220,6 +225,11 @@ class _Sum:
             return self._total.pop().to(self.leaf.dtype)
         gradient, self.leaf.grad = self.leaf.grad, None
         return gradient
+
+
+def _versions(tensors: Sequence[Tensor]) -> list[int]:
+    """How often each was written to."""
+    return [] if torch.is_inference_mode_enabled() else [0 if tensor.is_inference() else tensor._version for tensor in tensors]
 
 
 def _for_all(part: Tensor, chunks: Sequence[slice]) -> Tensor:

@@ -75,8 +75,8 @@ class Conditioning:
                 "scaler.scale(release.guard(loss)).backward(), or use accumulation='hold'."
             )
         raise Refused(
-            f"{describe(parameter)}: max_norm={self.max_norm} needs the norm of the whole gradient before the first update. Call "
-            "release.guard(loss).backward(), or use accumulation='hold', or clipping='per_tensor'."
+            f"{describe(parameter)}: max_norm={self.max_norm} needs the norm of the whole gradient before the first update. "
+            "Call release.guard(loss).backward(), or use accumulation='hold', or clipping='per_tensor'."
         )
 
     def scale(self) -> float:
@@ -171,8 +171,8 @@ class Conditioning:
         late = next(iter(parameters), None)
         if late is not None and self.max_norm is not None and self._decided_norm is not None:
             raise Refused(
-                f"{describe(late)}: a gradient lies in `.grad`, set by hand or left by release.paused(), which the norm that the "
-                "others were clipped by does not include. Let it come from the loss that release.guard() is given, or use "
+                f"{describe(late)}: a gradient lies in `.grad`, set by hand or left by release.paused(), which the norm that "
+                "the others were clipped by does not include. Let it come from the loss that release.guard() is given, or use "
                 "accumulation='hold'; optimizer.zero_grad() discards it."
             )
 

@@ -109,11 +109,15 @@ class Release:
         alive. Costs a second walk through the graph, less with keep_bytes. A loss without a graph, or a release without
         max_norm and scaler, or one that holds its gradients anyway, needs no second pass and gets its loss back as it is.
 
+        Once a step, around all of the loss: what it decides, it decides of the whole gradient. Hooks on modules and tensors
+        run in both passes. backward(inputs=...) and torch.autograd.grad find no parameters behind a guarded loss.
+
         Args:
             loss: 0-d; scaled already, or to be scaled: `scaler.scale(release.guard(loss)).backward()`.
 
         Raises:
-            Refused: in backward(), before anything is changed, if gradients of an earlier backward are still there.
+            Refused: in backward(), before anything is changed, if gradients of an earlier backward are still there, or a
+                guarded one ran in this step already.
         """
         needs_two_passes = self._lifecycle.policy is Policy.RELEASE and self._conditioning.needs_whole
         if not (needs_two_passes and loss.requires_grad and torch.is_grad_enabled()):

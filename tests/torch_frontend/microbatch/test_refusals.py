@@ -173,6 +173,14 @@ def test_buffers_that_change_in_forward() -> None:
         block(batch().requires_grad_())
 
 
+@pytest.mark.parametrize("chunks", [1, 2])
+def test_arguments_that_are_written_to(chunks: int) -> None:
+    """Noticed in forward: in backward, the blocks behind it would be released already."""
+    model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Sequential(nn.ReLU(inplace=True), nn.Linear(WIDTH, WIDTH))).double()
+    with microbatch_blocks([model[1]], chunks=chunks), pytest.raises(Refused, match="writes to its argument in place"):
+        model(batch())
+
+
 def test_tensors_from_elsewhere() -> None:
     scale = torch.ones((), dtype=torch.float64, requires_grad=True)
     model = decoder()
