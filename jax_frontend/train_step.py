@@ -40,7 +40,7 @@ def make_train_step(
     Args:
         loss_fn: (params, batch) -> the mean loss, a floating-point scalar; or -> (sum, weight), two scalars: the loss
             is then sum/weight over the *whole* batch, however the weight (the number of tokens) is spread over the
-            micro-batches.
+            micro-batches. The weight is a constant: it is not differentiated.
         tx: any Optax transform.
         microbatches: into how many equal chunks the leading axis of every leaf of the batch is cut. They run one after
             the other; their gradients are averaged in float32 (float64 for float64 parameters).

@@ -30,7 +30,8 @@ class Layers:
         context: (outer, x, batch) -> a tree that all these layers read, computed beside enter from the same x: positions,
             a mask, the encoder's output. It is differentiated where it is floating-point. None: there is no such argument.
         inputs: (batch) -> a tree of what each layer has for its own, not differentiated: every leaf has a leading layer axis,
-            or is a single typed PRNG key (jax.random.key), which is split. None: there is no such argument.
+            or is a single typed PRNG key (jax.random.key), which is split: two stacks need a key each. None: there is no such
+            argument.
         auxiliary: layer returns (x, auxiliary), a tree of arrays (a router's loss); `LayerStack.loss` gets those of all
             layers, with a leading layer axis, and they are differentiated.
     """
@@ -122,7 +123,8 @@ class LayerStack:
         layer: (layer_params, x) -> x; or `Layers`, where a layer has more inputs or outputs; or {name: one of both}, several
             stacks that follow each other in this order. params["layers"] is then {name: stacked layers}.
         loss: (outer, x, batch) -> the mean loss, a floating-point scalar; or -> (sum, weight), two scalars: the loss is then
-            sum/weight over the *whole* batch, however the weight (the number of tokens) is spread over the micro-batches.
+            sum/weight over the *whole* batch, however the weight (the number of tokens) is spread over the micro-batches. The
+            weight is a constant: it is not differentiated.
             Where layers have auxiliary outputs: (outer, x, batch, auxiliary); with several stacks {name: auxiliary}.
 
     Raises:

@@ -116,11 +116,9 @@ SAVED: dict[str, Any] = {"save_residuals": True}
 CASES: dict[str, tuple[Any, dict[str, Any]]] = {
     "masked, micro-batches, clip": (masked, {"microbatches": 2, "max_norm": 0.1}),
     "masked, saved residuals": (masked, SAVED),
-    "routed": (routed, {}),
     "routed, micro-batches, saved residuals": (routed, {"microbatches": 2, **SAVED}),
     "translated, micro-batches, clip": (translated, {"microbatches": 2, "max_norm": 0.1}),
     "translated, micro-batches, saved residuals": (translated, {"microbatches": 2, **SAVED}),
-    "carried": (carried, {}),
     "carried, saved residuals": (carried, SAVED),
 }
 
