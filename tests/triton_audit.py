@@ -106,18 +106,16 @@ def tensor_kernel(
     wide = TYPES[storage.wide][0]
     constants = {
         "ACTION": "update", "FIRST": True, "CLIP": True, "L2": False, "MAXIMIZE": False,
-        "COMPENSATION": storage.compensation, "HINTS": chosen.hints, "WIDE": TYPES[storage.wide][1],
+        "COMPENSATION": storage.compensation, "ALIGNMENT": 16, "HINTS": chosen.hints, "WIDE": TYPES[storage.wide][1],
+        "G": TYPES[storage.parameter][1], "M": TYPES[storage.exp_avg][1], "V": TYPES[storage.exp_avg_sq][1],
+        "P": TYPES[storage.parameter][1], "K": TYPES[storage.kept][1],
     } | changes  # fmt: skip
-    dtypes = (storage.parameter, storage.exp_avg, storage.exp_avg_sq, storage.parameter, storage.kept)
-    pointers = dict(
-        zip(("g_ptr", "m_ptr", "v_ptr", "p_ptr", "k_ptr"), (f"*{TYPES[dtype][0]}" for dtype in dtypes), strict=True)
-    )
     given = {
-        **pointers, "step_ptr": "*fp32", "n": "i64", "item_count": "i32", "partials": f"*{wide}", "counters": "*i32",
-        "square_before": f"*{wide}", "square_after": f"*{wide}", "applied_ptr": "*fp32", "grad_scale_ptr": "*fp32",
-        "numbers": f"*{wide}",
+        **dict.fromkeys("gmvpk", "i64"), "n": "i64", "item_count": "i32", "step_ptr": "*fp32", "partials": f"*{wide}",
+        "counters": "*i32", "square_before": f"*{wide}", "square_after": f"*{wide}", "applied_ptr": "*fp32",
+        "grad_scale_ptr": "*fp32", "numbers": f"*{wide}",
     }  # fmt: skip
-    return _audited(update_tensor, given, constants, {*pointers, "partials", "counters"}, target, chosen, present)
+    return _audited(update_tensor, given, constants, {"partials", "counters"}, target, chosen, present)
 
 
 def _audited(

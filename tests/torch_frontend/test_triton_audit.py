@@ -158,7 +158,7 @@ def test_audit_of_the_other_forms_of_a_launch(kernel, present: tuple[str, ...], 
 @pytest.mark.parametrize("kernel", [update_group, update_tensor], ids=["group", "tensor"])
 def test_audit_of_what_is_compiled_in(kernel) -> None:
     """No number that changes while training: learning rate, betas, decay, number of updates, sizes."""
-    numbers = {*SCALARS, "item_count", "tensor_count", "n"}
+    numbers = {*SCALARS, *"gmvpk", "item_count", "tensor_count", "n"}
     parameters = {parameter.name: parameter for parameter in kernel.params}
     assert all(parameter.do_not_specialize for name, parameter in parameters.items() if name in numbers)
     others = {name for name, parameter in parameters.items() if not parameter.is_constexpr} - numbers

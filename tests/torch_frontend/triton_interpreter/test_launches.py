@@ -10,9 +10,10 @@ import torch
 import triton.language as tl
 from tests.torch_support import OPTIMIZERS, batches, bits, layers, loss_of, snapshot, unchanged
 
-from penstock.core.errors import InvalidArgument, Refused
+from penstock.core.errors import InvalidArgument, Refused, UnsupportedTensor
 from penstock.torch_frontend import AdamW, StableAdamW, release_gradients
-from penstock.torch_frontend.backends.triton import kernels
+from penstock.torch_frontend.backends.triton import backend as triton_backend
+from penstock.torch_frontend.backends.triton import kernels, memory, tables
 from penstock.torch_frontend.backends.triton.configuration import INTERPRETER, TABLE
 from penstock.torch_frontend.backends.triton.interpreter import to_bfloat16
 from penstock.torch_frontend.backends.triton.kernels import update_group
@@ -184,6 +185,85 @@ def test_step_counts_elsewhere_are_refused() -> None:
     slot.state["step"] = torch.zeros((), device="meta")
     with pytest.raises(InvalidArgument, match=r"capturable=True needs the step counts on cpu, and one is on meta"):
         optimizer._backend.update_all([(slot, torch.ones(3))])
+
+
+@pytest.fixture
+def capture(monkeypatch: pytest.MonkeyPatch):
+    """As if launches were being captured in a graph, or not."""
+
+    def switch(on: bool) -> None:
+        for module in (memory, tables, triton_backend):
+            monkeypatch.setattr(module, "capturing", lambda device: on)
+
+    return switch
+
+
+def test_a_step_can_be_captured_again_and_again_after_one_without(capture) -> None:
+    """Two launches of equally many tensors, gradients at new addresses, and two captures on end."""
+    parameters = group((30, 40)) + group((30, 40), torch.bfloat16)
+    others = [p.detach().clone().requires_grad_() for p in parameters]
+    optimizer, other = (StableAdamW(given, backend="triton", capturable=True) for given in (parameters, others))
+    for seed, captured in enumerate((False, True, True, False, True)):
+        for given in (parameters, others):
+            give_gradients(given, seed)
+        capture(captured)
+        optimizer.step()
+        capture(False)
+        other.step()
+    assert all(torch.equal(bits(p), bits(q)) for p, q in zip(parameters, others, strict=True))
+
+
+def test_a_capture_that_cannot_be_right_is_refused_with_the_remedy(capture) -> None:
+    for capturable, remedy in ((True, r"step\(\) outside of the capture first"), (False, "capturable=True")):
+        parameters = group((30,))
+        optimizer = AdamW(parameters, backend="triton", capturable=capturable)
+        give_gradients(parameters)
+        before = parameters[0].detach().clone()
+        capture(True)
+        with pytest.raises(Refused, match=remedy):
+            optimizer.step()
+        capture(False)
+        assert torch.equal(parameters[0], before)
+
+
+def test_tables_of_items_do_not_pile_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another choice of parameters with gradients at every step, as experts have them."""
+    monkeypatch.setattr(tables, "ITEM_BYTES", 100)
+    parameters = group((3,) * 4)
+    optimizer = StableAdamW(parameters, backend="triton")
+    for chosen in ((0, 1), (0, 2), (1, 2, 3), (0,), (0, 1)):
+        give_gradients(parameters)
+        for position, p in enumerate(parameters):
+            if position not in chosen:
+                p.grad = None
+        optimizer.step()
+        assert sum(table.nbytes for table in optimizer._backend._tables._items.values()) <= 100
+    assert [int(optimizer.state[p]["step"]) for p in parameters] == [4, 3, 2, 1]
+
+
+def test_one_tensor_that_is_not_aligned_does_not_change_the_accesses_of_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = []
+    options = triton_backend._options
+    monkeypatch.setattr(triton_backend, "_options", lambda *given: seen.append(options(*given)["ALIGNMENT"]) or options(*given))
+    parameters = [*group((16, 32)), torch.zeros(9)[1:].requires_grad_()]
+    optimizer = StableAdamW(parameters, backend="triton")
+    give_gradients(parameters)
+    optimizer.step()
+    assert seen == [16, 4]
+
+
+def test_state_on_another_device_is_refused_before_its_address_is_used() -> None:
+    (p,) = group((3,))
+    optimizer = AdamW([p], backend="triton")
+    slot = optimizer._slot(p)
+    slot.state["exp_avg"] = torch.zeros(3, device="meta")
+    with torch.no_grad():
+        for update in (
+            lambda: optimizer._backend.update_all([(slot, torch.ones(3))]),
+            lambda: optimizer._backend.update(slot, torch.ones(3), first=True),
+        ):
+            with pytest.raises(UnsupportedTensor, match=r"on cpu, and its exp_avg on meta; move"):
+                update()
 
 
 def test_autograd_notices_the_update() -> None:

@@ -3,7 +3,8 @@
 Every function here is inlined into the kernels of `kernels`. `WIDE` is the compute dtype of `core.dtypes.compute_dtype`.
 The order of operations is that of core, and the kernels are compiled without contraction to fused multiply-add, so that a
 number does not depend on the kernel that computes it. On a GPU the square root may be off by one unit in the last place
-and the quotient by two; in the interpreter both are exact.
+and the quotient by two, and the square root of a number below the normal ones (1.2e-38) is 0; in the interpreter all are
+exact. In float64 they are exact on a GPU too.
 """
 
 import triton

@@ -11,14 +11,14 @@ import triton.language as tl
 from torch import Tensor
 
 from ....core.dtypes import compute_dtype
-from ....core.errors import InvalidArgument, UnsupportedTensor
+from ....core.errors import InvalidArgument, Refused, UnsupportedTensor
 from ...array_ops import DTYPES, dtype_name
 from ..backend import TensorSlot
 from . import kernels, work
 from .availability import interpreted
 from .configuration import Configuration, Device, configuration, wave_elements
 from .interpreter import call_helpers_directly, round_like_a_device
-from .memory import Operands, Scratches, Uploads, operands
+from .memory import Operands, Scratches, alignment, capturing, check_device, operands
 from .numbers import numbers_of
 from .tables import GroupTables
 
@@ -37,6 +37,7 @@ class Job(NamedTuple):
 
     slot: TensorSlot
     operands: Operands
+    addresses: list[int]
 
 
 class TritonBackend:
@@ -53,8 +54,7 @@ class TritonBackend:
             round_like_a_device()
             call_helpers_directly()
         self._scratch = Scratches()
-        self._upload = Uploads()
-        self._tables = GroupTables(self._upload)
+        self._tables = GroupTables()
 
     # -- many tensors ---------------------------------------------------------------------------------------------------
 
@@ -84,27 +84,22 @@ class TritonBackend:
         squares: Tensor | None = None,
     ) -> Tensor:
         """One launch; the mean squares, which "write" takes from "measure"."""
-        slot, lead = jobs[0]
+        slot, lead, lead_addresses = jobs[0]
         assert lead.gradient is not None
         device, wide = lead.parameter.device, _wide(lead.parameter)
         chosen, properties = configuration(device, lead.parameter.dtype), Device.of(device)
         measured_bytes = lead.gradient.element_size() + lead.exp_avg_sq.element_size()
         elements = wave_elements(chosen, properties, measured_bytes)
         with _on(device):
-            tables = self._tables([job.operands for job in jobs], _steps(jobs), chosen.item, elements, phases, device)
+            _check_capture(slot, device)
+            given, addresses = [job.operands for job in jobs], [job.addresses for job in jobs]
+            tables = self._tables(given, addresses, _steps(jobs), chosen.item, elements, phases, device)
             scratch = self._scratch(device)
             if squares is None:
                 squares = torch.empty(len(jobs), dtype=wide, device=device)
-            buffer, arguments = numbers_of(slot, wide, device, self._upload)
-            dtypes = {
-                "G": lead.gradient.dtype,
-                "M": lead.exp_avg.dtype,
-                "V": lead.exp_avg_sq.dtype,
-                "P": lead.parameter.dtype,
-                "K": lead.kept.dtype,
-            }
-            compiled_in = _options(slot, chosen, wide) | {name: TRITON_DTYPES[dtype] for name, dtype in dtypes.items()}
-            compiled_in |= {"PHASES": phases, "STEP_ON_DEVICE": slot.capturable, "ALIGNMENT": tables.alignment}
+            buffer, arguments = numbers_of(slot, wide, device, scratch)
+            compiled_in = _options(slot, chosen, lead, lead_addresses)
+            compiled_in |= {"PHASES": phases, "STEP_ON_DEVICE": slot.capturable}
             programs = tables.ticket_count
             if phases == "both":
                 programs = min(programs, properties.multiprocessors * chosen.programs)
@@ -168,21 +163,23 @@ class TritonBackend:
         chosen, properties = configuration(device, given.parameter.dtype), Device.of(device)
         (count,) = work.item_counts([n], chosen.item)
         two_phases = action == "update" and (clips or applied is not None)
+        check_device(given)
+        addresses = [tensor.data_ptr() for tensor in _five(given)]
         with _on(device):
+            _check_capture(slot, device)
             if before is not None and not isinstance(before, Tensor):
                 before = torch.full((), before, dtype=wide, device=device)
             after = torch.empty((), dtype=wide, device=device)
             scratch = self._scratch(device)
-            buffer, arguments = numbers_of(slot, wide, device, self._upload)
-            compiled_in = _options(slot, chosen, wide) | {"ACTION": action, "FIRST": first}
+            buffer, arguments = numbers_of(slot, wide, device, scratch)
+            compiled_in = _options(slot, chosen, given, addresses) | {"ACTION": action, "FIRST": first}
             programs = min(2 * count, properties.multiprocessors * chosen.programs) if two_phases else count
             kernel: Any = kernels.update_tensor
             kernel[(programs,)](
-                given.parameter if given.gradient is None else given.gradient,
-                *given[1:],
-                _step(slot, device) if slot.capturable and action != "apply" else None,
+                *addresses,
                 n,
                 count,
+                _step(slot, device) if slot.capturable and action != "apply" else None,
                 scratch.partials(count, wide),
                 scratch.counters(4),
                 before,
@@ -206,21 +203,26 @@ def _alike(pairs: Sequence[tuple[TensorSlot, Tensor]]) -> list[list[Job]]:
         if given.parameter.numel() == 0:  # a shard may be empty where its parameter is not
             continue
         number = None if slot.capturable else slot.step_number
+        addresses = [tensor.data_ptr() for tensor in _five(given)]
         dtypes = (gradient.dtype, given.exp_avg.dtype, given.exp_avg_sq.dtype, given.parameter.dtype, given.kept.dtype)
         key = (id(slot.hyperparameters), number, slot.compensation, given.parameter.device, dtypes)
-        found.setdefault(key, []).append(Job(slot, given))
+        key += (alignment(given, addresses),)
+        found.setdefault(key, []).append(Job(slot, given, addresses))
     return list(found.values())
 
 
-def _options(slot: TensorSlot, chosen: Configuration, wide: torch.dtype) -> dict[str, Any]:
+def _options(slot: TensorSlot, chosen: Configuration, given: Operands, addresses: Sequence[int]) -> dict[str, Any]:
     """What is compiled in, and how."""
-    cap = {"maxnreg": chosen.registers} if chosen.registers else {}
-    return cap | {
+    compiled_in = {name: TRITON_DTYPES[tensor.dtype] for name, tensor in zip("GMVPK", _five(given), strict=True)}
+    if chosen.registers:
+        compiled_in["maxnreg"] = chosen.registers
+    return compiled_in | {
         "CLIP": slot.rule.clips_update,
         "L2": slot.rule.l2,
         "MAXIMIZE": slot.hyperparameters.maximize,
         "COMPENSATION": slot.compensation,
-        "WIDE": TRITON_DTYPES[wide],
+        "ALIGNMENT": alignment(given, addresses),
+        "WIDE": TRITON_DTYPES[_wide(given.parameter)],
         "HINTS": chosen.hints,
         "TILES": chosen.tiles,
         "BLOCK": chosen.block,
@@ -228,6 +230,12 @@ def _options(slot: TensorSlot, chosen: Configuration, wide: torch.dtype) -> dict
         "num_warps": chosen.warps,
         "enable_fp_fusion": False,  # so that release and step(), which are two kernels, give the same bits
     }
+
+
+def _five(given: Operands) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """In the order of `Operands`; where no gradient is needed the parameter stands for it."""
+    gradient, exp_avg, exp_avg_sq, parameter, kept = given
+    return parameter if gradient is None else gradient, exp_avg, exp_avg_sq, parameter, kept
 
 
 def _wide(parameter: Tensor) -> torch.dtype:
@@ -267,6 +275,15 @@ def _on(device: torch.device) -> contextlib.AbstractContextManager[Any]:
             "optimizer anew with backend='auto'."
         )
     return contextlib.nullcontext()
+
+
+def _check_capture(slot: TensorSlot, device: torch.device) -> None:
+    """A graph would repeat for ever the number of updates that the host knows while it is captured."""
+    if not slot.capturable and capturing(device):
+        raise Refused(
+            "a step can be captured in a CUDA graph only where the number of updates is kept on the device; construct the "
+            "optimizer with capturable=True."
+        )
 
 
 def _scale_on(device: torch.device, grad_scale: Tensor | None) -> Tensor | None:

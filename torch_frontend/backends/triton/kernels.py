@@ -325,13 +325,14 @@ def update_group(
         tl.store(counters + 1, 0)
 
 
-@triton.jit(do_not_specialize=["n", "item_count", "first1", "log1", "first2", "log2", "lr", "eps", "floor", "decay"])
+@triton.jit(do_not_specialize=[*"gmvpk", "n", "item_count", "first1", "log1", "first2", "log2", "lr", "eps", "floor", "decay"])
 def update_tensor(
-    g_ptr, m_ptr, v_ptr, p_ptr, k_ptr, step_ptr, n: tl.int64, item_count: tl.int32,
+    g: tl.int64, m: tl.int64, v: tl.int64, p: tl.int64, k: tl.int64, n: tl.int64, item_count: tl.int32, step_ptr,
     partials, counters, square_before, square_after, applied_ptr, grad_scale_ptr,
     numbers, first1, log1, first2, log2, lr, eps, floor, decay,
     ACTION: tl.constexpr, FIRST: tl.constexpr, CLIP: tl.constexpr, L2: tl.constexpr, MAXIMIZE: tl.constexpr,
-    COMPENSATION: tl.constexpr, HINTS: tl.constexpr, WIDE: tl.constexpr,
+    COMPENSATION: tl.constexpr, ALIGNMENT: tl.constexpr, HINTS: tl.constexpr,
+    G: tl.constexpr, M: tl.constexpr, V: tl.constexpr, P: tl.constexpr, K: tl.constexpr, WIDE: tl.constexpr,
     TILES: tl.constexpr, BLOCK: tl.constexpr, TAIL: tl.constexpr,
 ):  # fmt: skip
     r"""`core.update.update`, `accumulate` or `apply` of one tensor, by ACTION; the mathematics is that of `update_group`.
@@ -343,12 +344,13 @@ def update_tensor(
     "update" measures and writes with tickets where it clips or checks; "accumulate" and "apply" need one pass each.
 
     Args:
-        g_ptr: not read by "apply".
+        g, m, v, p, k: the addresses. Nothing is read from g by "apply".
         step_ptr: float32 0-d, t of the last update; None where c1 and c2 are given.
         square_before: 0-d, or None for 0: the mean squares of earlier micro-batches; for "apply", of all.
         square_after: WIDE 0-d, written by "update" and "accumulate" where the rule clips.
         partials, counters: as in `update_group`, for one tensor.
-        applied_ptr, grad_scale_ptr, numbers and the scalars: as in `update_group`.
+        applied_ptr, grad_scale_ptr, numbers, the scalars, ALIGNMENT: as in `update_group`. A tile is spread over threads as
+            there, by ALIGNMENT and nothing else: the order of a sum, and so every bit, is the same.
     """
     if numbers is not None:
         first1, log1 = tl.load(numbers), tl.load(numbers + 1)
@@ -356,6 +358,11 @@ def update_tensor(
         lr, eps = tl.load(numbers + 4), tl.load(numbers + 5)
         floor, decay = tl.load(numbers + 6), tl.load(numbers + 7)
     n = n.to(tl.int64)
+    g_ptr = tl.multiple_of(g.to(tl.pointer_type(G)), ALIGNMENT)
+    m_ptr = tl.multiple_of(m.to(tl.pointer_type(M)), ALIGNMENT)
+    v_ptr = tl.multiple_of(v.to(tl.pointer_type(V)), ALIGNMENT)
+    p_ptr = tl.multiple_of(p.to(tl.pointer_type(P)), ALIGNMENT)
+    k_ptr = tl.multiple_of(k.to(tl.pointer_type(K)), ALIGNMENT)
     TWO_PHASES: tl.constexpr = ACTION == "update" and (CLIP or applied_ptr is not None)
     KEEP: tl.constexpr = "evict_last" if HINTS else ""
     PASS: tl.constexpr = "evict_first" if HINTS else ""

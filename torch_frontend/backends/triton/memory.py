@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import MutableMapping
+import functools
+import operator
+from collections.abc import Hashable, MutableMapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -15,6 +17,15 @@ from ..backend import TensorSlot
 from .availability import dense
 
 PER_ELEMENT = ("exp_avg", "exp_avg_sq", "compensation")
+WIDEST = 16
+"""Bytes of the widest access."""
+
+CAPTURES = 4
+"""Captures of a step that a step outside provides for."""
+
+REMEMBERED = 64
+"""Sets of constants on a device."""
+
 PLAIN = (Tensor, torch.nn.Parameter)
 """Classes of tensors that are no shard of another."""
 
@@ -52,6 +63,24 @@ def operands(slot: TensorSlot, gradient: Tensor | None) -> Operands:
     if gradient is not None and gradient.is_neg():
         gradient = gradient.resolve_neg()
     return Operands(gradient, exp_avg, exp_avg_sq, parameter, kept)
+
+
+def alignment(given: Operands, addresses: Sequence[int]) -> int:
+    """Bytes that every address is a multiple of: those of the widest access, or only those of the narrowest element."""
+    if functools.reduce(operator.or_, addresses) % WIDEST == 0:
+        return WIDEST
+    return min(tensor.element_size() for tensor in given if tensor is not None)
+
+
+def check_device(given: Operands) -> None:
+    """Raise `UnsupportedTensor` if not all of a parameter's tensors are where it is: a kernel would read other memory."""
+    device = given.parameter.device
+    for name, tensor in given._asdict().items():
+        if tensor is not None and tensor.device != device:
+            raise UnsupportedTensor(
+                f"parameter of shape {tuple(given.parameter.shape)} is on {device}, and its {name} on {tensor.device}; move "
+                "the model before the first step, or load the optimizer's state_dict() after moving it."
+            )
 
 
 def check_dense(parameter: Tensor) -> None:
@@ -93,32 +122,38 @@ def capturing(device: torch.device) -> bool:
 class Uploads:
     """Small tables on their way to a device, without waiting for it.
 
-    While a CUDA graph is captured no page-locked memory can be had, so a spare piece is kept of every size seen before: the
-    first steps, which are not captured, provide for those that are.
+    While a CUDA graph is captured no page-locked memory can be had, so some is kept ready for every table: the steps before,
+    which are not captured, provide for those that are.
     """
 
     def __init__(self) -> None:
-        self._spare: dict[int, Tensor] = {}
+        self._ready: dict[Hashable, list[Tensor]] = {}
         self._captured: list[Tensor] = []  # a graph reads them again at each replay
 
-    def __call__(self, values: np.ndarray, device: torch.device) -> Tensor:
-        """A copy of `values` on the device."""
+    def provide(self, name: Hashable, size: int, device: torch.device) -> None:
+        """Have memory for some captures of the table of that name, of so many bytes. Not while capturing."""
+        ready = self._ready.get(name)
+        if not ready or ready[0].numel() != size:
+            pin = device.type == "cuda"
+            self._ready[name] = list(torch.empty(CAPTURES, size, dtype=torch.uint8, pin_memory=pin).unbind())
+
+    def __call__(self, name: Hashable, values: np.ndarray, device: torch.device) -> Tensor:
+        """A copy of `values` on the device.
+
+        Raises:
+            Refused: a graph is being captured, and nothing was provided for this table.
+        """
         host = torch.from_numpy(values)
-        if device.type != "cuda":
-            return host
-        size = values.nbytes
         if not capturing(device):
-            if size not in self._spare:
-                self._spare[size] = torch.empty(size, dtype=torch.uint8, pin_memory=True)
-            return host.pin_memory().to(device, non_blocking=True)
-        spare = self._spare.pop(size, None)
-        if spare is None:
+            return host.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else host
+        ready = self._ready.get(name)
+        if not ready or ready[-1].numel() != values.nbytes:
             raise Refused(
                 "a step cannot be captured in a CUDA graph before one of the same parameters was taken without: call "
-                "optimizer.step() a few times first, as torch.cuda.graph asks for."
+                "optimizer.step() outside of the capture first (and again after every few captures)."
             )
-        pinned = spare.view(host.dtype).view(host.shape).copy_(host)
-        return self.keep(pinned).to(device, non_blocking=True)
+        held = ready.pop().view(host.dtype).view(host.shape).copy_(host)
+        return self.keep(held).to(device, non_blocking=True)
 
     def keep(self, tensor: Tensor) -> Tensor:
         """Keep a tensor as long as the backend, for a graph that has its address."""
@@ -127,7 +162,7 @@ class Uploads:
 
 
 class Scratch:
-    """Counters and partial sums of one stream. Launches on a stream follow each other, so they can share them.
+    """Counters, partial sums and constants of one stream. Launches on a stream follow each other, so they can share them.
 
     Every launch leaves the counters as it found them: zero.
     """
@@ -136,6 +171,7 @@ class Scratch:
         self._device = device
         self._counters = torch.zeros(0, dtype=torch.int32, device=device)
         self._partials: dict[torch.dtype, Tensor] = {}
+        self._constants: dict[tuple[torch.dtype, tuple[float, ...]], Tensor] = {}
 
     def counters(self, count: int) -> Tensor:
         """At least `count` int32 zeros."""
@@ -148,6 +184,16 @@ class Scratch:
         kept = self._partials.get(dtype)
         if kept is None or kept.numel() < count:
             kept = self._partials[dtype] = torch.empty(_rounded_up(count), dtype=dtype, device=self._device)
+        return kept
+
+    def constants(self, values: tuple[float, ...], dtype: torch.dtype) -> Tensor:
+        """These numbers, not to be written to. `torch.full` and not `torch.tensor`, a copy, which could not be captured."""
+        kept = self._constants.get((dtype, values))
+        if kept is None:
+            if len(self._constants) >= REMEMBERED:
+                self._constants.clear()
+            kept = torch.stack([torch.full((), value, dtype=dtype, device=self._device) for value in values])
+            self._constants[dtype, values] = kept
         return kept
 
 

@@ -6,13 +6,12 @@ import math
 import numbers
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from ....core.moments import SMALLEST_NORMAL_FLOAT32
 from ..backend import TensorSlot
-from .memory import Uploads
+from .memory import Scratch
 
 
 class Numbers(NamedTuple):
@@ -26,17 +25,22 @@ class Numbers(NamedTuple):
     arguments: tuple[float, ...]
 
 
-def numbers_of(slot: TensorSlot, wide: torch.dtype, device: torch.device, upload: Uploads) -> Numbers:
+def numbers_of(slot: TensorSlot, wide: torch.dtype, device: torch.device, scratch: Scratch) -> Numbers:
     """Those of a slot, and of every slot with the same hyperparameters and number of updates.
 
     float64 arithmetic needs a buffer, as an argument of a kernel is float32; so does a learning rate on the device.
     """
     values = _values(slot)
-    if all(isinstance(value, numbers.Real) for value in values):
-        if wide == torch.float32:
-            return Numbers(None, tuple(float(value) for value in values))
-        return Numbers(upload(np.array(values, np.float64), device), (0.0,) * len(values))
-    return Numbers(torch.stack([_on_device(value, wide, device) for value in values]), (0.0,) * len(values))
+    on_device = {position: value for position, value in enumerate(values) if isinstance(value, Tensor)}
+    constants = tuple(0.0 if position in on_device else float(value) for position, value in enumerate(values))
+    if wide == torch.float32 and not on_device:
+        return Numbers(None, constants)
+    buffer = scratch.constants(constants, wide)
+    if on_device:
+        buffer = buffer.clone()
+        for position, value in on_device.items():
+            buffer[position].copy_(value.reshape(()), non_blocking=True)
+    return Numbers(buffer, (0.0,) * len(values))
 
 
 def _values(slot: TensorSlot) -> list[Any]:
@@ -55,10 +59,3 @@ def _log(beta: Any) -> Any:
     if isinstance(beta, numbers.Real):
         return math.log(beta) if beta != 0 else -math.inf
     return torch.log(beta.to(torch.float64))
-
-
-def _on_device(value: Any, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """0-d. `torch.full` and not `torch.tensor`, which would copy from the host, and could not be captured."""
-    if isinstance(value, Tensor):
-        return value.to(device=device, dtype=dtype, non_blocking=True).reshape(())
-    return torch.full((), float(value), dtype=dtype, device=device)
