@@ -38,7 +38,9 @@ class Recomputed(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
+    def backward(  # pyright: ignore[reportIncompatibleMethodOverride]  # the decorator is not typed
+        ctx: Any, *gradients: Tensor | None
+    ) -> tuple[Tensor | None, ...]:
         """The gradients of the whole batch."""
         return None, *ctx.call.backward(ctx.saved_tensors, gradients, ctx.needs_input_grad[1:])
 
