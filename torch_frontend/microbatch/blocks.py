@@ -88,7 +88,7 @@ class MicrobatchedBlocks:
         self.chunks = chunks
         self._divided = {block: DividedForward(block, chunks, batched, preserve_rng_state) for block in blocks}
         for block, divided in self._divided.items():
-            vars(block)["forward"] = divided  # as `block.forward = divided` would
+            block.forward = divided  # pyright: ignore[reportAttributeAccessIssue]
 
     def remove(self) -> None:
         """Give every block its own forward back; nothing happens a second time.

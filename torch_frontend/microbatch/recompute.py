@@ -38,7 +38,7 @@ class Recomputed(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(  # pyright: ignore[reportIncompatibleMethodOverride]  (the decorator makes ctx positional)
+    def backward(  # pyright: ignore[reportIncompatibleMethodOverride]  # the decorator is not typed
         ctx: Any, *gradients: Tensor | None
     ) -> tuple[Tensor | None, ...]:
         """The gradients of the whole batch."""
