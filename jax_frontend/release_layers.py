@@ -277,15 +277,15 @@ def _refuse_vmap(*_: Any) -> Any:
     )
 
 
-def _check_visits(visits: np.ndarray) -> None:
+def _check_visits(counted: np.ndarray) -> None:
     """Raise `Refused` unless each layer is visited once, and nothing besides."""
-    *visits, outside = visits
+    visits, outside = counted[:-1], counted[-1]
     if outside:
         raise Refused(
             f"the backward pass comes by a layer that does not exist: there are {len(visits)}, and an index must be in "
             f"[0, {len(visits)}). Use each of layers.indices once."
         )
-    often, never = np.flatnonzero(np.greater(visits, 1)), np.flatnonzero(np.less(visits, 1))
+    often, never = np.flatnonzero(visits > 1), np.flatnonzero(visits < 1)
     if often.size:
         raise Refused(
             f"the backward pass comes by layer {often[0]} {visits[often[0]]:g} times, but it can be updated in place only "
