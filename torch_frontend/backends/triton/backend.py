@@ -206,8 +206,7 @@ def _alike(pairs: Sequence[tuple[TensorSlot, Tensor]]) -> list[list[Job]]:
         addresses = [tensor.data_ptr() for tensor in _five(given)]
         dtypes = (gradient.dtype, given.exp_avg.dtype, given.exp_avg_sq.dtype, given.parameter.dtype, given.kept.dtype)
         key = (id(slot.hyperparameters), number, slot.compensation, given.parameter.device, dtypes)
-        key += (alignment(given, addresses),)
-        found.setdefault(key, []).append(Job(slot, given, addresses))
+        found.setdefault((*key, alignment(given, addresses)), []).append(Job(slot, given, addresses))
     return list(found.values())
 
 
