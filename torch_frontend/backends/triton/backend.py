@@ -212,10 +212,11 @@ def _alike(pairs: Sequence[tuple[TensorSlot, Tensor]]) -> list[list[Job]]:
 
 def _options(slot: TensorSlot, chosen: Configuration, given: Operands, addresses: Sequence[int]) -> dict[str, Any]:
     """What is compiled in, and how."""
-    compiled_in = {name: TRITON_DTYPES[tensor.dtype] for name, tensor in zip("GMVPK", _five(given), strict=True)}
-    if chosen.registers:
-        compiled_in["maxnreg"] = chosen.registers
-    return compiled_in | {
+    dtypes = {name: TRITON_DTYPES[tensor.dtype] for name, tensor in zip("GMVPK", _five(given), strict=True)}
+    cap = {"maxnreg": chosen.registers} if chosen.registers else {}
+    return {
+        **dtypes,
+        **cap,
         "CLIP": slot.rule.clips_update,
         "L2": slot.rule.l2,
         "MAXIMIZE": slot.hyperparameters.maximize,
