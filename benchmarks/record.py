@@ -11,7 +11,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-PACKAGES = ("penstock", "torch", "jax", "jaxlib", "optax", "numpy", "triton", "torch-optimi")
+PACKAGES = ("penstock", "torch", "jax", "jaxlib", "optax", "numpy", "triton", "torch-optimi", "flashoptim", "torchao")
 
 
 def circumstances() -> dict[str, Any]:

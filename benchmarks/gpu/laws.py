@@ -5,15 +5,20 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
+from penstock.core.array_ops import numpy_ops
+from penstock.core.moments import debiased_complements
+from penstock.core.update import TensorState, accumulate, apply, update
 from penstock.parity.backends import choose
-from penstock.parity.backends.torch_optimizers import TorchBackend
+from penstock.parity.backends.torch_optimizers import TorchBackend, to_numpy
 from penstock.parity.cases import QUICK_STEP_COUNTS, STEP_COUNTS, select
 from penstock.parity.suite import run_cases
-from penstock.torch_frontend import AdamW, StableAdamW
+from penstock.torch_frontend import Adam, AdamW, StableAdamW
 from penstock.torch_frontend.backends.triton.configuration import TABLE
+from penstock.torch_frontend.groups import hyperparameters
 
 from .setting import BETAS, Setting
 
@@ -76,29 +81,112 @@ def soak(setting: Setting) -> dict[str, Any]:
             optimizer.step()
             on_other_grids += int(_differing(memory, expected))
         TABLE[kind] = chosen
-        _restore(memory, start)
-        for p in parameters:
-            assert p.grad is not None
-            with torch.no_grad():
-                optimizer._backend.update(optimizer._slot(p), p.grad, first=True)
-            optimizer.state[p]["step"] += 1
+        alone = torch.zeros((), dtype=torch.int64, device=setting.device)
+        for _ in range(setting.few(100)):
+            _restore(memory, start)
+            for p in parameters:
+                _update_alone(optimizer, p)
+            alone += _differing(memory, expected)
         results[f"{dtype}"] = {
             "elements_that_differed": int(different),
             "on_other_grids": on_other_grids,
-            "one_launch_a_tensor": int(_differing(memory, expected)),
+            "one_launch_a_tensor": int(alone),
         }
     figures = [count for value in results.values() if isinstance(value, dict) for count in value.values()]
     return {"holds": not any(figures), **results}
 
 
 def beyond_32_bits(setting: Setting) -> dict[str, Any]:
-    """A tensor of more than 2^31 elements: its last elements are updated as its first."""
+    """A tensor of more than 2^31 elements: its last elements are updated as its first, in each kind of launch."""
     n = 1000 if setting.dry else 2**31 + 4099
-    p = torch.nn.Parameter(torch.ones(n, dtype=torch.bfloat16, device=setting.device))
-    p.grad = torch.full_like(p, 0.5)
-    AdamW([p], lr=0.25, betas=BETAS, weight_decay=0.0, compensation="none", backend="triton").step()
-    right = sum(int((part == 0.75).sum()) for part in p.detach().split(2**28))
-    return {"holds": right == n, "elements": n, "right": right}
+    right: dict[str, int] = {}
+    for optimizer_class in (AdamW, StableAdamW):
+        for name in ("step", "one tensor"):
+            p = torch.nn.Parameter(torch.ones(n, dtype=torch.bfloat16, device=setting.device))
+            p.grad = torch.full_like(p, 0.5)
+            optimizer = optimizer_class([p], lr=0.25, betas=BETAS, weight_decay=0.0, compensation="none", backend="triton")
+            if name == "step":
+                optimizer.step()
+            else:
+                _update_alone(optimizer, p)
+            right[f"{optimizer_class.__name__}, {name}"] = sum(int((x == 0.75).sum()) for x in p.detach().split(2**28))
+            del p, optimizer
+            setting.clean_up()
+    return {"holds": all(count == n for count in right.values()), "elements": n, "right": right}
+
+
+def one_tensor(setting: Setting) -> dict[str, Any]:
+    """The launches that release makes, in every specialisation, against the specification in numpy.
+
+    Three updates of one tensor: at once; two micro-batches into the moments and a third with the step; one into the moments
+    and the step after it. Gradients shrink, so that nothing is clipped, and the bound is a few roundings of each.
+    """
+    broken, worst = [], {}
+    for dtype, compensation in STORED:
+        for optimizer_class in (StableAdamW, AdamW, Adam):
+            for n in (130,) if setting.dry else (1, 17, 8193, 100_003):
+                ratio = _largest_ratio(setting, optimizer_class, dtype, compensation, n)
+                key = f"{optimizer_class.__name__} {str(dtype).removeprefix('torch.')} {compensation}"
+                worst[key] = max(worst.get(key, 0.0), ratio)
+                if not ratio <= 1:
+                    broken.append(f"{key}, {n} elements")
+    return {"holds": not broken, "broken": broken, "largest_ratio_to_bound": worst}
+
+
+STORED = [
+    (torch.float64, "none"),
+    (torch.float32, "none"),
+    (torch.bfloat16, "none"),
+    (torch.bfloat16, "kahan"),
+    (torch.bfloat16, "split"),
+    (torch.float16, "none"),
+    (torch.float16, "kahan"),
+]
+
+
+def _largest_ratio(setting: Setting, optimizer_class: Any, dtype: torch.dtype, compensation: str, n: int) -> float:
+    """The largest error of parameter and moments in parts of the bound: 8 roundings of the dtype."""
+    generator = torch.Generator().manual_seed(n)
+    start = torch.randn(n, generator=generator).to(dtype)
+    gradients = [(torch.randn(n, generator=generator) * 0.5**i).to(dtype) for i in range(6)]
+    p = torch.nn.Parameter(start.to(setting.device))
+    optimizer = optimizer_class([p], lr=1e-2, betas=BETAS, weight_decay=0.1, compensation=compensation, backend="triton")
+    backend, current = optimizer._backend, hyperparameters(optimizer.param_groups[0])
+    state = optimizer._slot(p).state
+    kept = to_numpy(state["compensation"]) if compensation != "none" else None
+    expected = TensorState(to_numpy(state["exp_avg"]), to_numpy(state["exp_avg_sq"]), kept)
+    wide = to_numpy(p)
+    for t, given in enumerate((gradients[:1], gradients[1:4], gradients[4:5]), 1):
+        slot, complements = optimizer._slot(p), debiased_complements(current, t, np)
+        common = (numpy_ops, optimizer.rule, current)
+        with torch.no_grad(), np.errstate(all="ignore"):
+            for i, gradient in enumerate(given):
+                g, first, last = gradient.to(setting.device), i == 0, i == len(given) - 1 and t < 3
+                launch = backend.update if last else backend.accumulate
+                launch(slot, g, first=first)
+                if last:
+                    wide, expected = update(*common, complements, compensation, wide, to_numpy(gradient), expected, first=first)
+                else:
+                    expected = accumulate(*common, complements, compensation, wide, to_numpy(gradient), expected, first=first)
+            if t == 3:
+                backend.apply(slot)
+                wide, expected = apply(*common, compensation, wide, expected)
+        slot.state["step"] += 1
+    pairs = [(p, wide, dtype)]
+    pairs += [(state[name], getattr(expected, name), state[name].dtype) for name in ("exp_avg", "exp_avg_sq")]
+    ratios = []
+    for got, right, kind in pairs:
+        error = np.abs(to_numpy(got).astype(np.float64) - right.astype(np.float64))
+        ratios.append(float(np.max(error / (8 * torch.finfo(kind).eps * (np.abs(right.astype(np.float64)) + 1e-2)))))
+    return max(ratios)
+
+
+def _update_alone(optimizer: Any, p: torch.nn.Parameter) -> None:
+    """As release updates a tensor."""
+    assert p.grad is not None
+    with torch.no_grad():
+        optimizer._backend.update(optimizer._slot(p), p.grad, first=True)
+    optimizer.state[p]["step"] += 1
 
 
 def graph(setting: Setting) -> dict[str, Any]:
@@ -143,6 +231,10 @@ def _restore(memory: list[Tensor], start: list[Tensor]) -> None:
 
 
 def _differing(memory: list[Tensor], expected: list[Tensor]) -> Tensor:
-    """How many elements differ in any bit; NaN would differ from itself. Step counts on the CPU are left out."""
-    counts = [(x != y).sum() for x, y in zip(memory, expected, strict=True) if x.dim()]
-    return torch.stack(counts).sum()
+    """How many elements differ in any bit. Step counts are left out: on the CPU they are not restored."""
+    pairs = [(_bits(x), _bits(y)) for x, y in zip(memory, expected, strict=True) if x.dim()]
+    return torch.stack([(x != y).sum() for x, y in pairs]).sum()
+
+
+def _bits(x: Tensor) -> Tensor:
+    return x.view({2: torch.int16, 4: torch.int32, 8: torch.int64}[x.element_size()])

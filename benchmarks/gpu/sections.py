@@ -10,6 +10,7 @@ from .setting import Setting
 
 SECTIONS: dict[str, Callable[[Setting], dict[str, Any]]] = {
     "soak": laws.soak,
+    "one_tensor": laws.one_tensor,
     "beyond_32_bits": laws.beyond_32_bits,
     "bandwidth": speed.bandwidth,
     "step_time": speed.step_time,

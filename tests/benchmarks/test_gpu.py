@@ -27,8 +27,13 @@ def test_every_section_runs_dry(tmp_path: Path) -> None:
     assert result["failed"] == {}
     assert set(result["seconds"]) == set(result["sections"])
     assert all(section.get("holds", True) for section in result["sections"].values())
-    assert {"soak", "step_time", "graph", "release", "parity"} <= set(result["sections"])
+    assert {"soak", "one_tensor", "step_time", "graph", "release", "parity"} <= set(result["sections"])
     assert all("ratio_to_floor" in row for row in result["sections"]["step_time"]["rows"])
+    assert set(result["sections"]["step_time"]["goals"]) >= {"1B fp32", "124M bf16+split"}
+    named = {row["optimizer"] for row in result["sections"]["step_time"]["rows"]} | set(
+        result["sections"]["step_time"]["absent"]
+    )
+    assert {"optimi StableAdamW", "FlashOptim AdamW", "torchao AdamW8bit", "torch AdamW(fused=True)"} <= named
     assert {"versions", "device", "command"} <= set(result)
 
 

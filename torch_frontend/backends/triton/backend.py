@@ -206,17 +206,17 @@ def _alike(pairs: Sequence[tuple[TensorSlot, Tensor]]) -> list[list[Job]]:
         addresses = [tensor.data_ptr() for tensor in _five(given)]
         dtypes = (gradient.dtype, given.exp_avg.dtype, given.exp_avg_sq.dtype, given.parameter.dtype, given.kept.dtype)
         key = (id(slot.hyperparameters), number, slot.compensation, given.parameter.device, dtypes)
-        key += (alignment(given, addresses),)
-        found.setdefault(key, []).append(Job(slot, given, addresses))
+        found.setdefault((*key, alignment(given, addresses)), []).append(Job(slot, given, addresses))
     return list(found.values())
 
 
 def _options(slot: TensorSlot, chosen: Configuration, given: Operands, addresses: Sequence[int]) -> dict[str, Any]:
     """What is compiled in, and how."""
-    compiled_in = {name: TRITON_DTYPES[tensor.dtype] for name, tensor in zip("GMVPK", _five(given), strict=True)}
-    if chosen.registers:
-        compiled_in["maxnreg"] = chosen.registers
-    return compiled_in | {
+    dtypes = {name: TRITON_DTYPES[tensor.dtype] for name, tensor in zip("GMVPK", _five(given), strict=True)}
+    cap = {"maxnreg": chosen.registers} if chosen.registers else {}
+    return {
+        **dtypes,
+        **cap,
         "CLIP": slot.rule.clips_update,
         "L2": slot.rule.l2,
         "MAXIMIZE": slot.hyperparameters.maximize,
