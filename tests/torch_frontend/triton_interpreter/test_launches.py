@@ -214,8 +214,9 @@ def test_a_step_can_be_captured_again_and_again_after_one_without(capture) -> No
 
 
 def test_a_capture_that_cannot_be_right_is_refused_with_the_remedy(capture) -> None:
-    for capturable, remedy in ((True, r"step\(\) outside of the capture first"), (False, "capturable=True")):
-        parameters = group((30,))
+    table, frozen = r"step\(\) outside of the capture first", "capturable=True"
+    for capturable, sizes, remedy in ((True, (30, 4), table), (False, (30, 4), frozen), (False, (30,), frozen)):
+        parameters = group(sizes)
         optimizer = AdamW(parameters, backend="triton", capturable=capturable)
         give_gradients(parameters)
         before = parameters[0].detach().clone()
