@@ -54,6 +54,11 @@ def resolve(compensation: str, parameter_dtype: str) -> str:
     return compensation
 
 
+def possible(parameter_dtype: str) -> tuple[str, ...]:
+    """The resolved compensations that a parameter of this dtype can have, "none" first."""
+    return {"bfloat16": ("none", "kahan", "split"), "float16": ("none", "kahan")}.get(parameter_dtype, ("none",))
+
+
 def compensation_dtype(compensation: str, parameter_dtype: str) -> str | None:
     """The dtype of k for a resolved compensation, or None."""
     return {"none": None, "kahan": parameter_dtype, "split": "int16"}[compensation]

@@ -10,6 +10,8 @@ import torch
 from torch import Tensor
 
 from penstock.core.array_ops import numpy_ops
+from penstock.core.compensation import possible
+from penstock.core.dtypes import PARAMETER_DTYPES
 from penstock.core.moments import debiased_complements
 from penstock.core.update import TensorState, accumulate, apply, update
 from penstock.parity.backends import choose
@@ -133,15 +135,7 @@ def one_tensor(setting: Setting) -> dict[str, Any]:
     return {"holds": not broken, "broken": broken, "largest_ratio_to_bound": worst}
 
 
-STORED = [
-    (torch.float64, "none"),
-    (torch.float32, "none"),
-    (torch.bfloat16, "none"),
-    (torch.bfloat16, "kahan"),
-    (torch.bfloat16, "split"),
-    (torch.float16, "none"),
-    (torch.float16, "kahan"),
-]
+STORED = [(getattr(torch, dtype), compensation) for dtype in PARAMETER_DTYPES for compensation in possible(dtype)]
 
 
 def _largest_ratio(setting: Setting, optimizer_class: Any, dtype: torch.dtype, compensation: str, n: int) -> float:

@@ -14,7 +14,7 @@ from torch import nn
 
 from penstock.core import compensation as compensations
 from penstock.core.compensation import Stored
-from penstock.core.dtypes import state_dtypes
+from penstock.core.dtypes import PARAMETER_DTYPES, state_dtypes
 from penstock.core.errors import InvalidArgument, NonFiniteGradient, Refused, UnsupportedTensor
 from penstock.core.moments import debiased_complements
 from penstock.core.reference import Gradient, Reference, Settings
@@ -23,15 +23,7 @@ from penstock.torch_frontend import Adam, AdamW, StableAdamW
 from penstock.torch_frontend.array_ops import dtype_name, torch_ops
 from penstock.torch_frontend.groups import hyperparameters
 
-DTYPES = [
-    (torch.float64, "none"),
-    (torch.float32, "none"),
-    (torch.bfloat16, "none"),
-    (torch.bfloat16, "kahan"),
-    (torch.bfloat16, "split"),
-    (torch.float16, "none"),
-    (torch.float16, "kahan"),
-]
+DTYPES = [(getattr(torch, dtype), compensation) for dtype in PARAMETER_DTYPES for compensation in compensations.possible(dtype)]
 SHAPES = [(), (0,), (1,), (3,), (17,), (5, 0), (4, 5), (3, 1, 7), (140001,)]
 
 
