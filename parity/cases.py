@@ -88,6 +88,15 @@ class Problem:
         beta1, beta2 = self.rule.betas
         return Hyperparameters(self.setting.lr, beta1, beta2, self.rule.eps, self.setting.weight_decay)
 
+    def hyperparameters_at(self, step: int) -> dict[str, Hyperparameters]:
+        """The hyperparameters of update number `step`, from 1 on, by tensor."""
+        return dict.fromkeys(self.setting.shapes, self.hyperparameters)
+
+    @property
+    def needs(self) -> frozenset[str]:
+        """What a backend must be able to do, in the words of `Backend.abilities`."""
+        return frozenset()
+
     def step_counts(self, asked: Iterable[int]) -> list[int]:
         """Those of the numbers of steps that this problem is run for."""
         return [steps for steps in asked if steps <= 100 or not self.setting.odd_shapes]
@@ -178,6 +187,11 @@ def all_cases() -> Iterator[Case]:
                     yield Case(problem, storage)
 
 
+def matches(name: str, pattern: str) -> bool:
+    """Whether a case's name matches a shell pattern, or has the pattern as one of its parts."""
+    return fnmatch.fnmatchcase(name, pattern) or pattern in name.split("/")
+
+
 def select(pattern: str | None, *, quick: bool = False) -> list[Case]:
     """The cases whose name matches a shell pattern (``B/*/bfloat16/*``), or has the pattern as one of its parts.
 
@@ -191,7 +205,7 @@ def select(pattern: str | None, *, quick: bool = False) -> list[Case]:
     cases = list(all_cases())
     if pattern is None:
         return [case for case in cases if case.quick or not quick]
-    chosen = [case for case in cases if fnmatch.fnmatchcase(case.name, pattern) or pattern in case.name.split("/")]
+    chosen = [case for case in cases if matches(case.name, pattern)]
     if not chosen:
         raise InvalidArgument(
             f"no case matches {pattern!r}; names look like {cases[0].name}, and a pattern like 'B/*/bfloat16/*' or 'adamw'."

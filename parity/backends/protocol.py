@@ -6,7 +6,7 @@ optimizer of your own, hand an instance to `penstock.parity.register`, and it is
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import NamedTuple, Protocol
 
 import numpy as np
@@ -44,6 +44,15 @@ class Backend(Protocol):
     """An implementation of the rules.
 
     name: as ``--backend`` takes it.
+
+    An attribute `abilities`, if there is one, names what it can do beyond constant hyperparameters that are the same for
+    all tensors; cases that need more are refused for it (`lacks`):
+
+        "schedules"   its runs follow `case.problem.hyperparameters_at(step)` from update to update
+        "groups"      its runs follow it from tensor to tensor
+
+    An attribute `peer`, if there is one and it is true, says that the backend is there for comparison: its errors are
+    reported, but its broken bounds do not count (`is_peer`).
     """
 
     @property
@@ -62,3 +71,14 @@ class Backend(Protocol):
     def start(self, case: Case) -> Run:
         """A new run at `case.problem.initial_parameters()`, with `case.problem.hyperparameters`."""
         ...
+
+
+def lacks(backend: Backend, needs: Collection[str]) -> str | None:
+    """Why a backend cannot run a case that needs these abilities (a sentence), or None when it can."""
+    missing = sorted(set(needs) - set(getattr(backend, "abilities", ())))
+    return f"it has no {' and no '.join(missing)} (`Backend.abilities`)" if missing else None
+
+
+def is_peer(backend: Backend) -> bool:
+    """Whether a backend is compared but not judged."""
+    return bool(getattr(backend, "peer", False))

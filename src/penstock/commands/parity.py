@@ -42,8 +42,9 @@ def run(arguments: argparse.Namespace) -> int:
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
     from ..parity import backends, report
-    from ..parity.cases import QUICK_STEP_COUNTS, STEP_COUNTS, Case, select
-    from ..parity.suite import run_cases
+    from ..parity.cases import QUICK_STEP_COUNTS, STEP_COUNTS
+    from ..parity.sections import select
+    from ..parity.suite import parts, run_sections
 
     try:
         cases = select(arguments.cases, quick=arguments.quick)
@@ -57,14 +58,15 @@ def run(arguments: argparse.Namespace) -> int:
     columns = (TextColumn("{task.description:60}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     errors = Console(stderr=True)
     with Progress(*columns, console=errors, transient=True, disable=not errors.is_terminal) as progress:
-        parts = len({case.problem for case in cases}) + len(cases) * len(chosen)
-        task = progress.add_task("", total=parts, completed=-1)
+        total = parts(chosen, cases)
+        task = progress.add_task("", total=total, completed=-1)
 
-        def advance(case: Case, part: str) -> None:
-            progress.update(task, advance=1, description=f"{case.name} {part}")
+        def advance(case_name: str, part: str) -> None:
+            progress.update(task, advance=1, description=f"{case_name} {part}")
 
-        rows = run_cases(chosen, cases, QUICK_STEP_COUNTS if arguments.quick else STEP_COUNTS, advance)
-        progress.update(task, completed=parts)
+        result = run_sections(chosen, cases, QUICK_STEP_COUNTS if arguments.quick else STEP_COUNTS, advance)
+        progress.update(task, completed=total)
+    rows = result.rows
     seconds = time.perf_counter() - started
 
     console = Console(highlight=False, width=None if sys.stdout.isatty() else WIDTH)
@@ -82,4 +84,4 @@ def run(arguments: argparse.Namespace) -> int:
         except PenstockError as error:
             return refuse("parity", str(error))
         console.print(f"written: {written}", markup=False, soft_wrap=True)
-    return 0 if all(row.within for row in rows) else 1
+    return 1 if result.broken else 0
