@@ -10,6 +10,7 @@ from .backends.protocol import Backend
 from .cases import matches
 from .compare import Finding
 from .progress import Progress
+from .trajectories import Trajectories
 from .updates import Updates
 
 
@@ -59,6 +60,7 @@ class Section(Protocol):
 
 SECTIONS: tuple[Section, ...] = (
     Updates(),
+    Trajectories(),
     # the next one
 )
 """In the order in which they run."""

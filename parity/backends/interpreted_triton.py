@@ -14,7 +14,7 @@ import pickle
 import subprocess
 import sys
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -22,6 +22,9 @@ from ...core.errors import PenstockError, Refused
 from ..cases import Case
 from .protocol import Held, Run
 from .torch_optimizers import TorchBackend
+
+if TYPE_CHECKING:
+    from ..trajectories import Trajectory, TrajectoryRun
 
 WORKER = f"{__package__}.triton_worker"
 
@@ -108,6 +111,17 @@ class TritonBackend:
         """See `Backend`."""
         here = self._here()
         return InterpretedRun(case) if here is None else here.start(case)
+
+    def refuses_trajectory(self, case: Trajectory) -> str | None:
+        """See `parity.trajectories.RunsTrajectories`."""
+        return "Triton's interpreter would take minutes a case" if self._here() is None else None
+
+    def start_trajectory(self, case: Trajectory) -> TrajectoryRun:
+        """See `parity.trajectories.RunsTrajectories`."""
+        here = self._here()
+        if here is None:
+            raise Refused("backend='triton' trains the model only where there is a GPU, or inside its interpreter.")
+        return here.start_trajectory(case)
 
     def _here(self) -> TorchBackend | None:
         """The kernels in this process, if it can run them."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -13,6 +13,9 @@ from ...core.hyperparameters import Hyperparameters
 from ...core.rules import Rule
 from ..cases import Case, Storage
 from .protocol import Held
+
+if TYPE_CHECKING:
+    from ..trajectories import Trajectory, TrajectoryRun
 
 
 def transform_of(rule: Rule, given: Hyperparameters, storage: Storage) -> Any:
@@ -117,6 +120,20 @@ class JaxBackend:
     def start(self, case: Case) -> JaxRun:
         """See `Backend`."""
         return JaxRun(case)
+
+    def refuses_trajectory(self, case: Trajectory) -> str | None:
+        """See `parity.trajectories.RunsTrajectories`."""
+        if case.mode == "release":
+            return "an unrolled model has no release of its own: XLA frees its gradients in the plain step"
+        if case.mode == "state":
+            return "only make_release_step puts micro-batches into the moments"
+        return case.program_skipped(self.name)
+
+    def start_trajectory(self, case: Trajectory) -> TrajectoryRun:
+        """See `parity.trajectories.RunsTrajectories`."""
+        from ..trajectories.jax_runs import UnrolledTrajectory
+
+        return UnrolledTrajectory(case)
 
 
 def _adam_state(state: Any) -> Any:

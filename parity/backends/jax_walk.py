@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -19,6 +19,9 @@ from ...core.rules import Rule
 from ..cases import Case, Storage
 from .jax_transforms import JaxBackend, float64, held_of, transform_of
 from .protocol import Held
+
+if TYPE_CHECKING:
+    from ..trajectories import Trajectory, TrajectoryRun
 
 FACTORS = (-0.5, 1.0, 0.25)
 """By which the case's gradients are multiplied, for each layer; those of `MIDDLE` are the case's own."""
@@ -108,3 +111,15 @@ class WalkBackend(JaxBackend):
     def start(self, case: Case) -> Any:
         """See `Backend`."""
         return WalkRun(case)
+
+    def refuses_trajectory(self, case: Trajectory) -> str | None:
+        """See `parity.trajectories.RunsTrajectories`."""
+        if case.mode == "step":
+            return "the walk always releases"
+        return case.program_skipped(self.name)
+
+    def start_trajectory(self, case: Trajectory) -> TrajectoryRun:
+        """See `parity.trajectories.RunsTrajectories`."""
+        from ..trajectories.jax_runs import StackedTrajectory
+
+        return StackedTrajectory(case)

@@ -15,6 +15,8 @@ from .protocol import Held
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from ..trajectories import Trajectory, TrajectoryRun
+
 CLASSES = {"stable_adamw": "StableAdamW", "adamw": "AdamW", "adam": "Adam"}
 
 
@@ -95,6 +97,16 @@ class TorchBackend:
     def start(self, case: Case) -> TorchRun:
         """See `Backend`."""
         return TorchRun(case, self.name, self.device)
+
+    def refuses_trajectory(self, case: Trajectory) -> str | None:
+        """See `parity.trajectories.RunsTrajectories`."""
+        return None
+
+    def start_trajectory(self, case: Trajectory) -> TrajectoryRun:
+        """See `parity.trajectories.RunsTrajectories`."""
+        from ..trajectories.torch_runs import TorchTrajectory
+
+        return TorchTrajectory(case, self.name, self.device)
 
 
 def to_torch(array: np.ndarray) -> Tensor:
