@@ -30,18 +30,19 @@ class NumpyRun:
         """See `Run`."""
         self.count += 1
         problem = self.case.problem
-        complements = debiased_complements(problem.hyperparameters, self.count, np)
-        for name, gradient in gradients.items():
-            self.parameters[name], self.states[name] = update(
-                numpy_ops,
-                problem.rule,
-                problem.hyperparameters,
-                complements,
-                self.case.storage.compensation,
-                self.parameters[name],
-                gradient,
-                self.states[name],
-            )
+        given = problem.hyperparameters_at(self.count)
+        with np.errstate(invalid="ignore", under="ignore"):  # NaN and infinities, where the gradients have them
+            for name, gradient in gradients.items():
+                self.parameters[name], self.states[name] = update(
+                    numpy_ops,
+                    problem.rule,
+                    given[name],
+                    debiased_complements(given[name], self.count, np),
+                    self.case.storage.compensation,
+                    self.parameters[name],
+                    gradient,
+                    self.states[name],
+                )
 
     def held(self) -> dict[str, Held]:
         """See `Run`."""
@@ -56,6 +57,7 @@ class NumpyBackend:
     """See the module."""
 
     name = "numpy"
+    abilities = frozenset({"schedules", "groups", "decoupled decay"})
 
     def unavailable(self) -> str | None:
         """See `Backend`."""
