@@ -73,14 +73,14 @@ class TensorErrors:
         coefficients = Coefficients(learning_rate, given.decay_rate, given.beta1, given.beta2)
         first, last = micro_batches[0], micro_batches[-1]
         own = propagation.parameter.bound().elements if problem.rule.l2 else None
-        moments.advance(Point(step, coefficients, first.gradient, *before, first.exp_avg, first.exp_avg_sq, parameter), own)
+        moments.advance(Point(step, first.gradient, *before, first.exp_avg, first.exp_avg_sq, parameter, coefficients), own)
         for later in micro_batches[1:]:
             self._add_micro_batch(moments, step, later)
         self._add_gradient_errors(moments, step, micro_batches)
         # The gradient for which g^2/v is the sum over the micro-batches; the moments have advanced already.
         gradient = np.sqrt(sum(_ratio(micro, micro.exp_avg_sq, problem.rule.eps) for micro in micro_batches))
         gradient = gradient * np.maximum(np.sqrt(last.exp_avg_sq), problem.rule.eps)
-        propagation.advance(Point(step, coefficients, gradient, *before, last.exp_avg, last.exp_avg_sq, parameter))
+        propagation.advance(Point(step, gradient, *before, last.exp_avg, last.exp_avg_sq, parameter, coefficients))
         if problem.rule.clips_update:
             self._add_mean_square(learning_rate, before[2], micro_batches)
 

@@ -76,6 +76,7 @@ class EventSequence:
     loss_scale: the loss is multiplied by this power of two, and a step whose gradient is not finite is skipped whole.
     skips: gradients that are not finite are not used: under release one by one, of waiting ones all or none.
     tied: the loss uses `TIED` twice.
+    compiled_for: rule and dtype of the case that backends run which compile; `updates` has them run all of them.
     """
 
     name: str
@@ -86,6 +87,7 @@ class EventSequence:
     loss_scale: float | None = None
     skips: bool = False
     tied: bool = False
+    compiled_for: tuple[str, str] = ("stable_adamw", "float32")
 
     @property
     def measures(self) -> bool:
@@ -127,6 +129,13 @@ class EventCase:
     def name(self) -> str:
         """events/sequence/rule/dtype."""
         return f"events/{self.sequence.name}/{self.rule.name}/{self.dtype}"
+
+    @property
+    def not_compiled(self) -> str | None:
+        """Why backends that compile a program for each rule and dtype do not run it (a sentence), or None when they do."""
+        if (self.rule.name, self.dtype) == self.sequence.compiled_for:
+            return None
+        return "compiling takes seconds a case; each sequence is compiled for one rule and dtype"
 
     @property
     def storage(self) -> Storage:

@@ -91,6 +91,8 @@ def rows(name: str, case: EventCase, held: Mapping[str, Held], true: EventTruth)
         "exp_avg_sq": functools.partial(spacing, case.moments.exp_avg_sq),
     }
     return [
-        against(case.name, name, case.sequence.steps, quantity, value, true.values[quantity], true.bounds[quantity], units[quantity])
+        against(
+            case.name, name, case.sequence.steps, quantity, value, true.values[quantity], true.bounds[quantity], units[quantity]
+        )
         for quantity, value in numbers(case.problem(), held).items()
     ]

@@ -33,6 +33,9 @@ def _groups(groups: int, *, spike_in: int = -1) -> tuple[Event, ...]:
     return tuple(found)
 
 
+_HOLD, _LOW, _WIDE = ("adamw", "float32"), ("stable_adamw", "bfloat16"), ("adam", "float64")
+"""Rules and dtypes to compile for, by what the sequences need; few, so that they share programs."""
+
 _ALL, _LAST = Backward(), Backward(last=True)
 
 _UNUSED = (
@@ -72,8 +75,8 @@ def _joined(groups: Iterable[Iterable[Event]]) -> tuple[Event, ...]:
 SEQUENCES = (
     # the policies
     EventSequence("release", _each(Backward(factor=SPIKE if number == 4 else 1.0) for number in range(6))),
-    EventSequence("hold", _groups(3, spike_in=2), accumulation="hold"),
-    EventSequence("hold-last-known", _groups(3, spike_in=2), accumulation="hold", last_known=True),
+    EventSequence("hold", _groups(3, spike_in=2), accumulation="hold", compiled_for=_HOLD),
+    EventSequence("hold-last-known", _groups(3, spike_in=2), accumulation="hold", last_known=True, compiled_for=_HOLD),
     EventSequence("state", _groups(3, spike_in=2), accumulation="state"),
     EventSequence("state-last-known", _groups(3, spike_in=2), accumulation="state", last_known=True),
     EventSequence(
@@ -90,12 +93,12 @@ SEQUENCES = (
         "unused",
         _each([_of("matrix", "vector"), _of("vector", "scalar"), _ALL, _of("scalar"), _of("matrix"), _ALL]),
     ),
-    EventSequence("unused-hold", _joined(_UNUSED), accumulation="hold", last_known=True),
+    EventSequence("unused-hold", _joined(_UNUSED), accumulation="hold", last_known=True, compiled_for=_HOLD),
     EventSequence("unused-state", _joined(_UNUSED), accumulation="state", last_known=True),
-    EventSequence("short-hold", _SHORT, accumulation="hold", last_known=True),
+    EventSequence("short-hold", _SHORT, accumulation="hold", last_known=True, compiled_for=_HOLD),
     EventSequence("short-state", _SHORT, accumulation="state", last_known=True),
-    EventSequence("tied", _each([_ALL] * 4), tied=True),
-    EventSequence("tied-state", _groups(2), accumulation="state", tied=True),
+    EventSequence("tied", _each([_ALL] * 4), tied=True, compiled_for=_WIDE),
+    EventSequence("tied-state", _groups(2), accumulation="state", tied=True, compiled_for=_WIDE),
     # between the steps
     EventSequence(
         "schedule",
@@ -105,15 +108,20 @@ SEQUENCES = (
             *(LearningRate(0.0), _ALL, STEP),
             *(LearningRate(2 * LEARNING_RATE), _ALL, STEP),
         ),
+        compiled_for=_WIDE,
     ),
-    EventSequence("discard", (_ALL, _ALL, DISCARD, _ALL, _ALL, STEP, _ALL, DISCARD, _ALL, STEP), accumulation="hold"),
+    EventSequence(
+        "discard", (_ALL, _ALL, DISCARD, _ALL, _ALL, STEP, _ALL, DISCARD, _ALL, STEP), accumulation="hold", compiled_for=_HOLD
+    ),
     # what needs the whole gradient
-    EventSequence("clip", _each(Backward(factor=factor) for factor in (0.01, 1.0, SPIKE, 0.1, 1.0)), max_norm=1.0),
-    EventSequence("clip-hold", _groups(3, spike_in=1), accumulation="hold", max_norm=1.0),
-    EventSequence("overflow", _each(_OVERFLOW), loss_scale=LOSS_SCALE),
-    EventSequence("overflow-clip", _each(_OVERFLOW), loss_scale=LOSS_SCALE, max_norm=1.0),
+    EventSequence(
+        "clip", _each(Backward(factor=factor) for factor in (0.01, 1.0, SPIKE, 0.1, 1.0)), max_norm=1.0, compiled_for=_LOW
+    ),
+    EventSequence("clip-hold", _groups(3, spike_in=1), accumulation="hold", max_norm=1.0, compiled_for=_LOW),
+    EventSequence("overflow", _each(_OVERFLOW), loss_scale=LOSS_SCALE, compiled_for=_LOW),
+    EventSequence("overflow-clip", _each(_OVERFLOW), loss_scale=LOSS_SCALE, max_norm=1.0, compiled_for=_LOW),
     # gradients that are not finite
     EventSequence("nonfinite", _each(_OVERFLOW), skips=True),
-    EventSequence("nonfinite-hold", _joined(_NONFINITE_GROUPS), accumulation="hold", skips=True),
+    EventSequence("nonfinite-hold", _joined(_NONFINITE_GROUPS), accumulation="hold", skips=True, compiled_for=_HOLD),
     EventSequence("nonfinite-state", _joined(_NONFINITE_GROUPS), accumulation="state", skips=True),
 )

@@ -40,9 +40,7 @@ class NumpyEvents:
     def run(self, event: Event) -> None:
         """See `EventRun`."""
         if isinstance(event, Backward):
-            gradients = {
-                name: _sum(uses) for name, uses in reversed(self.case.gradients(self.passes, event).items())
-            }
+            gradients = {name: _sum(uses) for name, uses in reversed(self.case.gradients(self.passes, event).items())}
             self.passes += 1
             self._backward(event, gradients)
         elif isinstance(event, LearningRate):

@@ -129,10 +129,8 @@ class TorchEvents:
             (loss if self.scaler is None else self.scaler.scale(loss)).backward()
 
 
-def refusal(case: EventCase) -> str | None:
-    """Why a torch backend does not run a case, or None."""
+def refusal(case: EventCase, backend: str) -> str | None:
+    """Why a torch backend does not run a case (a sentence), or None when it does."""
     if case.rule.name not in CLASSES:
         return f"the torch frontend has no {case.rule.name}"
-    return None
-
-
+    return case.not_compiled if backend == "compiled" else None
