@@ -19,17 +19,20 @@ MODES = {
     "release": "every parameter is updated when its gradient exists",
     "hold": "four micro-batches, exact",
     "clip": "the global norm clipped, exact",
-    "state": "four micro-batches, into the moments",
+    "state": "two micro-batches, into the moments",
 }
 """The first part of a case's name, and what it stands for."""
 
 SHAPE = ModelShape(vocabulary=32, width=32, layers=2, heads=4, context=16)
 BATCH_SIZE = 8
-MICROBATCHES = 4
+MICROBATCHES = {"hold": 4, "state": 2}
 MAX_NORM = 1.5  # of gradients whose norms go from 1.9 down to 1.2
 LEARNING_RATE = 1e-3
 WEIGHT_DECAY = 0.05
 SEED = 6
+
+TERMS = max(BATCH_SIZE * SHAPE.context, 4 * SHAPE.width, SHAPE.vocabulary)
+"""The longest sum in the model, forward and backward."""
 
 STEP_COUNTS = (1, 20, 50)
 QUICK_STEP_COUNTS = (1, 20)
@@ -37,8 +40,16 @@ QUICK_STEP_COUNTS = (1, 20)
 QUICK = ("step/adamw/float64", "release/adam/float32", "hold/adam/float64", "clip/stable_adamw/float32")
 """What a quick run has: every mode that is exact, every rule, both dtypes."""
 
+PROGRAMS = (
+    *(f"{mode}/{part}" for mode in ("step", "release") for part in ("stable_adamw/float32", "adamw/float64", "adam/float32")),
+    *("hold/adamw/float64", "hold/adam/float32"),
+    *("clip/stable_adamw/float32", "clip/adamw/float64"),
+    *("state/stable_adamw/float32", "state/adam/float32"),
+)
+"""What is run by a backend that compiles a program a case, which takes three to five seconds."""
+
 QUICK_PROGRAMS = {"release/adam/float32": "walk", "clip/stable_adamw/float32": "jax"}
-"""What of it is compiled, and for which of the backends that compile a program a case."""
+"""What of it a quick run has, and for which backend."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -76,7 +87,11 @@ class Trajectory:
     @property
     def microbatches(self) -> int:
         """Into how many equal parts each batch is cut."""
-        return MICROBATCHES if self.mode in ("hold", "state") else 1
+        return MICROBATCHES.get(self.mode, 1)
+
+    def parts(self, batch: np.ndarray) -> list[np.ndarray]:
+        """The micro-batches of a batch: rows 0, n, 2n, ... make the first of n, as the JAX frontend cuts it."""
+        return [batch[number :: self.microbatches] for number in range(self.microbatches)]
 
     @property
     def max_norm(self) -> float | None:
@@ -84,14 +99,11 @@ class Trajectory:
         return MAX_NORM if self.mode == "clip" else None
 
     def program_skipped(self, backend: str) -> str | None:
-        """Why a backend that compiles a program a case leaves this one out (a sentence), or None.
-
-        A program takes three to five seconds to compile. Each mode is compiled for each rule in one dtype.
-        """
+        """Why a backend that compiles a program a case leaves this one out (a sentence), or None."""
         if self.quick and QUICK_PROGRAMS.get(self._part) != backend:
             return "compiling takes seconds a case; leave out --quick"
-        if not self.quick and (self.dtype == "float64") != (self.rule.name == "adamw"):
-            return f"compiling takes seconds a case; each mode of {self.rule.name} is compiled in one dtype, not in this one"
+        if not self.quick and self._part not in PROGRAMS:
+            return "compiling takes seconds a case; each mode is compiled for some rules and dtypes, not for these"
         return None
 
     @property

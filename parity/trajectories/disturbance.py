@@ -35,9 +35,9 @@ class Disturbance:
         """A context in which every operation of PyTorch, those of a backward pass too, sees disturbed operands."""
         return _DisturbedOperands(self)
 
-    def of_scalar(self) -> float:
-        """For a number that all elements share."""
-        return float(self._drawn[self._generator.integers(_DRAWN)])
+    def of_scalar(self, roundings: float) -> float:
+        """A factor for a number that all elements share, `roundings` times as large as for others."""
+        return 1.0 + roundings * AMOUNT * float(self._generator.uniform(-1.0, 1.0))
 
     def of_tensor(self, x: Tensor) -> Tensor:
         """Of a tensor of at most `_DRAWN` elements; integers stay as they are."""

@@ -36,11 +36,10 @@ from collections.abc import Mapping
 import numpy as np
 
 from ..bounds import RISK, SIDES, Bound, unit_roundoff
-from .cases import BATCH_SIZE, SHAPE, Trajectory, tensor_numbers
+from .cases import TERMS, Trajectory, tensor_numbers
 from .disturbance import AMOUNT
 from .truth import disturbed, truth
 
-TERMS = max(BATCH_SIZE * SHAPE.context, 4 * SHAPE.width, SHAPE.vocabulary)
 CHANCE = math.sqrt(1.0 + 2.0 * math.sqrt(math.log(1.0 / RISK)) + 2.0 * math.log(1.0 / RISK))
 
 

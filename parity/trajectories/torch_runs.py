@@ -51,10 +51,10 @@ class TorchTrajectory:
 
     def step(self, batch: np.ndarray) -> None:
         """See `TrajectoryRun`."""
-        parts = torch.from_numpy(batch).to(self.device, torch.int64).chunk(self.case.microbatches)
+        parts = self.case.parts(batch)
         for number, part in enumerate(parts, 1):
             self.is_last = number == len(parts)
-            loss: Tensor = self.model.loss(part) / len(parts)
+            loss: Tensor = self.model.loss(torch.from_numpy(part).to(self.device, torch.int64)) / len(parts)
             if self.release is not None:
                 loss = self.release.guard(loss)
             loss.backward()
