@@ -58,13 +58,18 @@ class Row:
         """Whether both bounds hold. A NaN breaks them."""
         return self.failure is None and self.relative_error <= self.relative_bound and self.element_ratio <= 1.0
 
+    @property
+    def ratio(self) -> float:
+        """How near the row comes to its bounds: 1 is at one of them. Infinity for a NaN, and where the backend raised."""
+        over = self.relative_error / self.relative_bound if self.relative_bound else math.inf if self.relative_error else 0.0
+        return math.inf if math.isnan(over) or math.isnan(self.element_ratio) else max(over, self.element_ratio)
+
     def as_json(self) -> dict[str, object]:
-        """The row with the verdict, with null for numbers that are not finite (JSON has no NaN)."""
-        fields = {
-            name: None if isinstance(value, float) and not math.isfinite(value) else value
-            for name, value in dataclasses.asdict(self).items()
+        """The row with the ratio and the verdict; null is for numbers that are not finite, and for no verdict."""
+        fields = {**dataclasses.asdict(self), "ratio": self.ratio, "within": self.within if self.judged else None}
+        return {
+            name: None if isinstance(value, float) and not math.isfinite(value) else value for name, value in fields.items()
         }
-        return {**fields, "within": self.within if self.judged else None}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -120,14 +125,15 @@ def against(
     Args:
         case_name, backend, steps, quantity: as in `Row`.
         value, true: flat float64 arrays of one size.
-        bound: what they may be apart.
+        bound: what they may be apart. Where the true number is not finite, the other must not be finite either.
         unit: see `Unit`.
     """
     with np.errstate(invalid="ignore", over="ignore"):
-        error = np.abs(value - true)
+        finite = np.isfinite(true)
+        error = np.where(finite, np.abs(value - true), np.where(np.isfinite(value), np.inf, 0.0))
         ratio = np.where(error == 0.0, 0.0, np.inf)
         np.divide(error, bound.elements, out=ratio, where=bound.elements > 0.0)
-    norm = float(np.linalg.norm(true)) or 1.0
+    norm = float(np.linalg.norm(true[finite])) or 1.0
     # a NaN is the worst element of all
     worst = int(np.argmax(np.where(np.isnan(ratio), np.inf, ratio)))
     last_place = unit(true[worst])
