@@ -1,6 +1,6 @@
 """Whole event sequences of the release machine, each on every backend that can run them."""
 
-from .protocol import EventRun, RunsEvents
+from .protocol import EventRun, Resumable, RunsEvents
 from .recorded import Backward, Discard, Event, EventCase, EventSequence, LearningRate, Step
 from .section import Events
 
@@ -13,6 +13,7 @@ __all__ = [
     "EventSequence",
     "Events",
     "LearningRate",
+    "Resumable",
     "RunsEvents",
     "Step",
 ]

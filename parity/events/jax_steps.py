@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import pickle
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -59,8 +60,7 @@ class JaxEvents:
         self.waiting: list[dict[str, list[np.ndarray]]] = []
         self.passes = 0
         sequence = case.sequence
-        tx = _transform(case.rule.name, rates_of(sequence), case.storage.compensation)
-        self.tx = tx
+        tx = self.tx = _transform(case.rule.name, rates_of(sequence), case.storage.compensation)
         with self._precision():
             start = {name: jnp.array(value) for name, value in case.initial_parameters().items()}
             if walk:
@@ -100,6 +100,26 @@ class JaxEvents:
         """See `EventRun`: inside of a compiled program nobody can tell; the section "memory" has XLA's own account."""
         return None
 
+    def save(self) -> bytes:
+        """See `Resumable`: the bytes of every leaf of the train state."""
+        import jax
+
+        leaves = [np.array(leaf).tobytes() for leaf in jax.tree.leaves(self.state)]
+        return pickle.dumps((self.passes, leaves))
+
+    def load(self, saved: bytes) -> None:
+        """See `Resumable`."""
+        import jax
+        import jax.numpy as jnp
+
+        self.passes, given = pickle.loads(saved)
+        leaves, treedef = jax.tree.flatten(self.state)
+        with self._precision():
+            loaded = [
+                jnp.array(np.frombuffer(data, leaf.dtype).reshape(leaf.shape)) for data, leaf in zip(given, leaves, strict=True)
+            ]
+            self.state = jax.tree.unflatten(treedef, loaded)
+
     def _step(self) -> None:
         count, sequence = len(self.waiting), self.case.sequence
         batch = {}  # of every tensor (micro-batches, uses, *shape)
@@ -108,7 +128,8 @@ class JaxEvents:
             batch[name] = np.asarray(gradients * count, uses[0].dtype)
         self.waiting = []
         make = _release_step if self.walk else _train_step
-        step = make(self.tx, self.case.dtype == "float64", count, sequence.max_norm, sequence.accumulation)
+        in_state = sequence.accumulation == "state" and count > 1
+        step = make(self.tx, self.case.dtype == "float64", count, sequence.max_norm, in_state)
         with self._precision():
             self.state, _ = step(self.state, batch)
 
@@ -117,8 +138,9 @@ class JaxEvents:
 
 
 def rates_of(sequence: EventSequence) -> tuple[float, ...]:
-    """The learning rate of each step."""
-    return tuple(rate for rate, _, stepped in sequence.groups() if stepped)
+    """The learning rate of each step; only one where it stays."""
+    rates = tuple(rate for rate, _, stepped in sequence.groups() if stepped)
+    return rates if len(set(rates)) > 1 else rates[:1]
 
 
 @functools.lru_cache(maxsize=64)  # cases that differ in their gradients only share what is compiled
@@ -128,7 +150,7 @@ def _transform(rule: str, rates: tuple[float, ...], compensation: str) -> Any:
     from ... import jax_frontend
 
     learning_rate: Any = rates[0]
-    if len(set(rates)) > 1:
+    if len(rates) > 1:
         learning_rate = lambda count: jnp.asarray(rates)[count]  # noqa: E731
     transform: Any = getattr(jax_frontend, rule)
     return transform(learning_rate, weight_decay=WEIGHT_DECAY, compensation=compensation)
@@ -147,9 +169,7 @@ def _product(parameters: Mapping[str, Any], gradients: Mapping[str, Any], wide: 
 
 
 @functools.lru_cache(maxsize=64)
-def _train_step(
-    tx: Any, is_float64: bool, microbatches: int, max_norm: float | None, accumulation: str | None
-) -> Callable[..., Any]:
+def _train_step(tx: Any, is_float64: bool, microbatches: int, max_norm: float | None, in_state: bool) -> Callable[..., Any]:
     from ... import jax_frontend
 
     wide = "float64" if is_float64 else "float32"
@@ -161,9 +181,7 @@ def _train_step(
 
 
 @functools.lru_cache(maxsize=64)
-def _release_step(
-    tx: Any, is_float64: bool, microbatches: int, max_norm: float | None, accumulation: str | None
-) -> Callable[..., Any]:
+def _release_step(tx: Any, is_float64: bool, microbatches: int, max_norm: float | None, in_state: bool) -> Callable[..., Any]:
     import jax.numpy as jnp
 
     from ... import jax_frontend
@@ -182,5 +200,5 @@ def _release_step(
         jax_frontend.Layers(lambda params, x, given: x + _product(params, given, wide), inputs=inputs),
         loss,
     )
-    accumulation = accumulation if accumulation == "state" else None
+    accumulation = "state" if in_state else None
     return jax_frontend.make_release_step(stack, tx, microbatches=microbatches, max_norm=max_norm, accumulation=accumulation)

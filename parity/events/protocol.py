@@ -30,6 +30,19 @@ class EventRun(Protocol):
 
 
 @runtime_checkable
+class Resumable(Protocol):
+    """A run that can be saved between two steps, and goes on in another one as if nothing had been."""
+
+    def save(self) -> bytes:
+        """Everything that the steps to come depend on."""
+        ...
+
+    def load(self, saved: bytes) -> None:
+        """Go on from there: called before the first event, on a new run of the same case."""
+        ...
+
+
+@runtime_checkable
 class RunsEvents(Protocol):
     """A backend that runs event sequences.
 

@@ -87,7 +87,7 @@ class EventSequence:
     loss_scale: float | None = None
     skips: bool = False
     tied: bool = False
-    compiled_for: tuple[str, str] = ("stable_adamw", "float32")
+    compiled_for: tuple[str, str] = ("stable_adamw", "bfloat16")
 
     @property
     def measures(self) -> bool:

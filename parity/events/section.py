@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 
 import numpy as np
 
-from ...core.rules import RULES
+from ...core.rules import RULES, Rule
 from ..backends.protocol import Backend, Held
 from ..bounds import spacing, stored_spacing
 from ..compare import Finding, Refusal, Row, Unit, against, failed, identical, numbers
@@ -18,6 +18,9 @@ from .sequences import SEQUENCES
 from .truth import EventTruth, truth
 
 DTYPES = ("float64", "float32", "bfloat16")
+
+QUICKLY_COMPILED = ("hold", "state")
+"""Sequences for which a quick run compiles programs."""
 
 
 class Events:
@@ -30,8 +33,7 @@ class Events:
         """See `Section`. Every sequence for every rule and dtype; in a quick run for one pair each, that take turns."""
         pairs = [(rule, dtype) for dtype in DTYPES for rule in RULES.values()]
         if quick:
-            turns = [pairs[number % len(pairs)] for number in range(len(SEQUENCES))]
-            return [EventCase(sequence, *pair) for sequence, pair in zip(SEQUENCES, turns, strict=True)]
+            return [EventCase(sequence, *pair) for sequence, pair in zip(SEQUENCES, _turns(pairs), strict=True)]
         return [EventCase(sequence, *pair) for sequence in SEQUENCES for pair in pairs]
 
     def parts(self, cases: Sequence[EventCase], backends: Sequence[Backend]) -> int:
@@ -52,6 +54,14 @@ class Events:
                     yield Refusal(case.name, backend.name, reason)
                 elif isinstance(backend, RunsEvents):
                     yield from run_case(backend.name, backend, case, true(backend.norm_eps))
+
+
+def _turns(pairs: Sequence[tuple[Rule, str]]) -> Iterator[tuple[Rule, str]]:
+    """A rule and a dtype for each sequence; those of `QUICKLY_COMPILED`, and of no other, are run by backends that compile."""
+    for number, sequence in enumerate(SEQUENCES):
+        usual = [pair for pair in pairs if (pair[0].name, pair[1]) != sequence.compiled_for]
+        compiled = [pair for pair in pairs if pair not in usual]
+        yield compiled[0] if sequence.name in QUICKLY_COMPILED else usual[number % len(usual)]
 
 
 def refusal(backend: Backend, case: EventCase) -> str | None:

@@ -33,8 +33,8 @@ def _groups(groups: int, *, spike_in: int = -1) -> tuple[Event, ...]:
     return tuple(found)
 
 
-_HOLD, _LOW, _WIDE = ("adamw", "float32"), ("stable_adamw", "bfloat16"), ("adam", "float64")
-"""Rules and dtypes to compile for, by what the sequences need; few, so that they share programs."""
+_HOLD, _WIDE = ("adamw", "float32"), ("adam", "float64")
+"""Other rules and dtypes than the default to compile for; few, so that sequences share programs."""
 
 _ALL, _LAST = Backward(), Backward(last=True)
 
@@ -114,12 +114,10 @@ SEQUENCES = (
         "discard", (_ALL, _ALL, DISCARD, _ALL, _ALL, STEP, _ALL, DISCARD, _ALL, STEP), accumulation="hold", compiled_for=_HOLD
     ),
     # what needs the whole gradient
-    EventSequence(
-        "clip", _each(Backward(factor=factor) for factor in (0.01, 1.0, SPIKE, 0.1, 1.0)), max_norm=1.0, compiled_for=_LOW
-    ),
-    EventSequence("clip-hold", _groups(3, spike_in=1), accumulation="hold", max_norm=1.0, compiled_for=_LOW),
-    EventSequence("overflow", _each(_OVERFLOW), loss_scale=LOSS_SCALE, compiled_for=_LOW),
-    EventSequence("overflow-clip", _each(_OVERFLOW), loss_scale=LOSS_SCALE, max_norm=1.0, compiled_for=_LOW),
+    EventSequence("clip", _each(Backward(factor=factor) for factor in (0.01, 1.0, SPIKE, 0.1, 1.0)), max_norm=1.0),
+    EventSequence("clip-hold", _groups(3, spike_in=1), accumulation="hold", max_norm=1.0),
+    EventSequence("overflow", _each(_OVERFLOW), loss_scale=LOSS_SCALE),
+    EventSequence("overflow-clip", _each(_OVERFLOW), loss_scale=LOSS_SCALE, max_norm=1.0),
     # gradients that are not finite
     EventSequence("nonfinite", _each(_OVERFLOW), skips=True),
     EventSequence("nonfinite-hold", _joined(_NONFINITE_GROUPS), accumulation="hold", skips=True, compiled_for=_HOLD),

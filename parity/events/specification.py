@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -66,6 +67,14 @@ class NumpyEvents:
     def live_bytes(self) -> tuple[int, int]:
         """See `EventRun`: what lies there, and the ledger."""
         return sum(gradient.nbytes for gradient in self.waiting.values()), self.ledger.live
+
+    def save(self) -> bytes:
+        """See `Resumable`."""
+        return pickle.dumps((self.parameters, self.states, self.counts, self.passes, self.hyperparameters))
+
+    def load(self, saved: bytes) -> None:
+        """See `Resumable`."""
+        self.parameters, self.states, self.counts, self.passes, self.hyperparameters = pickle.loads(saved)
 
     def _backward(self, event: Backward, gradients: Mapping[str, np.ndarray]) -> None:
         sequence = self.case.sequence

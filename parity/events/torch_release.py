@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import io
 import weakref
 from typing import TYPE_CHECKING, Any
 
@@ -12,9 +13,6 @@ from .recorded import TIED, WEIGHT_DECAY, Backward, Event, EventCase, LearningRa
 
 if TYPE_CHECKING:
     from torch import Tensor
-
-CLIPPING_NORM_EPS = 1e-6
-"""What `torch.nn.utils.clip_grad_norm_` adds to the norm, and penstock with it."""
 
 
 class TorchEvents:
@@ -108,6 +106,28 @@ class TorchEvents:
         measured = self.meter.live()
         return (measured,) if self.release is None else (measured, self.release.ledger.live)
 
+    def save(self) -> bytes:
+        """See `Resumable`: the state dicts, as everybody saves them."""
+        import torch
+
+        file = io.BytesIO()
+        states = {"model": self.model.state_dict(), "optimizer": self.optimizer.state_dict(), "passes": self.passes}
+        if self.scaler is not None:
+            states["scaler"] = self.scaler.state_dict()
+        torch.save(states, file)
+        return file.getvalue()
+
+    def load(self, saved: bytes) -> None:
+        """See `Resumable`."""
+        import torch
+
+        states = torch.load(io.BytesIO(saved), map_location=self.device, weights_only=True)
+        self.model.load_state_dict(states["model"])
+        self.optimizer.load_state_dict(states["optimizer"])
+        if self.scaler is not None:
+            self.scaler.load_state_dict(states["scaler"])
+        self.passes = states["passes"]
+
     def _is_last(self) -> bool:
         return self.last
 
@@ -127,10 +147,3 @@ class TorchEvents:
             if self.release is not None:
                 loss = self.release.guard(loss)
             (loss if self.scaler is None else self.scaler.scale(loss)).backward()
-
-
-def refusal(case: EventCase, backend: str) -> str | None:
-    """Why a torch backend does not run a case (a sentence), or None when it does."""
-    if case.rule.name not in CLASSES:
-        return f"the torch frontend has no {case.rule.name}"
-    return case.not_compiled if backend == "compiled" else None
