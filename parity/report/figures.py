@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 import html
 import io
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -23,10 +24,11 @@ COLOURS = ("#3987d6", "#e0812f", "#1fa187", "#b565b0", "#c59a12", "#7d8894")  # 
 MARKERS = "osD^vPX"
 WIDTH = 6.6  # inches: legible on a phone, too
 OTHERS = "other quantities"
-SMALLEST = 1e-4  # of the ratios: what is below is drawn there
+SMALLEST, LARGEST = 1e-4, 1e4  # of the ratios: what is outside is drawn there
 
 _STYLE: dict[str, Any] = {
     "svg.fonttype": "none",  # text stays text
+    "svg.hashsalt": "parity",  # the same file each time
     "font.family": "sans-serif",
     "font.size": 9,
     "text.color": INK,
@@ -49,6 +51,20 @@ _STYLE: dict[str, Any] = {
 }
 
 
+def _styled(draw: Callable[..., str | None]) -> Callable[..., str | None]:
+    """Draw in the style of the page, whatever the style of the process."""
+
+    @functools.wraps(draw)
+    def styled(*arguments: Any) -> str | None:
+        import matplotlib as mpl
+
+        with mpl.rc_context(_STYLE):
+            return draw(*arguments)
+
+    return styled
+
+
+@_styled
 def ratios(rows: Rows, backends: Sequence[str]) -> str | None:
     """For every backend, each comparison's error in parts of its bound, by quantity; None where nothing is judged."""
     judged = [row for row in rows if row["within"] is not None and row["backend"] in backends]
@@ -57,17 +73,17 @@ def ratios(rows: Rows, backends: Sequence[str]) -> str | None:
     quantities = [name for name in ("parameter", "exp_avg", "exp_avg_sq") if any(row["quantity"] == name for row in judged)]
     others = any(row["quantity"] not in quantities for row in judged)
     labels = [*quantities, OTHERS] if others else quantities
-    figure, (axes,) = _figure("ratios", 0.34 * len(backends) + 1.3)
+    figure, (axes,) = _figure(0.34 * len(backends) + 1.3)
     generator = np.random.default_rng(0)
-    finite = [value for row in judged if math.isfinite(value := _ratio(row))]
-    right = 10.0 ** math.ceil(math.log10(max(10.0, *finite))) if finite else 10.0
+    largest = max(min(_ratio(row), LARGEST) for row in judged)
+    right = 10.0 ** max(1, math.ceil(math.log10(largest or 1.0)))
     for place, backend in enumerate(backends):
         of_backend = [row for row in judged if row["backend"] == backend]
         for index, label in enumerate(labels):
             found = [
                 _ratio(row) for row in of_backend if label == (row["quantity"] if row["quantity"] in quantities else OTHERS)
             ]
-            values = np.clip([value if math.isfinite(value) else right for value in found], SMALLEST, right)
+            values = np.clip(found, SMALLEST, right)
             shift = 0.5 * (index - (len(labels) - 1) / 2) / len(labels) * 1.4
             y = place + shift + generator.uniform(-0.07, 0.07, len(values))
             colour = COLOURS[index]
@@ -75,61 +91,58 @@ def ratios(rows: Rows, backends: Sequence[str]) -> str | None:
     axes.axvline(1.0, color=RED, linewidth=1.2)
     axes.set(xscale="log", xlim=(SMALLEST * 0.7, right * 1.4), ylim=(len(backends) - 0.4, -0.6))
     axes.set_yticks(range(len(backends)), backends)
-    axes.set_xlabel(f"error / bound (at {SMALLEST:g}: that or less; at {right:g}: not a number, or it raised)")
+    axes.set_xlabel(f"error / bound (at {SMALLEST:g}: that or less; at {right:g}: that or more, or no number)")
     axes.grid(False, axis="y")
     handles = [axes.scatter([], [], s=14, color=COLOURS[index], label=label) for index, label in enumerate(labels)]
     figure.legend(handles=handles, loc="outside upper center", ncols=len(labels))
     return _svg(figure, "ratios", "Error in parts of its bound, one dot a comparison, one row a backend; the bound is at 1.")
 
 
+@_styled
 def growth(rows: Rows, backends: Sequence[str]) -> str | None:
-    """Relative error of parameters against the number of steps, and its bound, by dtype and compensation.
+    """Relative error of the parameters against the number of steps, and its bound, by dtype and compensation.
 
-    Geometric means over the cases that are run for every number of steps; None where there are not two of these.
+    Each panel is one case of the longest runs, that which most backends have run; None where there is one number of steps.
     """
     rows = [row for row in rows if row["quantity"] == "parameter" and row["relative_error"] and row["relative_bound"]]
-    counts = sorted({row["steps"] for row in rows})
-    steps_of: dict[tuple[str, str], set[int]] = {}
-    for row in rows:
-        steps_of.setdefault((row["case"], row["backend"]), set()).add(row["steps"])
-    whole = [row for row in rows if len(steps_of[row["case"], row["backend"]]) == len(counts)]
-    panels = list(dict.fromkeys(stored_as(row["case"]) for row in whole))
-    if len(counts) < 2 or not panels:
+    longest = max((row["steps"] for row in rows), default=0)
+    runs: dict[str, dict[str, list[Mapping[str, Any]]]] = {}
+    for case in dict.fromkeys(row["case"] for row in rows if row["steps"] == longest):
+        of_case = runs.setdefault(stored_as(case), {})
+        of_case[case] = [row for row in rows if row["case"] == case]
+    counts = sorted({row["steps"] for of_case in runs.values() for found in of_case.values() for row in found})
+    if len(counts) < 2:
         return None
-    figure, panel_axes = _figure("growth", 1.9 * math.ceil(len(panels) / 2) + 0.6, len(panels))
+    figure, panels = _figure(2.0 * math.ceil(len(runs) / 2) + 0.6, len(runs))
     handles: dict[str, Any] = {}
-    for axes, panel in zip(panel_axes, panels, strict=False):
-        members = [row for row in whole if stored_as(row["case"]) == panel]
+    for axes, of_case in zip(panels, runs.values(), strict=True):
+        case = max(of_case, key=lambda name: len({row["backend"] for row in of_case[name]}))
+        found = sorted(of_case[case], key=lambda row: row["steps"])
         for number, backend in enumerate(backends):
-            means = _means([row for row in members if row["backend"] == backend], "relative_error")
-            if means:
-                (handles[backend],) = axes.plot(
-                    list(means),
-                    list(means.values()),
-                    color=COLOURS[number % len(COLOURS)],
-                    marker=MARKERS[number % len(MARKERS)],
-                    markersize=3.5,
-                    linewidth=1.2,
-                    label=backend,
-                )
-        bounds = _means(members, "relative_bound")
+            line = {row["steps"]: row["relative_error"] for row in found if row["backend"] == backend}
+            if line:
+                colour, marker = COLOURS[number % len(COLOURS)], MARKERS[number % len(MARKERS)]
+                look = {"color": colour, "marker": marker, "markersize": 3.5, "linewidth": 1.2, "alpha": 0.85}
+                (handles[backend],) = axes.plot(list(line), list(line.values()), label=backend, **look)
+        bounds = {row["steps"]: row["relative_bound"] for row in found}
         (handles["bound"],) = axes.plot(list(bounds), list(bounds.values()), "--", color=RED, linewidth=1.2, label="bound")
-        axes.set(xscale="log", yscale="log", title=panel)
+        axes.set(xscale="log", yscale="log", title="/".join(case.split("/")[:4]))
         axes.set_xticks(counts, [str(count) for count in counts])
         axes.minorticks_off()
-    for axes in panel_axes[-2:]:
+    for axes in panels[-2:]:
         axes.set_xlabel("steps")
     figure.legend(handles=list(handles.values()), loc="outside upper center", ncols=5)
     return _svg(figure, "growth", "Relative error of the parameters against the number of steps, with the bound, by dtype.")
 
 
+@_styled
 def live_bytes(rows: Rows) -> str | None:
     """Measured bytes of live gradient beside those of the ledger; None where no row has both."""
     rows = [row for row in rows if row["data"] and {"measured", "ledger"} <= set(row["data"])]
     if not rows:
         return None
     names = [f"{row['case'].split('/', 1)[-1]}, {row['backend']}" for row in rows]
-    figure, (axes,) = _figure("memory", 0.34 * len(rows) + 1.2)
+    figure, (axes,) = _figure(0.34 * len(rows) + 1.2)
     places = np.arange(len(rows))
     for offset, key, colour in ((-0.18, "ledger", COLOURS[5]), (0.18, "measured", COLOURS[0])):
         values = [row["data"][key] / 1024 for row in rows]
@@ -153,35 +166,22 @@ def _ratio(row: Mapping[str, Any]) -> float:
     return math.inf if row["ratio"] is None else row["ratio"]
 
 
-def _means(rows: Rows, field: str) -> dict[int, float]:
-    """Geometric means by number of steps."""
-    found: dict[int, list[float]] = {}
-    for row in rows:
-        found.setdefault(row["steps"], []).append(math.log(row[field]))
-    return {steps: math.exp(sum(values) / len(values)) for steps, values in sorted(found.items())}
-
-
-def _figure(name: str, height: float, panels: int = 1) -> tuple[Figure, list[Axes]]:
-    import matplotlib as mpl
+def _figure(height: float, panels: int = 1) -> tuple[Figure, list[Axes]]:
+    """An empty figure, its panels in two columns if there are several."""
     from matplotlib.figure import Figure
 
-    with mpl.rc_context({**_STYLE, "svg.hashsalt": name}):
-        figure = Figure(figsize=(WIDTH, height), layout="constrained")
-        columns = min(panels, 2)
-        grid = figure.subplots(math.ceil(panels / columns), columns, squeeze=False)
-        axes = list(grid.flat)
-        for unused in axes[panels:]:
-            unused.set_visible(False)
-        return figure, axes[:panels]
+    figure = Figure(figsize=(WIDTH, height), layout="constrained")
+    columns = min(panels, 2)
+    axes = list(figure.subplots(math.ceil(panels / columns), columns, squeeze=False).flat)
+    for unused in axes[panels:]:
+        unused.set_visible(False)
+    return figure, axes[:panels]
 
 
 def _svg(figure: Figure, name: str, alternative: str) -> str:
     """The figure as an element of HTML: ids of its own, the page's colours, nothing that points elsewhere."""
-    import matplotlib as mpl
-
     written = io.StringIO()
-    with mpl.rc_context({**_STYLE, "svg.hashsalt": name}):
-        figure.savefig(written, format="svg", dpi=200, metadata=dict.fromkeys(("Date", "Creator", "Format", "Type")))
+    figure.savefig(written, format="svg", dpi=200, metadata=dict.fromkeys(("Date", "Creator", "Format", "Type")))
     text = written.getvalue()
     text = text[text.index("<svg") :]
     text = re.sub(r'\sxmlns(:\w+)?="[^"]*"', "", text)

@@ -33,8 +33,9 @@ def table(columns: Sequence[str], lines: Sequence[Sequence[Cell]], caption: str,
         caption: what the table says.
         tall: whether it scrolls up and down, too, with its header in place.
     """
+    texts = {0, *(place for place, cell in enumerate(lines[0]) if cell.state == "text")} if lines else {0}
     head = "".join(
-        f'<th scope="col"{_class("text") if place == 0 else ""}>{escape(name)}</th>' for place, name in enumerate(columns)
+        f'<th scope="col"{_class("text" if place in texts else "")}>{escape(name)}</th>' for place, name in enumerate(columns)
     )
     body = "".join(f"<tr>{_row_header(line[0])}{''.join(map(_cell, line[1:]))}</tr>" for line in lines)
     # keys must be able to scroll it

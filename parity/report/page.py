@@ -112,8 +112,8 @@ def _figures(content: Document) -> str:
         (
             "Errors over the steps",
             figures.growth(updates, backends),
-            "Relative error of the parameters with their compensation; geometric means over the cases of plain updates that "
-            "were run for each number of steps. Dashed: the same mean of the bounds.",
+            "Relative error of the parameters with their compensation against the number of steps; of each dtype and "
+            "compensation one case, that which most backends have run.",
         ),
         (
             "Live gradient bytes",
@@ -122,7 +122,7 @@ def _figures(content: Document) -> str:
         ),
     )
     made = [
-        f"<figure><h3>{title}</h3>{image}<figcaption>{caption}</figcaption></figure>"
+        f'<figure><h3>{title}</h3><div class="drawing">{image}</div><figcaption>{caption}</figcaption></figure>'
         for title, image, caption in drawn
         if image is not None
     ]

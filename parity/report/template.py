@@ -24,15 +24,15 @@ dt { color: var(--soft); } dd { margin: 0; overflow-wrap: anywhere; }
 table { border-collapse: collapse; font-size: .85rem; font-variant-numeric: tabular-nums; width: 100%; }
 caption { text-align: left; padding: .5rem .6rem; color: var(--soft); }
 th, td { padding: .25rem .6rem; text-align: right; white-space: nowrap; border-top: 1px solid var(--line); }
-thead th { background: var(--card); border-top: 0; vertical-align: bottom; }
-.tall thead th { position: sticky; top: 0; z-index: 1; }
+thead th, thead th.text { font-weight: 600; background: var(--card); border-top: 0; vertical-align: bottom; }
+.tall thead th, thead th.text { font-weight: 600; position: sticky; top: 0; z-index: 1; }
 th[scope=row], th.text, td.text { text-align: left; font-weight: 500; }
 td.text { white-space: normal; min-width: 14rem; overflow-wrap: anywhere; }
 .bad { color: var(--bad); font-weight: 600; } td.bad, tr.bad > * { background: var(--bad-soft); }
 .beyond { color: var(--peer); } td.beyond { background: var(--peer-soft); }
 .good { color: var(--good); } .soft { color: var(--soft); }
-figure { margin: 1rem 0; } figcaption { color: var(--soft); font-size: .9rem; }
-figure svg { display: block; width: 100%; max-width: 46rem; height: auto; }
+figure { margin: 1rem 0; } .drawing { overflow-x: auto; } figcaption { color: var(--soft); font-size: .9rem; }
+figure svg { display: block; width: 100%; min-width: 28rem; max-width: 46rem; height: auto; }
 svg text { font-family: system-ui, sans-serif !important; }
 .matrices { display: flex; flex-wrap: wrap; gap: 1rem; } .matrices > div { flex: 0 1 auto; max-width: 100%; }
 td.share { background: color-mix(in srgb, var(--accent) calc(var(--share) * 45%), var(--card)); }
