@@ -102,15 +102,18 @@ class MomentErrors:
         square = gradient**2
         first, second = np.abs(point.gradient - point.exp_avg_before), np.abs(square - point.exp_avg_sq_before)
         firsts, seconds = [first, first], [second, second, square]
-        echoes: tuple[np.ndarray | float, np.ndarray | float] = (0.0, 0.0)
+        echoes: tuple[Number, Number] = (0.0, 0.0)
+        remainder: Number = 0.0
         if parameter_error is not None:
             l2 = gradient + decay * np.abs(point.parameter_before)
             firsts += [l2, l2]
             seconds += [2.0 * gradient * l2] * 2
+            rounding = 2.0 * SIDES[self.compute] * unit_roundoff(self.compute) * l2  # where g + decay*p all but cancels, ...
+            remainder = rounding**2  # ... its square counts
             echo = decay * parameter_error
             echoes = (echo, echo * (2.0 * gradient + echo))
-        self._add(self.exp_avg, "exp_avg", given.beta1, point, firsts, echoes[0])
-        self._add(self.exp_avg_sq, "exp_avg_sq", given.beta2, point, seconds, echoes[1])
+        self._add(self.exp_avg, "exp_avg", given.beta1, point, firsts, echoes[0], 0.0)
+        self._add(self.exp_avg_sq, "exp_avg_sq", given.beta2, point, seconds, echoes[1], remainder)
 
     def _add(
         self,
@@ -119,7 +122,8 @@ class MomentErrors:
         beta: Number,
         point: Point,
         magnitudes: list[np.ndarray],
-        echo: np.ndarray | float,
+        echo: Number,
+        remainder: Number,
     ) -> None:
         """Roundings of a moment: u times the complement times `magnitudes`; the sum's; the storage's."""
         complement = (1.0 - beta) / -np.expm1(point.step * np.log(beta))
@@ -130,7 +134,7 @@ class MomentErrors:
         moved = np.abs(increment) + complement * (errors.linear + errors.worst + errors.echo + echo)
         errors.decay(1.0 - complement)
         errors.echo += complement * echo
-        errors.linear += COMPLEMENT * sides * unit * complement * magnitudes[0]
+        errors.linear += complement * (COMPLEMENT * sides * unit * magnitudes[0] + remainder)
         errors.linear += UNDERFLOWS * smallest_normal(self.compute)
         # where a rounding may have carried the number across a power of two, its spacing is the wider one
         reach = np.abs(value) + errors.linear + errors.echo

@@ -16,6 +16,7 @@ QUICK_STEP_COUNTS = (1, 100)
 TENSORS: Mapping[str, Mapping[str, tuple[int, ...]]] = MappingProxyType(
     {
         "matrix": {"matrix": (17, 43)},
+        "weight and bias": {"weight": (17, 23), "bias": (23,)},
         "odd shapes": {"vector": (509,), "scalar": (), "empty": (0, 5), "one": (1,), "cube": (3, 1, 7)},
         "large": {"large": (1009, 997)},
     }
@@ -129,7 +130,7 @@ class Setting:
 
 _WARM_UP_AND_COSINE = Schedule()
 _DECAY_TOO = Schedule(decay_rises=True)
-_FEW = Group(("scalar", "cube"), lr=10.0, weight_decay=0.0, complements=(0.5, 2.0))
+_BIASES = Group(("bias",), lr=10.0, weight_decay=0.0, complements=(0.5, 2.0))
 
 SETTINGS = (
     Setting("A", lr=1e-3, weight_decay=0.01),
@@ -158,27 +159,27 @@ SETTINGS = (
         longest=100,
         storages="compensations",
     ),
-    Setting("groups", lr=1e-3, weight_decay=0.01, tensors="odd shapes", longest=100, storages="default", group=_FEW),
+    Setting("groups", lr=1e-3, weight_decay=0.01, tensors="weight and bias", longest=100, storages="default", group=_BIASES),
     Setting("schedule", lr=1e-3, weight_decay=0.01, longest=100, storages="default", schedule=_WARM_UP_AND_COSINE),
     Setting(
         "schedules",
         lr=1e-3,
         weight_decay=0.1,
-        tensors="odd shapes",
+        tensors="weight and bias",
         longest=100,
         storages="default",
         schedule=_DECAY_TOO,
-        group=_FEW,
+        group=_BIASES,
     ),
     Setting(
         "decoupled",
         lr=1e-3,
         weight_decay=5e-4,
-        tensors="odd shapes",
+        tensors="weight and bias",
         longest=100,
         storages="default",
         schedule=_WARM_UP_AND_COSINE,
-        group=_FEW,
+        group=_BIASES,
         decouple_lr=True,
     ),
     Setting(

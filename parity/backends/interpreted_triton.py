@@ -24,7 +24,11 @@ from .protocol import Held, Run
 from .torch_optimizers import TorchBackend
 
 if TYPE_CHECKING:
+    from ..events import EventCase, EventRun
     from ..trajectories import Trajectory, TrajectoryRun
+
+INTERPRETED_EVENTS = "without a CUDA device it runs plain updates only, in a process of its own"
+"""Why the interpreter runs no event sequences."""
 
 WORKER = f"{__package__}.triton_worker"
 
@@ -88,6 +92,8 @@ class TritonBackend:
     """See the module."""
 
     name = "triton"
+    norm_eps = TorchBackend.norm_eps
+    abilities = TorchBackend.abilities
 
     def unavailable(self) -> str | None:
         """See `Backend`."""
@@ -112,6 +118,19 @@ class TritonBackend:
         here = self._here()
         return InterpretedRun(case) if here is None else here.start(case)
 
+    def refuses_events(self, case: EventCase) -> str | None:
+        """See `parity.events.RunsEvents`."""
+        here = self._here()
+        return INTERPRETED_EVENTS if here is None else here.refuses_events(case)
+
+    def start_events(self, case: EventCase) -> EventRun:
+        """See `parity.events.RunsEvents`."""
+        return self._in_this_process().start_events(case)
+
+    def start_plain(self, case: EventCase) -> EventRun:
+        """See `parity.identity.StepsPlainly`."""
+        return self._in_this_process().start_plain(case)
+
     def refuses_trajectory(self, case: Trajectory) -> str | None:
         """See `parity.trajectories.RunsTrajectories`."""
         return "Triton's interpreter would take minutes a case" if self._here() is None else None
@@ -122,6 +141,12 @@ class TritonBackend:
         if here is None:
             raise Refused("backend='triton' trains the model only where there is a GPU, or inside its interpreter.")
         return here.start_trajectory(case)
+
+    def _in_this_process(self) -> TorchBackend:
+        here = self._here()
+        if here is None:
+            raise Refused(f"backend='triton' cannot run this: {INTERPRETED_EVENTS}.")
+        return here
 
     def _here(self) -> TorchBackend | None:
         """The kernels in this process, if it can run them."""

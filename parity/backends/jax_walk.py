@@ -14,13 +14,12 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ...core.compensation import resolve
-from ...core.hyperparameters import Hyperparameters
-from ...core.rules import Rule
 from ..cases import Case, Storage
-from .jax_transforms import JaxBackend, float64, held_of, transform_of
+from .jax_transforms import JaxBackend, Recipe, float64, held_of
 from .protocol import Held
 
 if TYPE_CHECKING:
+    from ..events import EventCase, EventRun
     from ..trajectories import Trajectory, TrajectoryRun
 
 FACTORS = (-0.5, 1.0, 0.25)
@@ -30,7 +29,7 @@ MIDDLE = 1
 
 
 @functools.lru_cache(maxsize=64)  # cases that differ in their gradients only share what is compiled
-def _transform_and_step(rule: Rule, given: Hyperparameters, storage: Storage, is_float64: bool) -> tuple[Any, Any]:
+def _transform_and_step(recipe: Recipe, is_float64: bool) -> tuple[Any, Any]:
     """The transform, and the step of a model whose loss, sum(p*g), has the gradients g that the batch brings."""
     import jax.numpy as jnp
 
@@ -47,7 +46,7 @@ def _transform_and_step(rule: Rule, given: Hyperparameters, storage: Storage, is
     stack = jax_frontend.LayerStack(
         embed, jax_frontend.Layers(layer, inputs=lambda batch: batch), loss=lambda outer, x, batch: x
     )
-    tx = transform_of(rule, given, storage)
+    tx = recipe.transform()
     return tx, jax_frontend.make_release_step(stack, tx)
 
 
@@ -61,7 +60,7 @@ class WalkRun:
 
         problem = case.problem
         self.is_float64 = problem.dtype == "float64"
-        tx, self.release = _transform_and_step(problem.rule, problem.hyperparameters, case.storage, self.is_float64)
+        tx, self.release = _transform_and_step(Recipe.of(case), self.is_float64)
         with self._precision():
             layers = {name: jnp.stack([value] * len(FACTORS)) for name, value in problem.initial_parameters().items()}
             self.state = jax_frontend.init_train_state(tx, {"outer": {}, "layers": layers})
@@ -104,13 +103,25 @@ class WalkBackend(JaxBackend):
     def refuses(self, case: Case) -> str | None:
         """See `Backend`."""
         default = Storage(resolve("auto", case.problem.dtype), None)
-        if self.quick and (case.problem.setting.odd_shapes or case.storage != default):
+        if self.quick and (case.problem.setting.tensors != "matrix" or case.storage != default):
             return "compiling takes a second a case; leave out --quick, or name the backend with --backend walk"
         return super().refuses(case)
 
     def start(self, case: Case) -> Any:
         """See `Backend`."""
         return WalkRun(case)
+
+    def refuses_events(self, case: EventCase) -> str | None:
+        """See `parity.events.RunsEvents`."""
+        from ..events.jax_steps import refusal
+
+        return refusal(case, walk=True)
+
+    def start_events(self, case: EventCase) -> EventRun:
+        """See `parity.events.RunsEvents`."""
+        from ..events.jax_steps import JaxEvents
+
+        return JaxEvents(case, walk=True)
 
     def refuses_trajectory(self, case: Trajectory) -> str | None:
         """See `parity.trajectories.RunsTrajectories`."""

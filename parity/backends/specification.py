@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -11,6 +12,9 @@ from ...core.moments import debiased_complements
 from ...core.update import TensorState, init_state, update
 from ..cases import Case
 from .protocol import Held
+
+if TYPE_CHECKING:
+    from ..events import EventCase, EventRun
 
 
 class NumpyRun:
@@ -57,6 +61,7 @@ class NumpyBackend:
     """See the module."""
 
     name = "numpy"
+    norm_eps = 0.0
     abilities = frozenset({"schedules", "groups", "decoupled decay"})
 
     def unavailable(self) -> str | None:
@@ -70,3 +75,13 @@ class NumpyBackend:
     def start(self, case: Case) -> NumpyRun:
         """See `Backend`."""
         return NumpyRun(case)
+
+    def refuses_events(self, case: EventCase) -> str | None:
+        """See `parity.events.RunsEvents`."""
+        return None
+
+    def start_events(self, case: EventCase) -> EventRun:
+        """See `parity.events.RunsEvents`."""
+        from ..events.specification import NumpyEvents
+
+        return NumpyEvents(case)
