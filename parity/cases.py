@@ -124,13 +124,21 @@ class Case:
 
     @property
     def quick(self) -> bool:
-        """Whether a quick run has it: every setting, rule, dtype and compensation, but not every combination.
+        """Whether a quick run has it.
 
-        Setting A is left out, as its learning rate and decay are those of shapes and its tensor is that of B, and moments
-        in full precision are tried without compensation only.
+        B and decay try every rule, dtype and compensation, B full-precision moments without compensation, too. The others
+        come with the default compensation: schedules and groups in float32, the large tensor for StableAdamW there, whose
+        mean is over all of its elements. A is left out: its learning rate and decay are those of shapes, its tensor B's.
         """
-        setting, storage = self.problem.setting, self.storage
-        return setting.name != "A" and (storage.state_dtype is None or storage.compensation == "none")
+        problem, storage = self.problem, self.storage
+        setting = problem.setting
+        if setting.name in ("B", "decay"):
+            return storage.state_dtype is None or storage.compensation == "none"
+        if setting.name == "A" or storage not in storages(problem.dtype, "default"):
+            return False
+        if setting.tensors == "large":
+            return problem.dtype == "float32" and problem.rule.clips_update
+        return problem.dtype == "float32" or not problem.needs
 
 
 def storages(dtype: str, kept: str) -> tuple[Storage, ...]:

@@ -91,8 +91,8 @@ class WalkBackend(JaxBackend):
     """See the module.
 
     Args:
-        quick: of the cases that compile a program of their own, take only those of the defaults: one matrix, the default
-            dtypes of the moments, and the default compensation of each parameter dtype.
+        quick: of the cases that compile a program of their own, take only those of the defaults: one matrix without
+            schedules, the default dtypes of the moments, and the default compensation of each parameter dtype.
     """
 
     name = "walk"
@@ -103,7 +103,7 @@ class WalkBackend(JaxBackend):
     def refuses(self, case: Case) -> str | None:
         """See `Backend`."""
         default = Storage(resolve("auto", case.problem.dtype), None)
-        if self.quick and (case.problem.setting.tensors != "matrix" or case.storage != default):
+        if self.quick and (case.problem.setting.tensors != "matrix" or case.problem.needs or case.storage != default):
             return "compiling takes a second a case; leave out --quick, or name the backend with --backend walk"
         return super().refuses(case)
 
