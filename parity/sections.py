@@ -9,6 +9,9 @@ from ..core.errors import InvalidArgument
 from .backends.protocol import Backend
 from .cases import matches
 from .compare import Finding
+from .events import Events
+from .frameworks import Frameworks
+from .identity import Identity
 from .progress import Progress
 from .trajectories import Trajectories
 from .updates import Updates
@@ -60,7 +63,10 @@ class Section(Protocol):
 
 SECTIONS: tuple[Section, ...] = (
     Updates(),
+    Events(),
+    Identity(),
     Trajectories(),
+    Frameworks(),
     # the next one
 )
 """In the order in which they run."""

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from ... import jax_frontend
-from ..backends.jax_transforms import float64, held_of, transform_of
+from ..backends.jax_transforms import Recipe, float64, held_of
 from ..backends.protocol import Held
 from ..cases import Storage
 from ..demonstration.jax_model import apply_layer, cross_entropy, embedded, make_loss
@@ -25,7 +25,7 @@ class UnrolledTrajectory:
 
     def __init__(self, case: Trajectory) -> None:
         self.case = case
-        tx = transform_of(case.rule, case.hyperparameters, Storage("none", None))
+        tx = Recipe(case.rule, ((),), (case.hyperparameters,), None, None, Storage("none", None)).transform()
         with self._precision():
             parameters = {name: jnp.array(value) for name, value in start(case.dtype).items()}
             self.state, self._step = self._made(tx, parameters)
