@@ -127,8 +127,9 @@ class Case:
         """Whether a quick run has it.
 
         B and decay try every rule, dtype and compensation, B full-precision moments without compensation, too. The others
-        come with the default compensation: schedules and groups in float32, the large tensor for StableAdamW there, whose
-        mean is over all of its elements. A is left out: its learning rate and decay are those of shapes, its tensor B's.
+        come with the default compensation, those of several tensors for every rule in float32, and in the other dtypes for
+        StableAdamW only, whose mean is over a tensor; schedules and groups in float32 only. The large tensor comes once. A
+        is left out: its learning rate and decay are those of shapes, its tensor is B's.
         """
         problem, storage = self.problem, self.storage
         setting = problem.setting
@@ -136,9 +137,11 @@ class Case:
             return storage.state_dtype is None or storage.compensation == "none"
         if setting.name == "A" or storage not in storages(problem.dtype, "default"):
             return False
-        if setting.tensors == "large":
-            return problem.dtype == "float32" and problem.rule.clips_update
-        return problem.dtype == "float32" or not problem.needs
+        if setting.tensors == "matrix" and not problem.needs:
+            return True
+        if problem.dtype == "float32":
+            return problem.rule.clips_update or setting.tensors != "large"
+        return problem.rule.clips_update and setting.tensors == "odd shapes"
 
 
 def storages(dtype: str, kept: str) -> tuple[Storage, ...]:

@@ -20,6 +20,7 @@ from .protocol import Held
 
 if TYPE_CHECKING:
     from ..events import EventCase, EventRun
+    from ..memory import Measured, MemoryCase
     from ..trajectories import Trajectory, TrajectoryRun
 
 FACTORS = (-0.5, 1.0, 0.25)
@@ -92,7 +93,8 @@ class WalkBackend(JaxBackend):
 
     Args:
         quick: of the cases that compile a program of their own, take only those of the defaults: one matrix without
-            schedules, the default dtypes of the moments, and the default compensation of each parameter dtype.
+            schedules, the default dtypes of the moments, and the default compensation; every rule in float32, and
+            StableAdamW, whose mean must not be over the stack, in the other dtypes.
     """
 
     name = "walk"
@@ -102,10 +104,15 @@ class WalkBackend(JaxBackend):
 
     def refuses(self, case: Case) -> str | None:
         """See `Backend`."""
-        default = Storage(resolve("auto", case.problem.dtype), None)
-        if self.quick and (case.problem.setting.tensors != "matrix" or case.problem.needs or case.storage != default):
+        if self.quick and not self._is_quick(case):
             return "compiling takes a second a case; leave out --quick, or name the backend with --backend walk"
         return super().refuses(case)
+
+    def _is_quick(self, case: Case) -> bool:
+        problem = case.problem
+        plain = problem.setting.tensors == "matrix" and not problem.needs
+        default = case.storage == Storage(resolve("auto", problem.dtype), None)
+        return plain and default and (problem.rule.clips_update or problem.dtype == "float32")
 
     def start(self, case: Case) -> Any:
         """See `Backend`."""
@@ -122,6 +129,20 @@ class WalkBackend(JaxBackend):
         from ..events.jax_steps import JaxEvents
 
         return JaxEvents(case, walk=True)
+
+    def refuses_memory(self, case: MemoryCase) -> str | None:
+        """See `parity.memory.ShowsMemory`."""
+        from ..memory import walk_refusal
+
+        if self.quick and case.policy != "clip":  # which needs most
+            return "compiling takes a second a case; leave out --quick, or name the backend with --backend walk"
+        return walk_refusal(case)
+
+    def measure_memory(self, case: MemoryCase) -> Measured:
+        """See `parity.memory.ShowsMemory`."""
+        from ..memory import walk_memory
+
+        return walk_memory(case)
 
     def refuses_trajectory(self, case: Trajectory) -> str | None:
         """See `parity.trajectories.RunsTrajectories`."""
