@@ -12,6 +12,7 @@ from .compare import Finding
 from .events import Events
 from .frameworks import Frameworks
 from .identity import Identity
+from .memory import Memory
 from .progress import Progress
 from .trajectories import Trajectories
 from .updates import Updates
@@ -65,6 +66,7 @@ SECTIONS: tuple[Section, ...] = (
     Updates(),
     Events(),
     Identity(),
+    Memory(),
     Trajectories(),
     Frameworks(),
     # the next one

@@ -25,6 +25,7 @@ from .torch_optimizers import TorchBackend
 
 if TYPE_CHECKING:
     from ..events import EventCase, EventRun
+    from ..memory import Measured, MemoryCase
     from ..trajectories import Trajectory, TrajectoryRun
 
 INTERPRETED_EVENTS = "without a CUDA device it runs plain updates only, in a process of its own"
@@ -130,6 +131,14 @@ class TritonBackend:
     def start_plain(self, case: EventCase) -> EventRun:
         """See `parity.identity.StepsPlainly`."""
         return self._in_this_process().start_plain(case)
+
+    def refuses_memory(self, case: MemoryCase) -> str | None:
+        """See `parity.memory.ShowsMemory`."""
+        return INTERPRETED_EVENTS if self._here() is None else None
+
+    def measure_memory(self, case: MemoryCase) -> Measured:
+        """See `parity.memory.ShowsMemory`."""
+        return self._in_this_process().measure_memory(case)
 
     def refuses_trajectory(self, case: Trajectory) -> str | None:
         """See `parity.trajectories.RunsTrajectories`."""

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from ..events import EventCase, EventRun
+    from ..memory import Measured, MemoryCase
     from ..trajectories import Trajectory, TrajectoryRun
 
 CLASSES = {"stable_adamw": "StableAdamW", "adamw": "AdamW", "adam": "Adam"}
@@ -138,6 +139,16 @@ class TorchBackend:
         from ..events.torch_release import TorchEvents
 
         return TorchEvents(case, self.name, self.device, released=False)
+
+    def refuses_memory(self, case: MemoryCase) -> str | None:
+        """See `parity.memory.ShowsMemory`."""
+        return None
+
+    def measure_memory(self, case: MemoryCase) -> Measured:
+        """See `parity.memory.ShowsMemory`."""
+        from ..memory import torch_memory
+
+        return torch_memory(case, self.name, self.device)
 
     def refuses_trajectory(self, case: Trajectory) -> str | None:
         """See `parity.trajectories.RunsTrajectories`."""
