@@ -31,13 +31,13 @@ class Updates:
     ) -> Iterator[Finding]:
         """See `Section`. Cases of one problem stand next to each other and share its truth."""
         for problem, group in itertools.groupby(cases, key=lambda case: case.problem):
-            members = list(group)
-            progress(members[0].name, "reference")
-            truth = truths(problem, [case.storage for case in members], steps)
-            for case in members:
-                for backend in backends:
+            reasons = {case: [lacks(backend, problem.needs) or backend.refuses(case) for backend in backends] for case in group}
+            progress(next(iter(reasons)).name, "reference")
+            wanted = [case.storage for case, of_case in reasons.items() if None in of_case]
+            truth = truths(problem, wanted, steps) if wanted else {}
+            for case, of_case in reasons.items():
+                for backend, reason in zip(backends, of_case, strict=True):
                     progress(case.name, backend.name)
-                    reason = lacks(backend, case.problem.needs) or backend.refuses(case)
                     if reason is None:
                         yield from run_case(backend, case, truth)
                     else:

@@ -58,18 +58,24 @@ def write_whole(target: pathlib.Path, content: Mapping[str, Any]) -> pathlib.Pat
 
 
 def _json(value: Any, indentation: str = "\n") -> Iterator[str]:
-    """JSON, piece by piece. What holds nothing but scalars stands on one line, so that a row of a table is a line."""
-    inner = list(value.values()) if isinstance(value, Mapping) else value
-    if not isinstance(inner, list) or not any(isinstance(item, list | Mapping) for item in inner):
+    """JSON, piece by piece: lists of objects have a line for each, and everything else that holds no such list is a line."""
+    if not _holds_table(value):
         yield json.dumps(value, allow_nan=False)
         return
+    is_object = isinstance(value, Mapping)
     within, separator = indentation + " ", ""
-    yield "{" if isinstance(value, Mapping) else "["
-    for key, item in value.items() if isinstance(value, Mapping) else ((None, item) for item in inner):
-        yield separator + within + ("" if key is None else f"{json.dumps(key)}: ")
+    yield "{" if is_object else "["
+    for key, item in value.items() if is_object else ((None, item) for item in value):
+        yield separator + within + (f"{json.dumps(key)}: " if is_object else "")
         yield from _json(item, within)
         separator = ","
-    yield indentation + ("}" if isinstance(value, Mapping) else "]")
+    yield indentation + ("}" if is_object else "]")
+
+
+def _holds_table(value: Any) -> bool:
+    if isinstance(value, Mapping):
+        return any(map(_holds_table, value.values()))
+    return isinstance(value, list) and any(isinstance(item, Mapping | list) for item in value)
 
 
 def _write(target: pathlib.Path, pieces: Iterable[str]) -> pathlib.Path:

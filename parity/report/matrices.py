@@ -23,8 +23,8 @@ def matrices(rows: Sequence[Mapping[str, Any]]) -> str:
         counts = {frozenset((row["data"]["other"], row["backend"])): row["data"] for row in members}
         lines = [[Cell(one), *(_cell(counts.get(frozenset((one, other)))) for other in names)] for one in names]
         elements = max(row["data"]["elements"] for row in members)
-        caption = f"{case}, {quantity}, {steps} steps: of {elements} elements differ"
-        made.append(f"<div>{table(['', *names], lines, caption)}</div>")
+        caption = f"{case}, {quantity}, after {steps}: of {elements} elements differ"
+        made.append(f"<div>{table(('backend', *names), lines, caption)}</div>")
     return f'<div class="matrices">{"".join(made)}</div>' if made else ""
 
 

@@ -120,7 +120,7 @@ def test_a_planted_fault_breaks_a_bound(planted: str) -> None:
 
 @pytest.mark.parametrize("planted", ["decay dropped"], indirect=True)
 def test_the_command_exits_with_1_and_names_the_case(planted: str, capsys: pytest.CaptureFixture[str]) -> None:
-    arguments = argparse.Namespace(backend=["faulty"], cases="B/adamw/float32/*", quick=True, report=None)
+    arguments = argparse.Namespace(backend=["faulty"], cases="B/adamw/float32/*", quick=True, report=None, modules=[])
     assert command.run(arguments) == 1
     out = capsys.readouterr().out
     assert "BROKEN" in out

@@ -92,7 +92,7 @@ def run(arguments: argparse.Namespace) -> int:
     for sentence in report.summary(result):
         console.print(sentence, markup=False, soft_wrap=True)
     if arguments.report is not None:
-        content = report.document(result, version=__version__, command=sys.argv, not_available=not_available)
+        content = report.document(result, version=__version__, command=["penstock", *sys.argv[1:]], not_available=not_available)
         try:
             for written in (report.write_json(arguments.report, content), report.write_page(arguments.report, content)):
                 console.print(f"written: {written}", markup=False, soft_wrap=True)
