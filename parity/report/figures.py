@@ -21,6 +21,7 @@ Rows = Sequence[Mapping[str, Any]]
 INK, LINE, RED = "#010203", "#040506", "#070809"  # stand for colours of the page
 _THEME = {INK: "currentColor", LINE: "var(--line)", RED: "var(--bad)"}
 COLOURS = ("#3987d6", "#e0812f", "#1fa187", "#b565b0", "#c59a12", "#7d8894")  # legible on light and on dark
+GREY = COLOURS[-1]
 MARKERS = "osD^vPX"
 WIDTH = 6.6  # inches: legible on a phone, too
 OTHERS = "other quantities"
@@ -137,22 +138,38 @@ def growth(rows: Rows, backends: Sequence[str]) -> str | None:
 
 @_styled
 def live_bytes(rows: Rows) -> str | None:
-    """Measured bytes of live gradient beside those of the ledger; None where no row has both."""
-    rows = [row for row in rows if row["data"] and {"measured", "ledger"} <= set(row["data"])]
+    """Peaks of live gradient, measured and by the ledger, and how they come about; None where nothing was measured.
+
+    Of rows whose data has `found` and `expected` bytes and a `timeline`, (name, bytes alive) for each gradient that arrives.
+    """
+    rows = [row for row in rows if row["quantity"] == "peak, measured" and row["data"] and "timeline" in row["data"]]
     if not rows:
         return None
-    names = [f"{row['case'].split('/', 1)[-1]}, {row['backend']}" for row in rows]
-    figure, (axes,) = _figure(0.34 * len(rows) + 1.2)
+    several = len({row["backend"] for row in rows}) > 1
+    names = [row["data"]["policy"] + (f", {row['backend']}" if several else "") for row in rows]
+    figure, (peaks, course) = _figure(max(2.6, 0.34 * len(rows) + 1.2), 2)
     places = np.arange(len(rows))
-    for offset, key, colour in ((-0.18, "ledger", COLOURS[5]), (0.18, "measured", COLOURS[0])):
-        values = [row["data"][key] / 1024 for row in rows]
-        axes.barh(places + offset, values, height=0.34, color=colour, label=key)
-    axes.set_yticks(places, names)
-    axes.invert_yaxis()
-    axes.grid(False, axis="y")
-    axes.set_xlabel("peak of live gradient, KiB")
-    figure.legend(loc="outside upper center", ncols=2)
-    return _svg(figure, "memory", "Peak bytes of live gradient: what the ledger says, and what was measured.")
+    for offset, key, label, colour in ((-0.18, "expected", "ledger", GREY), (0.18, "found", "measured", COLOURS[0])):
+        peaks.barh(places + offset, [row["data"][key] / 1024 for row in rows], height=0.34, color=colour, label=label)
+    peaks.set_yticks(places, names)
+    peaks.invert_yaxis()
+    peaks.grid(False, axis="y")
+    peaks.set_xlabel("peak of live gradient, KiB")
+    peaks.legend(loc="lower center", bbox_to_anchor=(0.5, 1.0), ncols=2)
+    drawn: dict[tuple[float, ...], list[str]] = {}
+    for row in rows:
+        if row["backend"] == rows[0]["backend"]:
+            drawn.setdefault(tuple(alive / 1024 for _, alive in row["data"]["timeline"]), []).append(row["data"]["policy"])
+    for number, (alive, policies) in enumerate(drawn.items()):
+        course.step(
+            range(1, len(alive) + 1), alive, where="post", color=COLOURS[number % len(COLOURS)], label=", ".join(policies)
+        )
+    course.set_ylim(bottom=0)
+    course.set(xlabel="gradients that have arrived", ylabel="alive, KiB")
+    course.legend(loc="lower center", bbox_to_anchor=(0.5, 1.0), ncols=2)
+    return _svg(
+        figure, "memory", "Live bytes of gradient by policy: peaks by the ledger and as measured, and over the backward pass."
+    )
 
 
 def stored_as(case: str) -> str:

@@ -75,7 +75,7 @@ def _json(value: Any, indentation: str = "\n") -> Iterator[str]:
 def _holds_table(value: Any) -> bool:
     if isinstance(value, Mapping):
         return any(map(_holds_table, value.values()))
-    return isinstance(value, list) and any(isinstance(item, Mapping | list) for item in value)
+    return isinstance(value, list) and any(isinstance(item, Mapping) for item in value)
 
 
 def _write(target: pathlib.Path, pieces: Iterable[str]) -> pathlib.Path:

@@ -118,7 +118,8 @@ def _figures(content: Document) -> str:
         (
             "Live gradient bytes",
             figures.live_bytes(rows),
-            "What the ledger says is alive at the peak, and what was measured by storage.",
+            "What the ledger says is alive at the peak, and what was measured by storage; and what was alive whenever a "
+            "gradient arrived.",
         ),
     )
     made = [

@@ -81,19 +81,22 @@ def kinds(title: str, rows: Sequence[Row]) -> Table:
 
 
 def differences(title: str, rows: Sequence[Row]) -> Table:
-    """One line a pair of backends: how many elements differ in their bits, in each case, by quantity."""
-    columns = list(dict.fromkeys((row.case, row.steps) for row in rows))
-    made = Table(title=f"{escape(title)}\nelements that differ: parameter, exp_avg, exp_avg_sq")
-    made.add_column("backends", no_wrap=True)
-    for case, steps in columns:
-        made.add_column(f"{escape(kind_of(case))}\n{steps} steps", justify="right")
-    counts: dict[tuple[str, str], dict[tuple[str, int], list[str]]] = {}
+    """How many elements differ in their bits, by pair of backends and by case; what there are more of goes down."""
+    cells: dict[tuple[str, str], list[str]] = {}
     for row in rows:
         assert row.data is not None
-        of_pair = counts.setdefault((row.data["other"], row.backend), {})
-        of_pair.setdefault((row.case, row.steps), []).append(f"{row.units:.0f}")
-    for (one, other), found in counts.items():
-        made.add_row(escape(f"{one} - {other}"), *(" ".join(found.get(column, ["-"])) for column in columns))
+        pair, place = f"{row.data['other']} - {row.backend}", f"{row.case.partition('/')[2]}, {row.steps}"
+        cells.setdefault((pair, place), []).append(f"{row.units:.0f}")
+    pairs, places = (list(dict.fromkeys(names)) for names in zip(*cells, strict=True))
+    quantities = ", ".join(dict.fromkeys(row.quantity for row in rows))
+    made = Table(title=f"{escape(title)}\nelements that differ: {quantities}")
+    pairs_go_down = len(pairs) > len(places)
+    made.add_column("backends" if pairs_go_down else "case, steps", no_wrap=True)
+    for name in places if pairs_go_down else pairs:
+        made.add_column(escape(name), justify="right")
+    for line in pairs if pairs_go_down else places:
+        keys = [(line, place) for place in places] if pairs_go_down else [(pair, line) for pair in pairs]
+        made.add_row(escape(line), *(" ".join(cells.get(key, ["-"])) for key in keys))
     return made
 
 
