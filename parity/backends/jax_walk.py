@@ -28,6 +28,10 @@ FACTORS = (-0.5, 1.0, 0.25)
 
 MIDDLE = 1
 
+SPIKE_EVERY, CALM = 3, 1 / 16
+"""The neighbours' gradients are multiplied by the second one but for every third step, when StableAdamW clips the
+neighbours, and would clip the middle layer with them if it took its mean over the stack."""
+
 
 @functools.lru_cache(maxsize=64)  # cases that differ in their gradients only share what is compiled
 def _transform_and_step(recipe: Recipe, is_float64: bool) -> tuple[Any, Any]:
@@ -59,7 +63,7 @@ class WalkRun:
 
         from ... import jax_frontend
 
-        problem = case.problem
+        problem, self.count = case.problem, 0
         self.is_float64 = problem.dtype == "float64"
         tx, self.release = _transform_and_step(Recipe.of(case), self.is_float64)
         with self._precision():
@@ -68,8 +72,11 @@ class WalkRun:
 
     def step(self, gradients: Mapping[str, np.ndarray]) -> None:
         """See `Run`."""
+        self.count += 1
+        calm = 1.0 if self.count % SPIKE_EVERY == 0 else CALM
+        factors = [factor if layer == MIDDLE else factor * calm for layer, factor in enumerate(FACTORS)]
         batch = {
-            name: np.stack([np.asarray(gradient * factor, gradient.dtype) for factor in FACTORS])
+            name: np.stack([np.asarray(gradient * factor, gradient.dtype) for factor in factors])
             for name, gradient in gradients.items()
         }
         with self._precision():
