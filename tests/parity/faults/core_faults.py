@@ -16,7 +16,7 @@ from .planting import Fault, instead, value
 
 B_ADAMW, B_ADAM = "B/adamw/float32/none/state-default", "B/adam/float32/none/state-default"
 B_STABLE = "B/stable_adamw/float32/none/state-default"
-DECAY = "decay/adamw/float32/none/state-default"
+DECAY = "decay/adamw/bfloat16/split/state-default"
 
 
 def _eps_in_root(correct: Any, m: Moments, parameter: Any, eps: Any, decay: Any, xp: Any) -> Any:
@@ -25,8 +25,9 @@ def _eps_in_root(correct: Any, m: Moments, parameter: Any, eps: Any, decay: Any,
 
 
 def _decay_unfolded(correct: Any, ops: Any, rule: Any, given: Any, parameter: Any, m: Moments, mean_square: Any) -> Any:
+    """p*(1 - lr*weight_decay), with a factor that the parameter's dtype rounds to 1."""
     step = correct(ops, rule, dataclasses.replace(given, weight_decay=0.0), parameter, m, mean_square)
-    kept = ops.cast(np.asarray(1.0 - given.learning_rate * given.decay_rate), "float32")
+    kept = ops.round_to(np.float32(1.0 - given.learning_rate * given.decay_rate), "bfloat16")
     return parameter * kept - parameter + step
 
 
