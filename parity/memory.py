@@ -130,8 +130,8 @@ def run_case(backend: Backend, case: MemoryCase) -> list[Finding]:
 
 def _row(case: MemoryCase, backend: str, quantity: str, found: int, expected: int, allowed: int, data: dict[str, Any]) -> Row:
     bound = Bound(float(allowed), np.array([float(allowed)]))
-    values = [np.array([float(nbytes)]) for nbytes in (found, expected)]
-    row = against(case.name, backend, STEPS, quantity, *values, bound, np.ones_like)
+    value, true = (np.array([float(nbytes)]) for nbytes in (found, expected))
+    row = against(case.name, backend, STEPS, quantity, value, true, bound, np.ones_like)
     return dataclasses.replace(row, data={"policy": case.policy, "found": found, "expected": expected, **data})
 
 
@@ -244,7 +244,7 @@ def walk_memory(case: MemoryCase) -> Measured:
         accumulation=None if case.accumulation == "hold" else case.accumulation,
     )
     batch = jax.ShapeDtypeStruct((case.micro_batches, WALKED_WIDTH), "float32")
-    analysis = step.lower(state, batch).compile().memory_analysis()
+    analysis: Any = step.lower(state, batch).compile().memory_analysis()
     layer = _nbytes(state.params["layers"]) // WALKED_LAYERS
     slices = SLICES + (case.scales or case.max_norm is not None or case.micro_batches > 1)
     activations = (WALKED_LAYERS + ACTIVATIONS) * _nbytes(batch)  # the inputs of all layers are saved
