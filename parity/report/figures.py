@@ -27,7 +27,7 @@ WIDTH = 6.6  # inches: legible on a phone, too
 OTHERS = "other quantities"
 SMALLEST, LARGEST = 1e-4, 1e4  # of the ratios: what is outside is drawn there
 
-_STYLE: dict[str, Any] = {
+_STYLE: Any = {
     "svg.fonttype": "none",  # text stays text
     "svg.hashsalt": "parity",  # the same file each time
     "font.family": "sans-serif",
@@ -123,7 +123,7 @@ def growth(rows: Rows, backends: Sequence[str]) -> str | None:
             line = {row["steps"]: row["relative_error"] for row in found if row["backend"] == backend}
             if line:
                 colour, marker = COLOURS[number % len(COLOURS)], MARKERS[number % len(MARKERS)]
-                look = {"color": colour, "marker": marker, "markersize": 3.5, "linewidth": 1.2, "alpha": 0.85}
+                look: Any = {"color": colour, "marker": marker, "markersize": 3.5, "linewidth": 1.2, "alpha": 0.85}
                 (handles[backend],) = axes.plot(list(line), list(line.values()), label=backend, **look)
         bounds = {row["steps"]: row["relative_bound"] for row in found}
         (handles["bound"],) = axes.plot(list(bounds), list(bounds.values()), "--", color=RED, linewidth=1.2, label="bound")

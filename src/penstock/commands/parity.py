@@ -27,7 +27,9 @@ def add_parser(subparsers: Any) -> None:
     )
     parser.add_argument("--backend", action="append", metavar="NAME", help="only this backend; may be repeated")
     parser.add_argument(
-        "--cases", metavar="PATTERN", help="only cases that match, as 'B/*/bfloat16/*', or that have this part, as 'adamw'"
+        "--cases",
+        metavar="PATTERN",
+        help="only cases that match, as 'B/*/bfloat16/*', that have this part, as 'adamw', or of this section, as 'events'",
     )
     parser.add_argument(
         "--import",
