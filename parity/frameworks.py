@@ -17,7 +17,7 @@ from ..core.compensation import resolve
 from ..core.dtypes import PARAMETER_DTYPES
 from ..core.rules import RULES
 from .backends.jax_transforms import float64
-from .backends.protocol import Backend, Held
+from .backends.protocol import Backend, Held, converted
 from .backends.torch_optimizers import to_numpy
 from .bounds import Bound
 from .cases import Case, Problem, Storage
@@ -102,13 +102,13 @@ def run_pair(pair: Pair, torch_backend: Backend, jax_backend: Backend, truth: Ma
 
 def apart() -> str | None:
     """Why arrays of one framework cannot go to the other as they lie, or None."""
+    import jax
     import torch
-    from jax import dlpack
-    from jax import numpy as jnp
+    from torch.utils import dlpack
 
     try:
-        torch.from_dlpack(jnp.zeros(1))
-        dlpack.from_dlpack(torch.zeros(1))
+        dlpack.from_dlpack(jax.numpy.zeros(1))
+        jax.dlpack.from_dlpack(torch.zeros(1))
     except (RuntimeError, BufferError) as error:  # they are on different devices
         return f"{type(error).__name__}: {error}"
     return None
@@ -133,23 +133,15 @@ def _rows(pair: Pair, step: int, torch_run: Any, jax_run: Any, truth: Truth, *, 
 
 
 def _handed_to_torch(arrays: Mapping[str, Mapping[str, Any]]) -> dict[str, Held]:
-    import torch
+    from torch.utils import dlpack
 
-    return {
-        name: Held(**{field: None if array is None else to_numpy(torch.from_dlpack(array)) for field, array in fields.items()})
-        for name, fields in arrays.items()
-    }
+    return {name: converted(fields, lambda array: to_numpy(dlpack.from_dlpack(array))) for name, fields in arrays.items()}
 
 
 def _handed_to_jax(tensors: Mapping[str, Mapping[str, Any]]) -> dict[str, Held]:
     from jax import dlpack
 
-    return {
-        name: Held(
-            **{field: None if tensor is None else np.array(dlpack.from_dlpack(tensor)) for field, tensor in fields.items()}
-        )
-        for name, fields in tensors.items()
-    }
+    return {name: converted(fields, lambda tensor: np.array(dlpack.from_dlpack(tensor))) for name, fields in tensors.items()}
 
 
 def _bits(held: Mapping[str, Held]) -> np.ndarray:

@@ -14,7 +14,7 @@ from ...core.hyperparameters import Hyperparameters
 from ...core.rules import Rule
 from ..cases import Case, Storage
 from ..settings import Schedule
-from .protocol import Held
+from .protocol import Held, converted
 
 if TYPE_CHECKING:
     from ..events import EventCase, EventRun
@@ -111,10 +111,7 @@ def arrays_of(parameters: Mapping[str, Any], state: Any) -> dict[str, dict[str, 
 
 def held_of(parameters: Mapping[str, Any], state: Any) -> dict[str, Held]:
     """The same, in numpy."""
-    return {
-        name: Held(**{field: None if array is None else np.array(array) for field, array in arrays.items()})
-        for name, arrays in arrays_of(parameters, state).items()
-    }
+    return {name: converted(arrays, np.array) for name, arrays in arrays_of(parameters, state).items()}
 
 
 class JaxRun:

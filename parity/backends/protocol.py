@@ -6,8 +6,8 @@ optimizer of your own, hand an instance to `penstock.parity.register`, and it is
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
-from typing import NamedTuple, Protocol
+from collections.abc import Callable, Collection, Mapping
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
@@ -26,6 +26,17 @@ class Held(NamedTuple):
     compensation: np.ndarray | None = None
     exp_avg: np.ndarray | None = None
     exp_avg_sq: np.ndarray | None = None
+
+
+def converted(arrays: Mapping[str, Any], convert: Callable[[Any], np.ndarray]) -> Held:
+    """What a framework's own arrays are in numpy.
+
+    Args:
+        arrays: by field of `Held`; None where there is none.
+        convert: from such an array to numpy's.
+    """
+    made: dict[str, Any] = {field: None if array is None else convert(array) for field, array in arrays.items()}
+    return Held(**made)
 
 
 class Run(Protocol):

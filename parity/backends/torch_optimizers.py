@@ -11,7 +11,7 @@ from ...core.array_ops import numpy_dtype
 from ...core.errors import PenstockError
 from ...core.hyperparameters import Hyperparameters
 from ..cases import Case
-from .protocol import Held
+from .protocol import Held, converted
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -59,10 +59,7 @@ class TorchRun:
 
     def held(self) -> dict[str, Held]:
         """See `Run`."""
-        return {
-            name: Held(**{field: None if tensor is None else to_numpy(tensor) for field, tensor in tensors.items()})
-            for name, tensors in self.arrays().items()
-        }
+        return {name: converted(tensors, to_numpy) for name, tensors in self.arrays().items()}
 
     def arrays(self) -> dict[str, dict[str, Any]]:
         """What it holds, as PyTorch's own tensors: by tensor, then by field of `Held`."""

@@ -68,7 +68,7 @@ def test_where_arrays_cannot_cross_they_are_compared_through_the_host_and_that_i
     def elsewhere(array: Any) -> None:
         raise BufferError("on another device")
 
-    monkeypatch.setattr("torch.from_dlpack", elsewhere)
+    monkeypatch.setattr("torch.utils.dlpack.from_dlpack", elsewhere)
     pair = Frameworks().cases(quick=True)[0]
     told, *found = Frameworks().run(BOTH, [pair], (1,), silent)
     assert isinstance(told, Refusal)
