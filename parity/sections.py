@@ -9,6 +9,7 @@ from ..core.errors import InvalidArgument
 from .backends.protocol import Backend
 from .cases import matches
 from .compare import Finding
+from .differences import Differences
 from .events import Events
 from .frameworks import Frameworks
 from .identity import Identity
@@ -69,6 +70,7 @@ SECTIONS: tuple[Section, ...] = (
     Memory(),
     Trajectories(),
     Frameworks(),
+    Differences(),
     # the next one
 )
 """In the order in which they run."""
