@@ -28,6 +28,9 @@ FACTORS = (-0.5, 1.0, 0.25)
 
 MIDDLE = 1
 
+NOT_QUICK = "compiling takes a second a case; leave out --quick, or name the backend with --backend walk"
+"""Why a quick run leaves a case out."""
+
 SPIKE_EVERY, CALM = 3, 1 / 16
 """The neighbours' gradients are multiplied by the second one but for every third step, when StableAdamW clips the
 neighbours, and would clip the middle layer with them if it took its mean over the stack."""
@@ -101,7 +104,8 @@ class WalkBackend(JaxBackend):
     Args:
         quick: of the cases that compile a program of their own, take only those of the defaults: one matrix without
             schedules, the default dtypes of the moments, and the default compensation; every rule in float32, and
-            StableAdamW, whose mean must not be over the stack, in the other dtypes.
+            StableAdamW, whose mean must not be over the stack, in the other dtypes. Of event sequences in-state
+            accumulation, which no other backend of JAX has; of the memory policies clipping, which needs most.
     """
 
     name = "walk"
@@ -112,7 +116,7 @@ class WalkBackend(JaxBackend):
     def refuses(self, case: Case) -> str | None:
         """See `Backend`."""
         if self.quick and not self._is_quick(case):
-            return "compiling takes a second a case; leave out --quick, or name the backend with --backend walk"
+            return NOT_QUICK
         return super().refuses(case)
 
     def _is_quick(self, case: Case) -> bool:
@@ -129,6 +133,8 @@ class WalkBackend(JaxBackend):
         """See `parity.events.RunsEvents`."""
         from ..events.jax_steps import refusal
 
+        if self.quick and case.sequence.accumulation != "state":
+            return NOT_QUICK
         return refusal(case, walk=True)
 
     def start_events(self, case: EventCase) -> EventRun:
@@ -141,8 +147,8 @@ class WalkBackend(JaxBackend):
         """See `parity.memory.ShowsMemory`."""
         from ..memory import walk_refusal
 
-        if self.quick and case.policy != "clip":  # which needs most
-            return "compiling takes a second a case; leave out --quick, or name the backend with --backend walk"
+        if self.quick and case.policy != "clip":
+            return NOT_QUICK
         return walk_refusal(case)
 
     def measure_memory(self, case: MemoryCase) -> Measured:
