@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-import math
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -146,7 +145,7 @@ class Reference:
         v_hat = tensor.v / (1 - s.betas[1] ** tensor.t)
         lr = s.lr
         if s.rule == "stable_adamw":
-            lr = lr / max(1.0, math.sqrt(tensor.ratio))
+            lr = lr / float(np.maximum(1.0, np.sqrt(tensor.ratio)))  # a NaN stays one
         decay = 0.0
         if s.rule != "adam":
             decay = s.weight_decay * (lr / s.max_lr if s.decouple_lr and s.max_lr else lr)

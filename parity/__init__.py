@@ -5,9 +5,22 @@ derives; `register` adds an optimizer of your own. The command ``penstock parity
 Importing this package imports no framework.
 """
 
-from .backends import Backend, Held, Run, register, unregister
+from .backends import Backend, Held, Run, optax_transform, register, torch_optimizer, unregister
 from .cases import Case, Problem, Storage
 from .compare import Row
 from .suite import run
 
-__all__ = ["Backend", "Case", "Held", "Problem", "Row", "Run", "Storage", "register", "run", "unregister"]
+__all__ = [
+    "Backend",
+    "Case",
+    "Held",
+    "Problem",
+    "Row",
+    "Run",
+    "Storage",
+    "optax_transform",
+    "register",
+    "run",
+    "torch_optimizer",
+    "unregister",
+]

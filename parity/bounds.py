@@ -14,8 +14,9 @@ rho; along the reference's trajectory the perturbations obey, to first order,
 
 The factor 1 - eta*weight_decay of e_{t-1} is at most 1 and left out. Adam's L2 term feeds e back through the gradient
 with the sign that shrinks it (mean/rms increases with the mean), and is left out, too. The square root is not linearised
-where dv/v is large (bfloat16): 1/sqrt(1-|dv|/v) - 1 replaces |dv|/(2v). In the bounds of Adam's moments themselves e
-does appear. Spacings are taken where the perturbed number may be, which can be the wider side of a power of two.
+where dv/v can be large (bfloat16, underflow): the worst q over v-|dv| ... v+|dv| is taken. In the bounds of Adam's
+moments themselves e does appear. Spacings are taken where the perturbed number may be, which can be the wider side of a
+power of two.
 
 **Roundings of one step** (h: half a spacing of the rounded value in its dtype; u: unit roundoff of the compute dtype):
 
@@ -28,8 +29,17 @@ does appear. Spacings are taken where the perturbed number may be, which can be 
             split  nothing: the pair is the float32 number
             kahan  another of the compute dtype (reading p+k), and h of k, where |k| <= half a spacing of p. A kahan k in
                    bfloat16 has 8 bits, so that every step rounds p+k by up to 2^-17 of p's binade
-    scalars lr, weight_decay in the compute dtype: u each, the same at every step. c1 and c2: COMPLEMENT = 6 u, where they
-            are computed on the device: 1-beta, log(beta), its product with t, expm1 (off by a unit: two), the quotient
+    scalars lr, weight_decay in the compute dtype: u each, the same at every step, or DECAY_RATE = 3 u for weight_decay/max_lr
+            on the device (two casts and the quotient). c1 and c2: COMPLEMENT = 6 u, where they are computed on the device:
+            1-beta, log(beta), its product with t, expm1 (off by a unit: two), the quotient
+
+**Underflow.** Numbers below the smallest normal number N of the compute dtype may be flushed to zero where they are read or
+written, as XLA does on a CPU; where they are not, they are off by less. So each operand and each result of m and v may be
+off by another N: g, m, g-m, its product, the sum, the cast to the state dtype, and two more with an L2 term: UNDERFLOWS = 8
+(for v: g, g*g, g*g-v, the product, v, the sum, the cast, and the L2 term's; an error N of g is one of 2|g|N in g*g, which is
+below N or below a rounding). Then m/q by N/q, and a flushed v counts as an error N of v: q is off by sqrt(N) at most, which
+for eps = 1e-8 is less than a rounding. float16 moments keep their subnormal numbers: what is stored is off by half of their
+spacing, whatever the device does in float32.
 
 **How roundings add up.** Worst case: sum of h (linear in the number of steps). But where the increments of a stored
 number scatter over several spacings, their rounding errors are uniform in [-h, h] and independent (Widrow's quantisation
@@ -49,7 +59,9 @@ on p for as long as they live: their standard deviations are added linearly over
 
 and never more than the worst case of the same roundings, which decides for few steps: after one step the bound is the
 half spacing itself. The float64 reference rounds, too: for float64 cases every rounding counts twice, and the
-reference's 1 - beta^t, which loses digits at small t, is added.
+reference's 1 - beta^t, which loses digits at small t, is added. It subtracts decay and step one after the other: two
+sums, each judged by the scatter of its own increments (under a constant gradient the step is all but constant, and rounds
+by the same amount again and again).
 """
 
 from __future__ import annotations
@@ -66,7 +78,8 @@ MEMORY = 0.9
 ARITHMETIC = 8  # roundings in the increment of a parameter
 COMPLEMENT = 6  # roundings in c1 and in c2
 SIDES = {"float32": 1, "float64": 2}  # who rounds: in float64 the reference does, too
-SUMS_OF_REFERENCE = 2  # it subtracts decay and step one after the other
+DECAY_RATE = 3  # roundings in weight_decay / max_lr, where it is computed on the device; one of weight_decay alone
+UNDERFLOWS = 8  # numbers read or written in a step that may be flushed to zero, for each of m, v and p
 
 PROMISES = (
     ("B/*/float32/*", 1.5e-6),
@@ -96,9 +109,15 @@ def spacing(dtype: str, x: np.ndarray) -> np.ndarray:
     return np.ldexp(1.0, np.maximum(exponent - digits, lowest))
 
 
-def reference_debiasing(beta: float, step: int) -> float:
+def smallest_normal(dtype: str) -> float:
+    """What is smaller than this may be flushed to zero."""
+    digits, lowest = _FORMATS[dtype]
+    return 2.0 ** (lowest + digits - 1)
+
+
+def reference_debiasing(beta: float | np.ndarray, step: int) -> float | np.ndarray:
     """The relative error of the reference's 1 - beta^t in float64, where the power may be off by a unit."""
-    return 2.0 * unit_roundoff("float64") * beta**step / -math.expm1(step * math.log(beta))
+    return 2.0 * unit_roundoff("float64") * beta**step / -np.expm1(step * np.log(beta))
 
 
 def stored_spacing(dtype: str, compensation: str, x: np.ndarray) -> np.ndarray:
@@ -118,6 +137,27 @@ class Bound:
     elements: np.ndarray
 
 
+class Scatter:
+    """How much the increment of a number changes from step to step, a mean over about 1/(1-MEMORY) steps."""
+
+    def __init__(self) -> None:
+        self._steps, self._weight = 0, 0.0
+        self._last: np.ndarray | float = 0.0
+        self._mean: np.ndarray | float = 0.0
+
+    def after(self, increment: np.ndarray) -> np.ndarray:
+        """The mean after one more step.
+
+        0 at the first two steps: the first increment is the whole way from zero, which is no scatter.
+        """
+        self._steps += 1
+        if self._steps > 2:
+            self._weight = MEMORY * self._weight + 1.0 - MEMORY
+            self._mean = MEMORY * self._mean + (1.0 - MEMORY) * np.abs(increment - self._last)
+        self._last = increment
+        return np.zeros_like(increment) + self._mean / max(self._weight, 1.0 - MEMORY)
+
+
 class RoundingErrors:
     """Rounding errors of n elements that add up, by the model of the module's docstring."""
 
@@ -129,8 +169,7 @@ class RoundingErrors:
         self.linear = np.zeros(n)  # not random
         self.echo = np.zeros(n)  # of a moment: the parameter's own error, back through an L2 gradient
         self.passing: np.ndarray | float = 0.0  # of the last step only
-        self._steps, self._weight = 0, 0.0
-        self._last_increment, self._spread = np.zeros(n), np.zeros(n)
+        self._scatter = Scatter()
 
     def decay(self, factor: float) -> None:
         """Everything so far is multiplied by a factor in [0, 1]."""
@@ -152,16 +191,8 @@ class RoundingErrors:
         self.variance += np.where(independent, squares, 0.0) / 3.0
 
     def spread(self, increment: np.ndarray) -> np.ndarray:
-        """How much the increment changes from step to step, a mean over about 1/(1-MEMORY) steps.
-
-        0 at the first two steps: the first increment is the whole way from zero, which is no scatter.
-        """
-        self._steps += 1
-        if self._steps > 2:
-            self._weight = MEMORY * self._weight + 1.0 - MEMORY
-            self._spread = MEMORY * self._spread + (1.0 - MEMORY) * np.abs(increment - self._last_increment)
-        self._last_increment = increment
-        return self._spread / max(self._weight, 1.0 - MEMORY)
+        """How much the increments of the stored number scatter; to be called once a step."""
+        return self._scatter.after(increment)
 
     def bound(self) -> Bound:
         """The bound on the sum."""

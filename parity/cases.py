@@ -9,69 +9,20 @@ from __future__ import annotations
 
 import dataclasses
 import fnmatch
-import functools
 import math
 from collections.abc import Iterable, Iterator, Mapping
-from types import MappingProxyType
 
 import numpy as np
 
-from ..core.array_ops import numpy_dtype
-from ..core.dtypes import LOW_PRECISION, PARAMETER_DTYPES, StateDtypes, compute_dtype, state_dtypes
+from ..core.compensation import resolve
+from ..core.dtypes import LOW_PRECISION, StateDtypes, compute_dtype, state_dtypes
 from ..core.errors import InvalidArgument
 from ..core.hyperparameters import Hyperparameters
 from ..core.rules import RULES, Rule
+from .gradients import gradients, parameters
+from .settings import QUICK_STEP_COUNTS, SETTINGS, STEP_COUNTS, Setting
 
-STEP_COUNTS = (1, 100, 2000)
-QUICK_STEP_COUNTS = (1, 100)
-
-ONE_TENSOR: Mapping[str, tuple[int, ...]] = MappingProxyType({"matrix": (17, 43)})
-ODD_SHAPES: Mapping[str, tuple[int, ...]] = MappingProxyType(
-    {"vector": (509,), "scalar": (), "empty": (0, 5), "one": (1,), "cube": (3, 1, 7)}
-)
-
-SEED = 20240229
-SPIKE_EVERY = 61  # steps; the gradients are then 30 times their usual size, so that StableAdamW clips
-
-
-@dataclasses.dataclass(frozen=True)
-class Setting:
-    """A learning rate, a weight decay, and gradients.
-
-    Args:
-        name: the first part of the names of its cases.
-        lr: learning rate.
-        weight_decay: for every rule; Adam's enters the gradient.
-        vanishing_gradient: gradients of about 1e-12 and parameters 1.0, so that only the decay is left; otherwise noisy
-            gradients of scales 1e-4 to 1 with spikes, and parameters of magnitude 0.5 to 2.
-        odd_shapes: several tensors, 0-d and zero-size among them, for at most 100 steps; otherwise one matrix.
-        state_dtypes: also with moments in float32 where the default is lower.
-    """
-
-    name: str
-    lr: float
-    weight_decay: float
-    vanishing_gradient: bool = False
-    odd_shapes: bool = False
-    state_dtypes: bool = True
-
-    @property
-    def shapes(self) -> Mapping[str, tuple[int, ...]]:
-        """The tensors of each of its cases."""
-        return ODD_SHAPES if self.odd_shapes else ONE_TENSOR
-
-    @property
-    def element_count(self) -> int:
-        """Over all tensors."""
-        return sum(math.prod(shape) for shape in self.shapes.values())
-
-
-SETTINGS = (
-    Setting("A", lr=1e-3, weight_decay=0.01),
-    Setting("B", lr=1e-4, weight_decay=0.1),
-    Setting("decay", lr=1e-4, weight_decay=0.1, vanishing_gradient=True, state_dtypes=False),
-    Setting("shapes", lr=1e-3, weight_decay=0.01, odd_shapes=True, state_dtypes=False),
-)
+__all__ = ["QUICK_STEP_COUNTS", "STEP_COUNTS", "Case", "Problem", "Storage", "all_cases", "matches", "select", "storages"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -84,28 +35,48 @@ class Problem:
 
     @property
     def hyperparameters(self) -> Hyperparameters:
-        """The rule's defaults with the setting's learning rate and decay."""
+        """The rule's defaults with the setting's learning rate and decay; before any schedule, of tensors in no group."""
         beta1, beta2 = self.rule.betas
-        return Hyperparameters(self.setting.lr, beta1, beta2, self.rule.eps, self.setting.weight_decay)
+        setting = self.setting
+        max_lr = setting.lr if setting.decouple_lr else None
+        return Hyperparameters(setting.lr, beta1, beta2, self.rule.eps, setting.weight_decay, setting.decouple_lr, max_lr)
+
+    def group_hyperparameters(self, step: int | None = None) -> tuple[Hyperparameters, ...]:
+        """The hyperparameters of each of the setting's `groups` at update number `step`, from 1 on; None: before a schedule."""
+        usual, group, schedule = self.hyperparameters, self.setting.group, self.setting.schedule
+        found = (usual,) if group is None else (usual, group.of(usual))
+        if schedule is None or step is None:
+            return found
+        lr, decay = schedule.learning_rate(step), schedule.weight_decay(step)
+        return tuple(
+            dataclasses.replace(given, learning_rate=given.learning_rate * lr, weight_decay=given.weight_decay * decay)
+            for given in found
+        )
+
+    def hyperparameters_at(self, step: int) -> dict[str, Hyperparameters]:
+        """The hyperparameters of update number `step`, from 1 on, by tensor."""
+        found = zip(self.setting.groups, self.group_hyperparameters(step), strict=True)
+        return {name: given for names, given in found for name in names}
+
+    @property
+    def needs(self) -> frozenset[str]:
+        """What a backend must be able to do, in the words of `Backend.abilities`."""
+        setting = self.setting
+        needed = {"schedules": setting.schedule, "groups": setting.group, "decoupled decay": setting.decouple_lr}
+        return frozenset(name for name, present in needed.items() if present)
 
     def step_counts(self, asked: Iterable[int]) -> list[int]:
-        """Those of the numbers of steps that this problem is run for."""
-        return [steps for steps in asked if steps <= 100 or not self.setting.odd_shapes]
+        """The numbers of steps that this problem is run for: those asked for, cut to its longest run."""
+        return sorted({min(steps, self.setting.longest) for steps in asked})
 
     def initial_parameters(self) -> dict[str, np.ndarray]:
         """The parameters before the first step, in `dtype`, by tensor."""
-        count = self.setting.element_count
-        if self.setting.vanishing_gradient:
-            flat = np.ones(count)
-        else:
-            generator = np.random.default_rng(SEED)
-            flat = np.exp2(generator.uniform(-1.0, 1.0, count)) * generator.choice([-1.0, 1.0], count)
-        return self._split(flat.astype(numpy_dtype(self.dtype)))
+        return self._split(parameters(self.setting.gradients, self.setting.element_count, self.dtype))
 
     def gradients(self, step: int) -> dict[str, np.ndarray]:
         """The gradients of update number `step`, from 1 on, in `dtype`, by tensor. Every backend gets these bits."""
-        count = self.setting.element_count
-        return self._split(_gradients(self.setting.vanishing_gradient, count, self.dtype)[step - 1])
+        setting = self.setting
+        return self._split(gradients(setting.gradients, setting.longest, setting.element_count, self.dtype)[step - 1])
 
     def flatten(self, tensors: Mapping[str, np.ndarray]) -> np.ndarray:
         """Tensors of this problem as one flat float64 array."""
@@ -153,29 +124,50 @@ class Case:
 
     @property
     def quick(self) -> bool:
-        """Whether a quick run has it: every rule, dtype and compensation, but not every combination with the rest.
+        """Whether a quick run has it.
 
-        Setting A is left out, as its learning rate and decay are those of shapes and its tensor is that of B, and moments
-        in full precision are tried without compensation only.
+        B and decay try every rule, dtype and compensation, B full-precision moments without compensation, too. The others
+        come with the default compensation, those of several tensors for every rule in float32, and in the other dtypes for
+        StableAdamW only, whose mean is over a tensor; schedules and groups in float32 only. The large tensor comes once. A
+        is left out: its learning rate and decay are those of shapes, its tensor is B's.
         """
-        return self.problem.setting.name != "A" and (self.storage.state_dtype is None or self.storage.compensation == "none")
+        problem, storage = self.problem, self.storage
+        setting = problem.setting
+        if setting.name in ("B", "decay"):
+            return storage.state_dtype is None or storage.compensation == "none"
+        if setting.name == "A" or storage not in storages(problem.dtype, "default"):
+            return False
+        if setting.tensors == "matrix" and not problem.needs:
+            return True
+        if problem.dtype == "float32":
+            return problem.rule.clips_update or setting.tensors != "large"
+        return problem.rule.clips_update and setting.tensors == "odd shapes"
 
 
-def storages(dtype: str, state_dtypes: bool) -> tuple[Storage, ...]:
-    """Every compensation that is possible for a parameter dtype; with `state_dtypes`, also with full-precision moments."""
+def storages(dtype: str, kept: str) -> tuple[Storage, ...]:
+    """Ways to keep a parameter of a dtype: `kept` is that of `Setting.storages`."""
+    if kept == "default":
+        return (Storage(resolve("auto", dtype), None),)
     compensations = {"bfloat16": ("none", "kahan", "split"), "float16": ("none", "kahan")}.get(dtype, ("none",))
-    states = (None, compute_dtype(dtype)) if state_dtypes and dtype in LOW_PRECISION else (None,)
+    states = (None, compute_dtype(dtype)) if kept == "all" and dtype in LOW_PRECISION else (None,)
     return tuple(Storage(compensation, state) for compensation in compensations for state in states)
 
 
 def all_cases() -> Iterator[Case]:
     """Every case, those of one problem next to each other."""
     for setting in SETTINGS:
-        for dtype in PARAMETER_DTYPES:
+        for dtype in setting.dtypes:
             for rule in RULES.values():
+                if setting.decouple_lr and rule.l2:
+                    continue
                 problem = Problem(setting, rule, dtype)
-                for storage in storages(dtype, setting.state_dtypes):
+                for storage in storages(dtype, setting.storages):
                     yield Case(problem, storage)
+
+
+def matches(name: str, pattern: str) -> bool:
+    """Whether a case's name matches a shell pattern, or has the pattern as one of its parts."""
+    return fnmatch.fnmatchcase(name, pattern) or pattern in name.split("/")
 
 
 def select(pattern: str | None, *, quick: bool = False) -> list[Case]:
@@ -191,22 +183,9 @@ def select(pattern: str | None, *, quick: bool = False) -> list[Case]:
     cases = list(all_cases())
     if pattern is None:
         return [case for case in cases if case.quick or not quick]
-    chosen = [case for case in cases if fnmatch.fnmatchcase(case.name, pattern) or pattern in case.name.split("/")]
+    chosen = [case for case in cases if matches(case.name, pattern)]
     if not chosen:
         raise InvalidArgument(
             f"no case matches {pattern!r}; names look like {cases[0].name}, and a pattern like 'B/*/bfloat16/*' or 'adamw'."
         )
     return chosen
-
-
-@functools.lru_cache(maxsize=2)
-def _gradients(vanishing: bool, count: int, dtype: str) -> np.ndarray:
-    """All gradients, (steps, elements), rounded to `dtype`."""
-    generator = np.random.default_rng(SEED + 1)
-    values = generator.standard_normal((max(STEP_COUNTS), count))
-    if vanishing:
-        return (1e-12 * values).astype(numpy_dtype(dtype))
-    values += 0.3  # a drift, so that parameters travel
-    values *= np.exp(generator.uniform(np.log(1e-4), 0.0, count))  # the square of 1e-4 is zero in float16
-    values[SPIKE_EVERY - 1 :: SPIKE_EVERY] *= 30.0
-    return values.astype(numpy_dtype(dtype))

@@ -1,13 +1,19 @@
-"""The comparison: what a backend holds against the truth, as one row of the report."""
+"""The comparison: what a backend holds against the truth, as one row of the report; or why it does not hold anything.
+
+A section of the suite yields findings: rows, made by `rows`, `against`, `identical`, `differing` and `failed`, and refusals.
+"""
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from typing import Any
 
 import numpy as np
 
+from ..core.errors import InvalidArgument
 from .backends.protocol import Held
 from .bounds import Bound, promised, spacing, stored_spacing
 from .cases import Case, Problem
@@ -19,13 +25,14 @@ class Row:
     """One quantity of one case on one backend after one number of steps.
 
     case, backend, steps, quantity: where the numbers come from; `quantity` is "parameter" (the number that parameter
-        and compensation stand for), "exp_avg" or "exp_avg_sq".
+        and compensation stand for), "exp_avg", "exp_avg_sq", or what a section calls it.
     relative_error: ||x - r|| / ||r||, 2-norms over all elements of the case, r the float64 reference (||x - r|| itself
-        where r is zero); `relative_bound` is its bound.
+        where r is zero); `relative_bound` is its bound. Of bits that are compared: the share of elements that differ.
     units: |x - r| in units in the last place of what the backend stores (of the pair where it is compensated), at the
-        element that comes nearest to its bound; `units_bound` is the bound of that element.
+        element that comes nearest to its bound; `units_bound` is the bound of that element. Of bits: how many differ.
     element_ratio: |x - r| / bound at that element.
     failure: why there are no numbers: the backend raised this.
+    data: more of it, for figures: what JSON can hold.
     within: whether both bounds hold.
     """
 
@@ -39,19 +46,42 @@ class Row:
     units_bound: float
     element_ratio: float
     failure: str | None = None
+    data: Mapping[str, Any] | None = None
+
+    @property
+    def judged(self) -> bool:
+        """Whether there is a bound; otherwise the row is for information."""
+        return self.relative_bound != math.inf
 
     @property
     def within(self) -> bool:
         """Whether both bounds hold. A NaN breaks them."""
         return self.failure is None and self.relative_error <= self.relative_bound and self.element_ratio <= 1.0
 
+    @property
+    def ratio(self) -> float:
+        """How near the row comes to its bounds: 1 is at one of them. Infinity for a NaN, and where the backend raised."""
+        over = self.relative_error / self.relative_bound if self.relative_bound else math.inf if self.relative_error else 0.0
+        return math.inf if math.isnan(over) or math.isnan(self.element_ratio) else max(over, self.element_ratio)
+
     def as_json(self) -> dict[str, object]:
-        """The row with the verdict, with null for numbers that are not finite (JSON has no NaN)."""
-        fields = {
-            name: None if isinstance(value, float) and not math.isfinite(value) else value
-            for name, value in dataclasses.asdict(self).items()
+        """The row with the ratio and the verdict; null is for numbers that are not finite, and for no verdict."""
+        fields = {**dataclasses.asdict(self), "ratio": self.ratio, "within": self.within if self.judged else None}
+        return {
+            name: None if isinstance(value, float) and not math.isfinite(value) else value for name, value in fields.items()
         }
-        return {**fields, "within": self.within}
+
+
+@dataclasses.dataclass(frozen=True)
+class Refusal:
+    """A case that a backend does not run, and why: a sentence."""
+
+    case: str
+    backend: str
+    reason: str
+
+
+Finding = Row | Refusal
 
 
 def numbers(problem: Problem, held: Mapping[str, Held]) -> dict[str, np.ndarray]:
@@ -69,43 +99,87 @@ def numbers(problem: Problem, held: Mapping[str, Held]) -> dict[str, np.ndarray]
 
 
 def rows(case: Case, backend: str, held: Mapping[str, Held], truth: Truth) -> list[Row]:
-    """One row a quantity."""
+    """One row a quantity of what a backend holds after `truth.steps` updates."""
     bounds = truth.bounds[case.storage]
+    moments = case.storage.moments(case.problem)
+    units: dict[str, Unit] = {
+        "parameter": functools.partial(stored_spacing, case.problem.dtype, case.storage.compensation),
+        "exp_avg": functools.partial(spacing, moments.exp_avg),
+        "exp_avg_sq": functools.partial(spacing, moments.exp_avg_sq),
+    }
     return [
-        _row(case, backend, truth.steps, quantity, value, truth.values[quantity], bounds[quantity])
+        against(case.name, backend, truth.steps, quantity, value, truth.values[quantity], bounds[quantity], units[quantity])
         for quantity, value in numbers(case.problem, held).items()
     ]
 
 
-def failed(case: Case, backend: str, steps: int, failure: str) -> Row:
-    """The row of a backend that raised before it came to `steps`."""
-    nan = math.nan
-    return Row(case.name, backend, steps, "parameter", nan, nan, nan, nan, nan, failure)
+Unit = Callable[[np.ndarray], np.ndarray]
+"""The distance between neighbouring stored numbers around given ones, as `functools.partial(bounds.spacing, "float32")`."""
 
 
-def _row(case: Case, backend: str, steps: int, quantity: str, value: np.ndarray, true: np.ndarray, bound: Bound) -> Row:
+def against(
+    case_name: str, backend: str, steps: int, quantity: str, value: np.ndarray, true: np.ndarray, bound: Bound, unit: Unit
+) -> Row:
+    """The row of numbers that should be near the true ones.
+
+    Args:
+        case_name, backend, steps, quantity: as in `Row`.
+        value, true: flat float64 arrays of one size.
+        bound: what they may be apart. Where the true number is not finite, the other must not be finite either.
+        unit: see `Unit`.
+    """
     with np.errstate(invalid="ignore", over="ignore"):
-        error = np.abs(value - true)
+        finite = np.isfinite(true)
+        error = np.where(finite, np.abs(value - true), np.where(np.isfinite(value), np.inf, 0.0))
         ratio = np.where(error == 0.0, 0.0, np.inf)
         np.divide(error, bound.elements, out=ratio, where=bound.elements > 0.0)
-    norm = float(np.linalg.norm(true)) or 1.0
+    norm = float(np.linalg.norm(true[finite])) or 1.0
     # a NaN is the worst element of all
     worst = int(np.argmax(np.where(np.isnan(ratio), np.inf, ratio)))
-    if quantity == "parameter":
-        unit = stored_spacing(case.problem.dtype, case.storage.compensation, true[worst])
-    else:
-        unit = spacing(getattr(case.storage.moments(case.problem), quantity), true[worst])
+    last_place = unit(true[worst])
     return Row(
-        case.name,
+        case_name,
         backend,
         steps,
         quantity,
         float(np.linalg.norm(error)) / norm,
-        min(bound.norm / norm, promised(case.name)) if quantity == "parameter" else bound.norm / norm,
-        float(error[worst] / unit),
-        float(bound.elements[worst] / unit),
+        min(bound.norm / norm, promised(case_name)) if quantity == "parameter" else bound.norm / norm,
+        float(error[worst] / last_place),
+        float(bound.elements[worst] / last_place),
         float(ratio[worst]),
     )
+
+
+def identical(case_name: str, backend: str, steps: int, quantity: str, one: np.ndarray, other: np.ndarray) -> Row:
+    """The row of a promise that two arrays of one dtype are equal, bit for bit.
+
+    The relative error is the share of elements that differ, its bound 0; the units are how many do.
+    """
+    count = differing_elements(one, other)
+    return Row(case_name, backend, steps, quantity, count / max(one.size, 1), 0.0, count, 0.0, math.inf if count else 0.0)
+
+
+def differing(case_name: str, backend: str, other_backend: str, steps: int, quantity: str, count: int, elements: int) -> Row:
+    """The row of a comparison of two backends where nothing is promised: `count` of the elements differ in their bits."""
+    data = {"other": other_backend, "differing": count, "elements": elements}
+    share = count / max(elements, 1)
+    return Row(case_name, backend, steps, quantity, share, math.inf, count, math.inf, 0.0, data=data)
+
+
+def differing_elements(one: np.ndarray, other: np.ndarray) -> int:
+    """How many elements of two arrays of one shape and dtype differ in their bits."""
+    if one.shape != other.shape or one.dtype != other.dtype:
+        raise InvalidArgument(
+            f"other is {other.dtype}{list(other.shape)}; it must be {one.dtype}{list(one.shape)} to compare bits."
+        )
+    bits = np.dtype(f"u{one.dtype.itemsize}")
+    return int(np.count_nonzero(np.ascontiguousarray(one).view(bits) != np.ascontiguousarray(other).view(bits)))
+
+
+def failed(case_name: str, backend: str, steps: int, failure: str, quantity: str = "parameter") -> Row:
+    """The row of a backend that raised before it came to `steps`."""
+    nan = math.nan
+    return Row(case_name, backend, steps, quantity, nan, nan, nan, nan, nan, failure)
 
 
 def _number(held: Held) -> np.ndarray:

@@ -3,30 +3,67 @@
 from __future__ import annotations
 
 import dataclasses
-import math
+from collections.abc import Sequence
 
 import numpy as np
 
 from ..core.dtypes import StateDtypes, compute_dtype
+from ..core.hyperparameters import Hyperparameters
 from .bounds import (
     ARITHMETIC,
     COMPLEMENT,
+    DECAY_RATE,
     INDEPENDENT_FROM,
     SIDES,
-    SUMS_OF_REFERENCE,
+    UNDERFLOWS,
     Bound,
     RoundingErrors,
+    Scatter,
     reference_debiasing,
+    smallest_normal,
     spacing,
     stored_spacing,
     unit_roundoff,
 )
 from .cases import Problem, Storage
 
+Number = float | np.ndarray
+"""One for all elements, or one for each."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Coefficients:
+    """The hyperparameters of one update, each a number for all elements or a flat array with one for each.
+
+    decay_rate: what multiplies the parameter inside the step; of a rule with an L2 term, inside the gradient.
+    """
+
+    learning_rate: Number
+    decay_rate: Number
+    beta1: Number
+    beta2: Number
+
+    @classmethod
+    def of(cls, groups: Sequence[Hyperparameters], numbers: np.ndarray) -> Coefficients:
+        """From the hyperparameters of groups, and the number of the group of every element."""
+
+        def each(values: list[float]) -> Number:
+            return values[0] if len(values) == 1 else np.array(values)[numbers]
+
+        return cls(
+            each([given.learning_rate for given in groups]),
+            each([given.decay_rate for given in groups]),
+            each([given.beta1 for given in groups]),
+            each([given.beta2 for given in groups]),
+        )
+
 
 @dataclasses.dataclass(frozen=True)
 class Point:
-    """The reference around update number `step`: flat float64 arrays; `before` and `after` it."""
+    """The reference around update number `step`: flat float64 arrays; `before` and `after` it.
+
+    coefficients: None: those of the problem, which has neither schedule nor groups.
+    """
 
     step: int
     gradient: np.ndarray  # as the moments take it: with Adam's L2 term
@@ -36,6 +73,14 @@ class Point:
     exp_avg: np.ndarray
     exp_avg_sq: np.ndarray
     parameter: np.ndarray
+    coefficients: Coefficients | None = None
+
+    def coefficients_of(self, problem: Problem) -> Coefficients:
+        """The hyperparameters of this update."""
+        return self.coefficients or Coefficients.of([problem.hyperparameters], np.zeros(0))
+
+
+_TINY = 1e-300  # keeps 0/0 away
 
 
 class MomentErrors:
@@ -52,32 +97,36 @@ class MomentErrors:
         if self.step == point.step:  # shared with another storage
             return
         self.step = point.step
-        decay, gradient = self.problem.setting.weight_decay, np.abs(point.gradient)
+        given, gradient = point.coefficients_of(self.problem), np.abs(point.gradient)
+        decay = given.decay_rate
         square = gradient**2
         first, second = np.abs(point.gradient - point.exp_avg_before), np.abs(square - point.exp_avg_sq_before)
-        beta1, beta2 = self.problem.rule.betas
         firsts, seconds = [first, first], [second, second, square]
-        echoes: tuple[np.ndarray | float, np.ndarray | float] = (0.0, 0.0)
+        echoes: tuple[Number, Number] = (0.0, 0.0)
+        remainder: Number = 0.0
         if parameter_error is not None:
             l2 = gradient + decay * np.abs(point.parameter_before)
             firsts += [l2, l2]
             seconds += [2.0 * gradient * l2] * 2
+            rounding = 2.0 * SIDES[self.compute] * unit_roundoff(self.compute) * l2  # where g + decay*p all but cancels, ...
+            remainder = rounding**2  # ... its square counts
             echo = decay * parameter_error
             echoes = (echo, echo * (2.0 * gradient + echo))
-        self._add(self.exp_avg, "exp_avg", beta1, point, firsts, echoes[0])
-        self._add(self.exp_avg_sq, "exp_avg_sq", beta2, point, seconds, echoes[1])
+        self._add(self.exp_avg, "exp_avg", given.beta1, point, firsts, echoes[0], 0.0)
+        self._add(self.exp_avg_sq, "exp_avg_sq", given.beta2, point, seconds, echoes[1], remainder)
 
     def _add(
         self,
         errors: RoundingErrors,
         name: str,
-        beta: float,
+        beta: Number,
         point: Point,
         magnitudes: list[np.ndarray],
-        echo: np.ndarray | float,
+        echo: Number,
+        remainder: Number,
     ) -> None:
         """Roundings of a moment: u times the complement times `magnitudes`; the sum's; the storage's."""
-        complement = (1.0 - beta) / -math.expm1(point.step * math.log(beta))
+        complement = (1.0 - beta) / -np.expm1(point.step * np.log(beta))
         value, dtype = getattr(point, name), getattr(self.dtypes, name)
         unit, sides = unit_roundoff(self.compute), SIDES[self.compute]
         increment = value - getattr(point, f"{name}_before")
@@ -85,7 +134,8 @@ class MomentErrors:
         moved = np.abs(increment) + complement * (errors.linear + errors.worst + errors.echo + echo)
         errors.decay(1.0 - complement)
         errors.echo += complement * echo
-        errors.linear += COMPLEMENT * sides * unit * complement * magnitudes[0]
+        errors.linear += complement * (COMPLEMENT * sides * unit * magnitudes[0] + remainder)
+        errors.linear += UNDERFLOWS * smallest_normal(self.compute)
         # where a rounding may have carried the number across a power of two, its spacing is the wider one
         reach = np.abs(value) + errors.linear + errors.echo
         halves = np.abs(value) + complement * sum(magnitudes)
@@ -119,6 +169,7 @@ class Propagation:
             moments = MomentErrors(problem, storage.moments(problem), n)
         self.moments = moments
         self.parameter = RoundingErrors(n)
+        self.sums_of_reference = (Scatter(), Scatter())
 
     def advance(self, point: Point) -> None:
         """One update."""
@@ -141,31 +192,40 @@ class Propagation:
 
     def _step(self, point: Point) -> np.ndarray:
         """What the errors of the moments, of the scalars and of its own arithmetic do to this step; its magnitude."""
-        setting, rule, unit, sides = self.problem.setting, self.problem.rule, unit_roundoff(self.compute), SIDES[self.compute]
+        rule, unit, sides = self.problem.rule, unit_roundoff(self.compute), SIDES[self.compute]
+        given = point.coefficients_of(self.problem)
+        lr = given.learning_rate
         parameter, root = np.abs(point.parameter_before), np.sqrt(point.exp_avg_sq)
         q = root + rule.eps
         direction = np.abs(point.exp_avg) / q
-        decay = 0.0 if rule.l2 else setting.weight_decay
-        step = setting.lr * (direction + decay * parameter)
+        decay = 0.0 if rule.l2 else given.decay_rate
+        step = lr * (direction + decay * parameter)
         errors, exp_avg, exp_avg_sq = self.parameter, self.moments.exp_avg, self.moments.exp_avg_sq
 
-        positive = point.exp_avg_sq > 0.0
-        inverse = np.where(positive, 1.0 / np.where(positive, point.exp_avg_sq, 1.0), 0.0)
-        deviation = np.sqrt(exp_avg_sq.variance) * inverse / 2.0
-        worst = _of_inverse_root(exp_avg_sq.worst * inverse)
-        linear = _of_inverse_root(exp_avg_sq.linear * inverse)
-        through_root = direction * root / q
-        errors.persistent += setting.lr * (np.sqrt(exp_avg.variance) / q + through_root * deviation)
-        errors.worst += setting.lr * (exp_avg.worst / q + through_root * worst)
-        errors.linear += setting.lr * (exp_avg.linear / q * (1.0 + linear) + through_root * linear)
+        lowest = smallest_normal(self.compute)
+        linear = exp_avg_sq.linear + lowest  # where it is read, it may be flushed
+        of_linear = _of_root(point.exp_avg_sq, root, linear, rule.eps)
+        of_worst = _of_root(point.exp_avg_sq, root, linear + exp_avg_sq.worst, rule.eps) - of_linear
+        deviation = np.sqrt(exp_avg_sq.variance) / (2.0 * np.maximum(root, lowest))
+        errors.persistent += lr * (np.sqrt(exp_avg.variance) + direction * deviation) / q
+        errors.worst += lr * (exp_avg.worst / q + direction * of_worst)
+        errors.linear += lr * ((exp_avg.linear + lowest) / q * (1.0 + of_linear) + direction * of_linear)
+        errors.linear += UNDERFLOWS * lowest
         if rule.clips_update:
-            self._clip(point, step, deviation, worst, linear)
+            self._clip(point, step)
 
-        errors.linear += sides * unit * (step + setting.lr * decay * parameter)  # lr and weight_decay
+        errors.linear += sides * unit * (step + DECAY_RATE * lr * decay * parameter)  # lr and decay rate
         if self.compute == "float64":  # the reference's own 1 - beta^t
-            lost = sum(reference_debiasing(beta, point.step) for beta in rule.betas)
-            errors.linear += setting.lr * direction * lost
+            lost = reference_debiasing(given.beta1, point.step) + reference_debiasing(given.beta2, point.step)
+            errors.linear += lr * direction * lost
+            self._sums_of_reference(point, lr * np.copysign(direction, point.exp_avg), lr * decay * point.parameter_before)
         return step
+
+    def _sums_of_reference(self, point: Point, *increments: np.ndarray) -> None:
+        """The roundings of the two sums in which the reference changes a parameter."""
+        wide = spacing(self.compute, np.abs(point.parameter) + self.parameter.linear)
+        for scatter, increment in zip(self.sums_of_reference, increments, strict=True):
+            self.parameter.add(wide / 2.0, scatter.after(increment) >= INDEPENDENT_FROM * wide)
 
     def _store(self, parameter: np.ndarray, increment: np.ndarray, step: np.ndarray, moved: np.ndarray) -> None:
         """The roundings of the step's arithmetic, of the sum, and of the storage."""
@@ -174,8 +234,7 @@ class Propagation:
         errors.add(unit * step, spread >= INDEPENDENT_FROM * 2.0 * unit * step, ARITHMETIC * SIDES[self.compute])
         reach = np.abs(parameter) + errors.linear
         wide = spacing(self.compute, reach)
-        sums = SUMS_OF_REFERENCE + 1 if self.compute == "float64" else 1
-        errors.add(wide / 2.0, spread >= INDEPENDENT_FROM * wide, sums + (self.compensation == "kahan"))
+        errors.add(wide / 2.0, spread >= INDEPENDENT_FROM * wide, 1 + (self.compensation == "kahan"))
         if dtype == self.compute or self.compensation == "split":
             return
         stored = stored_spacing(dtype, self.compensation, reach)
@@ -183,7 +242,7 @@ class Propagation:
         half = np.minimum(stored / 2.0, moved) if self.compensation == "none" else stored / 2.0
         errors.add(half, spread >= INDEPENDENT_FROM * stored)
 
-    def _clip(self, point: Point, step: np.ndarray, deviation: np.ndarray, worst: np.ndarray, linear: np.ndarray) -> None:
+    def _clip(self, point: Point, step: np.ndarray) -> None:
         """What the errors of v do to eta of StableAdamW: a weighted mean over the elements of the tensor, halved."""
         numbers, eps, unit = self.problem.tensor_numbers(), self.problem.rule.eps, unit_roundoff(self.compute)
         ratio = point.gradient**2 / np.maximum(point.exp_avg_sq, eps**2)
@@ -192,16 +251,28 @@ class Propagation:
         clipping = total > 0.25 * sizes  # below, no error of v can bring the mean above 1
         scale = np.where(clipping, 1.0 / np.where(total > 0.0, total, 1.0), 0.0)
         ratio = np.where(point.exp_avg_sq > eps**2, ratio, 0.0)
+        errors, exp_avg_sq = self.parameter, self.moments.exp_avg_sq
+        inverse = 1.0 / np.maximum(point.exp_avg_sq, eps**2)  # below, the ratio is 0
+        deviation = np.sqrt(exp_avg_sq.variance) * inverse / 2.0
+        worst, linear = _of_inverse_root(exp_avg_sq.worst * inverse), _of_inverse_root(exp_avg_sq.linear * inverse)
 
         def mean(values: np.ndarray) -> np.ndarray:
             return (scale * np.bincount(numbers, ratio * values))[numbers]
 
         rounding = unit * np.sqrt((sizes + 4) * clipping / 12.0)[numbers]
         random = np.sqrt(scale**2 * np.bincount(numbers, (ratio * deviation) ** 2))[numbers]
-        errors = self.parameter
         errors.shared += step * (random + rounding)
         errors.worst += step * (mean(worst) + unit * ((sizes + 4) * clipping / 2.0)[numbers])
         errors.linear += step * mean(linear)
+
+
+def _of_root(v: np.ndarray, root: np.ndarray, error: np.ndarray, eps: float) -> np.ndarray:
+    """max |q/q' - 1| for q = root + eps, where root = sqrt(v), and q' that of any number from v-error to v+error."""
+    low, high = np.sqrt(np.maximum(v - error, 0.0)), np.sqrt(v + error)
+    # without the differences of nearly equal roots; an error is never zero
+    below = np.minimum(error, v) / (root + low + _TINY)
+    above = error / (root + high)
+    return np.maximum(below / (low + eps), above / (high + eps))
 
 
 def _of_inverse_root(relative: np.ndarray) -> np.ndarray:

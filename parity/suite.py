@@ -1,18 +1,60 @@
-"""The run of the suite: every case on every backend, each compared with the one truth of its problem."""
+"""The run of the suite: every section on every backend."""
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Callable, Iterable, Sequence
+import dataclasses
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
 from . import backends as registry
-from .backends.protocol import Backend
-from .cases import STEP_COUNTS, Case, select
-from .compare import Row, failed, rows
-from .truth import Truth, truths
+from .backends.protocol import Backend, is_peer
+from .cases import STEP_COUNTS
+from .compare import Refusal, Row
+from .progress import Progress, Stopwatch, silent
+from .sections import Section, select
 
-Progress = Callable[[Case, str], None]
-"""Called before each part of the work with the case, and "reference" or the name of the backend."""
+
+@dataclasses.dataclass(frozen=True)
+class SectionResult:
+    """What one section found.
+
+    seconds: that each backend took, and "reference".
+    """
+
+    section: Section
+    rows: Sequence[Row]
+    refusals: Sequence[Refusal]
+    seconds: Mapping[str, float]
+
+
+@dataclasses.dataclass(frozen=True)
+class Result:
+    """What a run of the suite found.
+
+    backends: the names of those that ran, peers last.
+    peers: which of them are peers: compared, but not judged.
+    seconds: in all.
+    """
+
+    sections: Sequence[SectionResult]
+    backends: Sequence[str]
+    peers: frozenset[str]
+    seconds: float
+
+    @property
+    def rows(self) -> list[Row]:
+        """Of all sections."""
+        return [row for found in self.sections for row in found.rows]
+
+    @property
+    def broken(self) -> list[Row]:
+        """The rows that break a bound, without those of peers."""
+        return [row for row in self.rows if self.breaks(row)]
+
+    def breaks(self, row: Row) -> bool:
+        """Whether a row breaks a bound that its backend has to keep."""
+        return not row.within and row.backend not in self.peers
 
 
 def run(backends: Iterable[str] | None = None, cases: str | None = None, steps: Sequence[int] = STEP_COUNTS) -> list[Row]:
@@ -20,8 +62,8 @@ def run(backends: Iterable[str] | None = None, cases: str | None = None, steps: 
 
     Args:
         backends: names; None takes all that are available.
-        cases: a shell pattern, or one part of a case's name; None takes all.
-        steps: the numbers of updates after which to compare, each in 1 ... 2000.
+        cases: a shell pattern, one part of a case's name, or the name of a section; None takes all.
+        steps: the numbers of updates after which to compare plain updates, each in 1 ... 2000.
 
     Returns:
         A row for every case, backend, number of steps and quantity. A case that a backend refuses has none.
@@ -30,38 +72,31 @@ def run(backends: Iterable[str] | None = None, cases: str | None = None, steps: 
         InvalidArgument: an unknown backend, or a pattern that matches no case.
         Refused: a backend that was named is not available.
     """
-    return run_cases(registry.choose(backends)[0], select(cases), steps)
+    return run_sections(registry.choose(backends)[0], select(cases), steps).rows
 
 
-def run_cases(
-    backends: Sequence[Backend], cases: Sequence[Case], steps: Sequence[int], progress: Progress = lambda case, part: None
-) -> list[Row]:
-    """Every case on every backend. Cases of one problem stand next to each other and share its truth."""
-    found = []
-    for problem, group in itertools.groupby(cases, key=lambda case: case.problem):
-        members = list(group)
-        progress(members[0], "reference")
-        truth = truths(problem, [case.storage for case in members], steps)
-        for case in members:
-            for backend in backends:
-                progress(case, backend.name)
-                if backend.refuses(case) is None:
-                    found += run_case(backend, case, truth)
-    return found
+def run_sections(
+    backends: Sequence[Backend],
+    chosen: Sequence[tuple[Section, Sequence[Any]]],
+    steps: Sequence[int],
+    progress: Progress = silent,
+) -> Result:
+    """Sections with their chosen cases, as `sections.select` returns them, on given backends."""
+    started = time.perf_counter()
+    backends = sorted(backends, key=is_peer)
+    results = []
+    for section, cases in chosen:
+        watch = Stopwatch(progress)
+        found = list(section.run(backends, cases, steps, watch))
+        watch.stop()
+        rows = [finding for finding in found if isinstance(finding, Row)]
+        refusals = [finding for finding in found if isinstance(finding, Refusal)]
+        results.append(SectionResult(section, rows, refusals, dict(watch.seconds)))
+    names = [backend.name for backend in backends]
+    peers = frozenset(backend.name for backend in backends if is_peer(backend))
+    return Result(results, names, peers, time.perf_counter() - started)
 
 
-def run_case(backend: Backend, case: Case, truth: dict[int, Truth]) -> list[Row]:
-    """One case on one backend. What the backend raises becomes a broken row, and the suite goes on."""
-    found: list[Row] = []
-    step = 0
-    try:
-        running = backend.start(case)
-        for step in range(1, max(truth) + 1):
-            running.step(case.problem.gradients(step))
-            if step in truth:
-                found += rows(case, backend.name, running.held(), truth[step])
-    except Exception as error:
-        failure = f"step {step}: {type(error).__name__}: {error}"
-        done = {row.steps for row in found}
-        found += [failed(case, backend.name, count, failure) for count in truth if count not in done]
-    return found
+def parts(backends: Sequence[Backend], chosen: Sequence[tuple[Section, Sequence[Any]]]) -> int:
+    """How often `run_sections` will call `progress`."""
+    return sum(section.parts(cases, backends) for section, cases in chosen)

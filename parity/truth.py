@@ -11,10 +11,11 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from ..core.dtypes import StateDtypes
-from ..core.reference import Gradient, Reference, Settings
+from ..core.hyperparameters import Hyperparameters
+from ..core.reference import Change, Gradient, Reference, Settings
 from .bounds import Bound
 from .cases import Problem, Storage
-from .propagation import MomentErrors, Point, Propagation
+from .propagation import Coefficients, MomentErrors, Point, Propagation
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,11 +42,9 @@ def truths(problem: Problem, storages: Sequence[Storage], step_counts: Sequence[
         storages: those whose bounds are wanted.
         step_counts: numbers of updates, from 1 on; those that the problem is not run for are left out.
     """
-    setting, rule = problem.setting, problem.rule
-    reference = Reference(
-        Settings(rule.name, setting.lr, rule.betas, rule.eps, setting.weight_decay), problem.initial_parameters()
-    )
-    now = _values(reference, problem)
+    rule, group_numbers = problem.rule, _group_numbers(problem)
+    reference = _References(problem)
+    now = reference.values()
     moments: dict[StateDtypes, MomentErrors] = {}
     propagations = {}
     for storage in storages:
@@ -55,23 +54,18 @@ def truths(problem: Problem, storages: Sequence[Storage], step_counts: Sequence[
     found = {}
     step_counts = problem.step_counts(step_counts)
     for step in range(1, max(step_counts, default=0) + 1):
-        before, tensors = now, problem.gradients(step)
-        for name, value in tensors.items():
-            reference.run(Gradient(name, value))
-        now = _values(reference, problem)
+        before, tensors, given = now, problem.gradients(step), problem.group_hyperparameters(step)
+        reference.step(tensors, given)
+        now = reference.values()
+        coefficients = Coefficients.of(given, group_numbers)
         gradient = problem.flatten(tensors)
         if rule.l2:
-            gradient = gradient + setting.weight_decay * before["parameter"]
-        point = Point(
-            step,
-            gradient,
-            before["exp_avg"],
-            before["exp_avg_sq"],
-            before["parameter"],
-            now["exp_avg"],
-            now["exp_avg_sq"],
-            now["parameter"],
+            gradient = gradient + coefficients.decay_rate * before["parameter"]
+        gradient, first, first_now, second, second_now = _finite(
+            gradient, before["exp_avg"], now["exp_avg"], before["exp_avg_sq"], now["exp_avg_sq"]
         )
+        start, end = _finite(before["parameter"], now["parameter"])
+        point = Point(step, gradient, first, second, start, first_now, second_now, end, coefficients)
         for propagation in propagations.values():
             propagation.advance(point)
         if step in step_counts:
@@ -80,13 +74,56 @@ def truths(problem: Problem, storages: Sequence[Storage], step_counts: Sequence[
     return found
 
 
-def _values(reference: Reference, problem: Problem) -> dict[str, np.ndarray]:
-    """The reference's parameters, and its raw moments debiased, as a backend keeps them."""
-    tensors = reference.tensors
-    step = next(iter(tensors.values())).t
-    first, second = (1.0 - beta**step if step else 1.0 for beta in problem.rule.betas)
-    return {
-        "parameter": problem.flatten({name: tensor.parameter for name, tensor in tensors.items()}),
-        "exp_avg": problem.flatten({name: tensor.m for name, tensor in tensors.items()}) / first,
-        "exp_avg_sq": problem.flatten({name: tensor.v for name, tensor in tensors.items()}) / second,
-    }
+class _References:
+    """A reference for each group of tensors."""
+
+    def __init__(self, problem: Problem) -> None:
+        self.problem = problem
+        start = problem.initial_parameters()
+        self.members = [
+            (names, Reference(_settings(problem, given), {name: start[name] for name in names}))
+            for names, given in zip(problem.setting.groups, problem.group_hyperparameters(), strict=True)
+        ]
+
+    def step(self, gradients: Mapping[str, np.ndarray], given: Sequence[Hyperparameters]) -> None:
+        """One update of every tensor."""
+        with np.errstate(invalid="ignore"):  # infinities and NaN, where the gradients have them
+            for (names, reference), current in zip(self.members, given, strict=True):
+                reference.run(Change({"lr": current.learning_rate, "weight_decay": current.weight_decay}))
+                for name in names:
+                    reference.run(Gradient(name, gradients[name]))
+
+    def values(self) -> dict[str, np.ndarray]:
+        """The parameters, and the raw moments debiased, as a backend keeps them."""
+        parameter, exp_avg, exp_avg_sq = {}, {}, {}
+        for _, reference in self.members:
+            for name, tensor in reference.tensors.items():
+                first, second = (1.0 - beta**tensor.t if tensor.t else 1.0 for beta in reference.settings.betas)
+                parameter[name], exp_avg[name], exp_avg_sq[name] = tensor.parameter, tensor.m / first, tensor.v / second
+        flatten = self.problem.flatten
+        return {"parameter": flatten(parameter), "exp_avg": flatten(exp_avg), "exp_avg_sq": flatten(exp_avg_sq)}
+
+
+def _settings(problem: Problem, given: Hyperparameters) -> Settings:
+    return Settings(
+        problem.rule.name,
+        given.learning_rate,
+        (given.beta1, given.beta2),
+        given.eps,
+        given.weight_decay,
+        decouple_lr=given.decouple_lr,
+        max_lr=given.max_lr,
+    )
+
+
+def _group_numbers(problem: Problem) -> np.ndarray:
+    """For every element of the flat array, the number of its group."""
+    setting = problem.setting
+    number = {name: index for index, names in enumerate(setting.groups) for name in names}
+    return np.array([number[name] for name in setting.shapes])[problem.tensor_numbers()]
+
+
+def _finite(*arrays: np.ndarray) -> tuple[np.ndarray, ...]:
+    """The arrays with zeros in all of them where one is not finite: what is to be NaN has no bound."""
+    finite = np.logical_and.reduce([np.isfinite(array) for array in arrays])
+    return arrays if finite.all() else tuple(np.where(finite, array, 0.0) for array in arrays)

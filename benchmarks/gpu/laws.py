@@ -17,7 +17,7 @@ from penstock.core.update import TensorState, accumulate, apply, update
 from penstock.parity.backends import choose
 from penstock.parity.backends.torch_optimizers import TorchBackend, to_numpy
 from penstock.parity.cases import QUICK_STEP_COUNTS, STEP_COUNTS, select
-from penstock.parity.suite import run_cases
+from penstock.parity.updates import run_cases
 from penstock.torch_frontend import Adam, AdamW, StableAdamW
 from penstock.torch_frontend.backends.triton.configuration import TABLE
 from penstock.torch_frontend.groups import hyperparameters

@@ -8,8 +8,11 @@ from ...core.errors import InvalidArgument, Refused
 from .interpreted_triton import TritonBackend
 from .jax_transforms import JaxBackend
 from .jax_walk import WalkBackend
+from .optax_adapter import optax_transform
+from .peers import PEERS
 from .protocol import Backend, Held, Run
 from .specification import NumpyBackend
+from .torch_adapter import torch_optimizer
 from .torch_optimizers import TorchBackend
 
 _BACKENDS: dict[str, Backend] = {
@@ -21,6 +24,7 @@ _BACKENDS: dict[str, Backend] = {
         TritonBackend(),
         JaxBackend(),
         WalkBackend(),
+        *PEERS,
     )
 }
 
@@ -35,18 +39,12 @@ QUICK: dict[str, Backend] = {"walk": WalkBackend(quick=True)}
 def register(backend: Backend) -> None:
     """Add an optimizer of your own to the suite; from then on every run has it, and ``--backend`` knows its name.
 
-        class Mine:
-            name = "mine"
-            def unavailable(self): return None
-            def refuses(self, case): return None if case.storage.compensation == "none" else "it keeps no compensation"
-            def start(self, case): return MyRun(case.problem.hyperparameters, case.problem.initial_parameters())
-
-        register(Mine())
+        register(torch_optimizer("mine", {"adamw": lambda params, h: MyAdamW(params, lr=h.learning_rate)}))
         rows = penstock.parity.run(["mine"])
         assert all(row.within for row in rows)
 
     Args:
-        backend: see `Backend` and `Run` for what the suite calls.
+        backend: made by `torch_optimizer` or `optax_transform`; or anything else that is a `Backend`.
 
     Raises:
         InvalidArgument: another backend has this name.
@@ -102,4 +100,4 @@ def _left_out(backend: Backend, quick: bool) -> str | None:
     return backend.unavailable() or (backend.slow() if isinstance(backend, TritonBackend) else None)
 
 
-__all__ = ["Backend", "Held", "Run", "backend_names", "choose", "register", "unregister"]
+__all__ = ["Backend", "Held", "Run", "backend_names", "choose", "optax_transform", "register", "torch_optimizer", "unregister"]

@@ -14,7 +14,7 @@ import pickle
 import subprocess
 import sys
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -22,6 +22,14 @@ from ...core.errors import PenstockError, Refused
 from ..cases import Case
 from .protocol import Held, Run
 from .torch_optimizers import TorchBackend
+
+if TYPE_CHECKING:
+    from ..events import EventCase, EventRun
+    from ..memory import Measured, MemoryCase
+    from ..trajectories import Trajectory, TrajectoryRun
+
+INTERPRETED_EVENTS = "without a CUDA device it runs plain updates only, in a process of its own"
+"""Why the interpreter runs no event sequences."""
 
 WORKER = f"{__package__}.triton_worker"
 
@@ -85,6 +93,8 @@ class TritonBackend:
     """See the module."""
 
     name = "triton"
+    norm_eps = TorchBackend.norm_eps
+    abilities = TorchBackend.abilities
 
     def unavailable(self) -> str | None:
         """See `Backend`."""
@@ -108,6 +118,44 @@ class TritonBackend:
         """See `Backend`."""
         here = self._here()
         return InterpretedRun(case) if here is None else here.start(case)
+
+    def refuses_events(self, case: EventCase) -> str | None:
+        """See `parity.events.RunsEvents`."""
+        here = self._here()
+        return INTERPRETED_EVENTS if here is None else here.refuses_events(case)
+
+    def start_events(self, case: EventCase) -> EventRun:
+        """See `parity.events.RunsEvents`."""
+        return self._in_this_process().start_events(case)
+
+    def start_plain(self, case: EventCase) -> EventRun:
+        """See `parity.identity.StepsPlainly`."""
+        return self._in_this_process().start_plain(case)
+
+    def refuses_memory(self, case: MemoryCase) -> str | None:
+        """See `parity.memory.ShowsMemory`."""
+        return INTERPRETED_EVENTS if self._here() is None else None
+
+    def measure_memory(self, case: MemoryCase) -> Measured:
+        """See `parity.memory.ShowsMemory`."""
+        return self._in_this_process().measure_memory(case)
+
+    def refuses_trajectory(self, case: Trajectory) -> str | None:
+        """See `parity.trajectories.RunsTrajectories`."""
+        return "Triton's interpreter would take minutes a case" if self._here() is None else None
+
+    def start_trajectory(self, case: Trajectory) -> TrajectoryRun:
+        """See `parity.trajectories.RunsTrajectories`."""
+        here = self._here()
+        if here is None:
+            raise Refused("backend='triton' trains the model only where there is a GPU, or inside its interpreter.")
+        return here.start_trajectory(case)
+
+    def _in_this_process(self) -> TorchBackend:
+        here = self._here()
+        if here is None:
+            raise Refused(f"backend='triton' cannot run this: {INTERPRETED_EVENTS}.")
+        return here
 
     def _here(self) -> TorchBackend | None:
         """The kernels in this process, if it can run them."""

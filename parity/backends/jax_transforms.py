@@ -3,53 +3,115 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from ...core.hyperparameters import Hyperparameters
 from ...core.rules import Rule
 from ..cases import Case, Storage
-from .protocol import Held
+from ..settings import Schedule
+from .protocol import Held, converted
+
+if TYPE_CHECKING:
+    from ..events import EventCase, EventRun
+    from ..trajectories import Trajectory, TrajectoryRun
 
 
-def transform_of(rule: Rule, given: Hyperparameters, storage: Storage) -> Any:
-    """The transform of a case."""
+def transform_of(rule: Rule, given: Hyperparameters, storage: Storage, **scheduled: Any) -> Any:
+    """The transform of a group; `scheduled` are arguments that a schedule takes the place of."""
     from ... import jax_frontend
 
     transform: Any = getattr(jax_frontend, rule.name)
-    return transform(
-        given.learning_rate,
-        b1=given.beta1,
-        b2=given.beta2,
-        eps=given.eps,
-        weight_decay=given.weight_decay,
-        mu_dtype=storage.state_dtype,
-        nu_dtype=storage.state_dtype,
-        compensation=storage.compensation,
-    )
+    arguments = {
+        "learning_rate": given.learning_rate,
+        "b1": given.beta1,
+        "b2": given.beta2,
+        "eps": given.eps,
+        "weight_decay": given.weight_decay,
+        "mu_dtype": storage.state_dtype,
+        "nu_dtype": storage.state_dtype,
+        "compensation": storage.compensation,
+    }
+    if given.decouple_lr:
+        arguments |= {"decouple_lr": True, "max_lr": given.max_lr}
+    return transform(**arguments | scheduled)
+
+
+@dataclasses.dataclass(frozen=True)
+class Recipe:
+    """What the transform of a case is made of: equal ones share what is compiled, whatever their gradients are.
+
+    groups, given: the names of the tensors of each group, and their hyperparameters before the schedule.
+    """
+
+    rule: Rule
+    groups: tuple[tuple[str, ...], ...]
+    given: tuple[Hyperparameters, ...]
+    schedule: Schedule | None
+    longest: int | None
+    storage: Storage
+
+    @classmethod
+    def of(cls, case: Case) -> Recipe:
+        """The recipe of a case."""
+        problem, setting = case.problem, case.problem.setting
+        longest = None if setting.schedule is None else setting.longest
+        return cls(problem.rule, setting.groups, problem.group_hyperparameters(), setting.schedule, longest, case.storage)
+
+    def transform(self) -> Any:
+        """One transform, or `optax.multi_transform` of one for each group."""
+        import optax
+
+        made = [self._of_group(number) for number in range(len(self.groups))]
+        if len(made) == 1:
+            return made[0]
+        label = {name: str(number) for number, names in enumerate(self.groups) for name in names}
+        of_groups = {str(number): each for number, each in enumerate(made)}
+        return optax.multi_transform(of_groups, lambda params: {name: label[name] for name in params})
+
+    def _of_group(self, number: int) -> Any:
+        given, schedule, scheduled = self.given[number], self.schedule, {}
+        if schedule is not None:
+            scheduled["learning_rate"] = self._table(given.learning_rate, schedule.learning_rate)
+            if schedule.decay_rises:
+                scheduled["weight_decay"] = self._table(given.weight_decay, schedule.weight_decay)
+        return transform_of(self.rule, given, self.storage, **scheduled)
+
+    def _table(self, highest: float, factor: Callable[[int], float]) -> Callable[[Any], Any]:
+        """A schedule of Optax, a function of the 0-based count; looked up, so that its numbers are rounded just once."""
+        import jax.numpy as jnp
+
+        assert self.longest is not None
+        values = np.array([highest * factor(step) for step in range(1, self.longest + 1)])
+        return lambda count: jnp.asarray(values)[count]
 
 
 @functools.lru_cache(maxsize=64)  # cases that differ in their gradients only share what is compiled
-def _transform_and_update(rule: Rule, given: Hyperparameters, storage: Storage) -> tuple[Any, Any]:
+def _transform_and_update(recipe: Recipe) -> tuple[Any, Any]:
     from ... import jax_frontend
 
-    tx = transform_of(rule, given, storage)
+    tx = recipe.transform()
     return tx, jax_frontend.make_update(tx)
 
 
+def arrays_of(parameters: Mapping[str, Any], state: Any) -> dict[str, dict[str, Any]]:
+    """JAX's own arrays of parameters by name and the state of their transform: by tensor, then by field of `Held`."""
+    found = {}
+    for adam in _adam_states(state):
+        for name, exp_avg in adam.mu.items():
+            if hasattr(exp_avg, "dtype"):  # the others are masked: another group's
+                kept = None if adam.compensation is None else adam.compensation[name]
+                found[name] = {"compensation": kept, "exp_avg": exp_avg, "exp_avg_sq": adam.nu[name]}
+    return {name: {"parameter": parameter, **found[name]} for name, parameter in parameters.items()}
+
+
 def held_of(parameters: Mapping[str, Any], state: Any) -> dict[str, Held]:
-    """What parameters by name and the state of their transform are, in numpy."""
-    adam = _adam_state(state)
-    held = {}
-    for name, parameter in parameters.items():
-        kept = None if adam.compensation is None else adam.compensation[name]
-        held[name] = Held(
-            np.array(parameter), None if kept is None else np.array(kept), np.array(adam.mu[name]), np.array(adam.nu[name])
-        )
-    return held
+    """The same, in numpy."""
+    return {name: converted(arrays, np.array) for name, arrays in arrays_of(parameters, state).items()}
 
 
 class JaxRun:
@@ -60,7 +122,7 @@ class JaxRun:
 
         problem = case.problem
         self.is_float64 = problem.dtype == "float64"
-        tx, self.update = _transform_and_update(problem.rule, problem.hyperparameters, case.storage)
+        tx, self.update = _transform_and_update(Recipe.of(case))
         with self._precision():
             # copies: a donated array must not be numpy's own memory
             self.parameters = {name: jnp.array(value) for name, value in problem.initial_parameters().items()}
@@ -77,6 +139,10 @@ class JaxRun:
     def held(self) -> dict[str, Held]:
         """See `Run`."""
         return held_of(self.parameters, self.state)
+
+    def arrays(self) -> dict[str, dict[str, Any]]:
+        """What it holds, as JAX's own arrays: by tensor, then by field of `Held`."""
+        return arrays_of(self.parameters, self.state)
 
     def _precision(self) -> contextlib.AbstractContextManager[Any]:
         return float64() if self.is_float64 else contextlib.nullcontext()
@@ -98,6 +164,8 @@ class JaxBackend:
     """See the module."""
 
     name = "jax"
+    norm_eps = 0.0
+    abilities = frozenset({"schedules", "groups", "decoupled decay"})
 
     def unavailable(self) -> str | None:
         """See `Backend`."""
@@ -118,9 +186,37 @@ class JaxBackend:
         """See `Backend`."""
         return JaxRun(case)
 
+    def refuses_events(self, case: EventCase) -> str | None:
+        """See `parity.events.RunsEvents`."""
+        from ..events.jax_steps import refusal
 
-def _adam_state(state: Any) -> Any:
-    """The state of penstock's transform, alone or inside a chain's tuple."""
+        return refusal(case, walk=False)
+
+    def start_events(self, case: EventCase) -> EventRun:
+        """See `parity.events.RunsEvents`."""
+        from ..events.jax_steps import JaxEvents
+
+        return JaxEvents(case, walk=False)
+
+    def refuses_trajectory(self, case: Trajectory) -> str | None:
+        """See `parity.trajectories.RunsTrajectories`."""
+        if case.mode == "release":
+            return "an unrolled model has no release of its own: XLA frees its gradients in the plain step"
+        if case.mode == "state":
+            return "only make_release_step puts micro-batches into the moments"
+        return case.program_skipped(self.name)
+
+    def start_trajectory(self, case: Trajectory) -> TrajectoryRun:
+        """See `parity.trajectories.RunsTrajectories`."""
+        from ..trajectories.jax_runs import UnrolledTrajectory
+
+        return UnrolledTrajectory(case)
+
+
+def _adam_states(state: Any) -> Iterator[Any]:
+    """The states of penstock's transforms: one alone or inside a chain, or one for each group, where others are masked."""
     if hasattr(state, "mu"):
-        return state
-    return next(found for part in state if isinstance(part, tuple) and (found := _adam_state(part)) is not None)
+        yield state
+    elif isinstance(state, tuple | dict):
+        for part in state.values() if isinstance(state, dict) else state:
+            yield from _adam_states(part)

@@ -9,25 +9,35 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from ...core.compensation import resolve
-from ...core.hyperparameters import Hyperparameters
-from ...core.rules import Rule
 from ..cases import Case, Storage
-from .jax_transforms import JaxBackend, float64, held_of, transform_of
+from .jax_transforms import JaxBackend, Recipe, float64, held_of
 from .protocol import Held
+
+if TYPE_CHECKING:
+    from ..events import EventCase, EventRun
+    from ..memory import Measured, MemoryCase
+    from ..trajectories import Trajectory, TrajectoryRun
 
 FACTORS = (-0.5, 1.0, 0.25)
 """By which the case's gradients are multiplied, for each layer; those of `MIDDLE` are the case's own."""
 
 MIDDLE = 1
 
+NOT_QUICK = "compiling takes a second a case; leave out --quick, or name the backend with --backend walk"
+"""Why a quick run leaves a case out."""
+
+SPIKE_EVERY, CALM = 3, 1 / 16
+"""The neighbours' gradients are multiplied by the second one but for every third step, when StableAdamW clips the
+neighbours, and would clip the middle layer with them if it took its mean over the stack."""
+
 
 @functools.lru_cache(maxsize=64)  # cases that differ in their gradients only share what is compiled
-def _transform_and_step(rule: Rule, given: Hyperparameters, storage: Storage, is_float64: bool) -> tuple[Any, Any]:
+def _transform_and_step(recipe: Recipe, is_float64: bool) -> tuple[Any, Any]:
     """The transform, and the step of a model whose loss, sum(p*g), has the gradients g that the batch brings."""
     import jax.numpy as jnp
 
@@ -44,7 +54,7 @@ def _transform_and_step(rule: Rule, given: Hyperparameters, storage: Storage, is
     stack = jax_frontend.LayerStack(
         embed, jax_frontend.Layers(layer, inputs=lambda batch: batch), loss=lambda outer, x, batch: x
     )
-    tx = transform_of(rule, given, storage)
+    tx = recipe.transform()
     return tx, jax_frontend.make_release_step(stack, tx)
 
 
@@ -56,17 +66,20 @@ class WalkRun:
 
         from ... import jax_frontend
 
-        problem = case.problem
+        problem, self.count = case.problem, 0
         self.is_float64 = problem.dtype == "float64"
-        tx, self.release = _transform_and_step(problem.rule, problem.hyperparameters, case.storage, self.is_float64)
+        tx, self.release = _transform_and_step(Recipe.of(case), self.is_float64)
         with self._precision():
             layers = {name: jnp.stack([value] * len(FACTORS)) for name, value in problem.initial_parameters().items()}
             self.state = jax_frontend.init_train_state(tx, {"outer": {}, "layers": layers})
 
     def step(self, gradients: Mapping[str, np.ndarray]) -> None:
         """See `Run`."""
+        self.count += 1
+        calm = 1.0 if self.count % SPIKE_EVERY == 0 else CALM
+        factors = [factor if layer == MIDDLE else factor * calm for layer, factor in enumerate(FACTORS)]
         batch = {
-            name: np.stack([np.asarray(gradient * factor, gradient.dtype) for factor in FACTORS])
+            name: np.stack([np.asarray(gradient * factor, gradient.dtype) for factor in factors])
             for name, gradient in gradients.items()
         }
         with self._precision():
@@ -89,8 +102,10 @@ class WalkBackend(JaxBackend):
     """See the module.
 
     Args:
-        quick: of the cases that compile a program of their own, take only those of the defaults: one matrix, the default
-            dtypes of the moments, and the default compensation of each parameter dtype.
+        quick: of the cases that compile a program of their own, take only those of the defaults: one matrix without
+            schedules, the default dtypes of the moments, and the default compensation; every rule in float32, and
+            StableAdamW, whose mean must not be over the stack, in the other dtypes. Of event sequences in-state
+            accumulation, which no other backend of JAX has; of the memory policies clipping, which needs most.
     """
 
     name = "walk"
@@ -100,11 +115,56 @@ class WalkBackend(JaxBackend):
 
     def refuses(self, case: Case) -> str | None:
         """See `Backend`."""
-        default = Storage(resolve("auto", case.problem.dtype), None)
-        if self.quick and (case.problem.setting.odd_shapes or case.storage != default):
-            return "compiling takes a second a case; leave out --quick, or name the backend with --backend walk"
+        if self.quick and not self._is_quick(case):
+            return NOT_QUICK
         return super().refuses(case)
+
+    def _is_quick(self, case: Case) -> bool:
+        problem = case.problem
+        plain = problem.setting.tensors == "matrix" and not problem.needs
+        default = case.storage == Storage(resolve("auto", problem.dtype), None)
+        return plain and default and (problem.rule.clips_update or problem.dtype == "float32")
 
     def start(self, case: Case) -> Any:
         """See `Backend`."""
         return WalkRun(case)
+
+    def refuses_events(self, case: EventCase) -> str | None:
+        """See `parity.events.RunsEvents`."""
+        from ..events.jax_steps import refusal
+
+        if self.quick and case.sequence.accumulation != "state":
+            return NOT_QUICK
+        return refusal(case, walk=True)
+
+    def start_events(self, case: EventCase) -> EventRun:
+        """See `parity.events.RunsEvents`."""
+        from ..events.jax_steps import JaxEvents
+
+        return JaxEvents(case, walk=True)
+
+    def refuses_memory(self, case: MemoryCase) -> str | None:
+        """See `parity.memory.ShowsMemory`."""
+        from ..memory import walk_refusal
+
+        if self.quick and case.policy != "clip":
+            return NOT_QUICK
+        return walk_refusal(case)
+
+    def measure_memory(self, case: MemoryCase) -> Measured:
+        """See `parity.memory.ShowsMemory`."""
+        from ..memory import walk_memory
+
+        return walk_memory(case)
+
+    def refuses_trajectory(self, case: Trajectory) -> str | None:
+        """See `parity.trajectories.RunsTrajectories`."""
+        if case.mode == "step":
+            return "the walk always releases"
+        return case.program_skipped(self.name)
+
+    def start_trajectory(self, case: Trajectory) -> TrajectoryRun:
+        """See `parity.trajectories.RunsTrajectories`."""
+        from ..trajectories.jax_runs import StackedTrajectory
+
+        return StackedTrajectory(case)

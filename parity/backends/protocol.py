@@ -6,8 +6,8 @@ optimizer of your own, hand an instance to `penstock.parity.register`, and it is
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import NamedTuple, Protocol
+from collections.abc import Callable, Collection, Mapping
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
@@ -28,6 +28,17 @@ class Held(NamedTuple):
     exp_avg_sq: np.ndarray | None = None
 
 
+def converted(arrays: Mapping[str, Any], convert: Callable[[Any], np.ndarray]) -> Held:
+    """What a framework's own arrays are in numpy.
+
+    Args:
+        arrays: by field of `Held`; None where there is none.
+        convert: from such an array to numpy's.
+    """
+    made: dict[str, Any] = {field: None if array is None else convert(array) for field, array in arrays.items()}
+    return Held(**made)
+
+
 class Run(Protocol):
     """One case on one backend, from its initial parameters on."""
 
@@ -44,6 +55,15 @@ class Backend(Protocol):
     """An implementation of the rules.
 
     name: as ``--backend`` takes it.
+
+    An attribute `abilities`, if there is one, names what it can do beyond constant hyperparameters that are the same for
+    all tensors; cases that need more are refused for it (`lacks`):
+
+        "schedules"   its runs follow `case.problem.hyperparameters_at(step)` from update to update
+        "groups"      its runs follow it from tensor to tensor
+
+    An attribute `peer`, if there is one and it is true, says that the backend is there for comparison: its errors are
+    reported, but its broken bounds do not count (`is_peer`).
     """
 
     @property
@@ -62,3 +82,14 @@ class Backend(Protocol):
     def start(self, case: Case) -> Run:
         """A new run at `case.problem.initial_parameters()`, with `case.problem.hyperparameters`."""
         ...
+
+
+def lacks(backend: Backend, needs: Collection[str]) -> str | None:
+    """Why a backend cannot run a case that needs these abilities (a sentence), or None when it can."""
+    missing = sorted(set(needs) - set(getattr(backend, "abilities", ())))
+    return f"it has no {' and no '.join(missing)} (`Backend.abilities`)" if missing else None
+
+
+def is_peer(backend: Backend) -> bool:
+    """Whether a backend is compared but not judged."""
+    return bool(getattr(backend, "peer", False))

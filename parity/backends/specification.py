@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -11,6 +12,9 @@ from ...core.moments import debiased_complements
 from ...core.update import TensorState, init_state, update
 from ..cases import Case
 from .protocol import Held
+
+if TYPE_CHECKING:
+    from ..events import EventCase, EventRun
 
 
 class NumpyRun:
@@ -30,18 +34,19 @@ class NumpyRun:
         """See `Run`."""
         self.count += 1
         problem = self.case.problem
-        complements = debiased_complements(problem.hyperparameters, self.count, np)
-        for name, gradient in gradients.items():
-            self.parameters[name], self.states[name] = update(
-                numpy_ops,
-                problem.rule,
-                problem.hyperparameters,
-                complements,
-                self.case.storage.compensation,
-                self.parameters[name],
-                gradient,
-                self.states[name],
-            )
+        given = problem.hyperparameters_at(self.count)
+        with np.errstate(invalid="ignore", under="ignore"):  # NaN and infinities, where the gradients have them
+            for name, gradient in gradients.items():
+                self.parameters[name], self.states[name] = update(
+                    numpy_ops,
+                    problem.rule,
+                    given[name],
+                    debiased_complements(given[name], self.count, np),
+                    self.case.storage.compensation,
+                    self.parameters[name],
+                    gradient,
+                    self.states[name],
+                )
 
     def held(self) -> dict[str, Held]:
         """See `Run`."""
@@ -56,6 +61,8 @@ class NumpyBackend:
     """See the module."""
 
     name = "numpy"
+    norm_eps = 0.0
+    abilities = frozenset({"schedules", "groups", "decoupled decay"})
 
     def unavailable(self) -> str | None:
         """See `Backend`."""
@@ -68,3 +75,13 @@ class NumpyBackend:
     def start(self, case: Case) -> NumpyRun:
         """See `Backend`."""
         return NumpyRun(case)
+
+    def refuses_events(self, case: EventCase) -> str | None:
+        """See `parity.events.RunsEvents`."""
+        return None
+
+    def start_events(self, case: EventCase) -> EventRun:
+        """See `parity.events.RunsEvents`."""
+        from ..events.specification import NumpyEvents
+
+        return NumpyEvents(case)

@@ -9,17 +9,22 @@ import numpy as np
 
 from ...core.array_ops import numpy_dtype
 from ...core.errors import PenstockError
+from ...core.hyperparameters import Hyperparameters
 from ..cases import Case
-from .protocol import Held
+from .protocol import Held, converted
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+    from ..events import EventCase, EventRun
+    from ..memory import Measured, MemoryCase
+    from ..trajectories import Trajectory, TrajectoryRun
 
 CLASSES = {"stable_adamw": "StableAdamW", "adamw": "AdamW", "adam": "Adam"}
 
 
 class TorchRun:
-    """A torch optimizer with plain `step()` calls."""
+    """A torch optimizer with plain `step()` calls; before each, a schedule writes to its groups as torch's schedulers do."""
 
     def __init__(self, case: Case, backend: str, device: str) -> None:
         import torch
@@ -27,17 +32,15 @@ class TorchRun:
         from ... import torch_frontend
 
         problem, storage = case.problem, case.storage
-        self.device = device
+        self.problem, self.device, self.count = problem, device, 0
         start = problem.initial_parameters()
         self.parameters = {name: torch.nn.Parameter(to_torch(value).to(self.device)) for name, value in start.items()}
-        given = problem.hyperparameters
         optimizer: Any = getattr(torch_frontend, CLASSES[problem.rule.name])
         self.optimizer = optimizer(
-            list(self.parameters.values()),
-            lr=given.learning_rate,
-            betas=(given.beta1, given.beta2),
-            eps=given.eps,
-            weight_decay=given.weight_decay,
+            [
+                {"params": [self.parameters[name] for name in names], **group_of(given)}
+                for names, given in zip(problem.setting.groups, problem.group_hyperparameters(), strict=True)
+            ],
             compensation=storage.compensation,
             state_dtype=None if storage.state_dtype is None else getattr(torch, storage.state_dtype),
             backend=backend,
@@ -45,23 +48,39 @@ class TorchRun:
 
     def step(self, gradients: Mapping[str, np.ndarray]) -> None:
         """See `Run`."""
+        self.count += 1
+        if self.problem.setting.schedule is not None:
+            given = self.problem.group_hyperparameters(self.count)
+            for group, current in zip(self.optimizer.param_groups, given, strict=True):
+                group |= {"lr": current.learning_rate, "weight_decay": current.weight_decay}
         for name, parameter in self.parameters.items():
             parameter.grad = to_torch(gradients[name]).to(self.device)
         self.optimizer.step()
 
     def held(self) -> dict[str, Held]:
         """See `Run`."""
-        held = {}
-        for name, parameter in self.parameters.items():
-            state = self.optimizer.state[parameter]
-            kept = state.get("compensation")
-            held[name] = Held(
-                to_numpy(parameter),
-                None if kept is None else to_numpy(kept),
-                to_numpy(state["exp_avg"]),
-                to_numpy(state["exp_avg_sq"]),
-            )
-        return held
+        return {name: converted(tensors, to_numpy) for name, tensors in self.arrays().items()}
+
+    def arrays(self) -> dict[str, dict[str, Any]]:
+        """What it holds, as PyTorch's own tensors: by tensor, then by field of `Held`."""
+        return {
+            name: {
+                "parameter": parameter.detach(),
+                **{field: self.optimizer.state[parameter].get(field) for field in ("compensation", "exp_avg", "exp_avg_sq")},
+            }
+            for name, parameter in self.parameters.items()
+        }
+
+
+def group_of(given: Hyperparameters) -> dict[str, Any]:
+    """Hyperparameters as a torch parameter group spells them."""
+    group = {
+        "lr": given.learning_rate,
+        "betas": (given.beta1, given.beta2),
+        "eps": given.eps,
+        "weight_decay": given.weight_decay,
+    }
+    return group | {"decouple_lr": True, "max_lr": given.max_lr} if given.decouple_lr else group
 
 
 class TorchBackend:
@@ -71,6 +90,10 @@ class TorchBackend:
         name: of the backend, in ``--backend`` as in the optimizers' argument.
         device: where the parameters are.
     """
+
+    abilities = frozenset({"schedules", "groups", "decoupled decay"})
+
+    norm_eps = 1e-6  # as `torch.nn.utils.clip_grad_norm_` has it, and penstock with it
 
     def __init__(self, name: str, device: str = "cpu") -> None:
         self.name = name
@@ -95,6 +118,44 @@ class TorchBackend:
     def start(self, case: Case) -> TorchRun:
         """See `Backend`."""
         return TorchRun(case, self.name, self.device)
+
+    def refuses_events(self, case: EventCase) -> str | None:
+        """See `parity.events.RunsEvents`."""
+        if case.rule.name not in CLASSES:
+            return f"the torch frontend has no {case.rule.name}"
+        return case.not_compiled if self.name == "compiled" else None
+
+    def start_events(self, case: EventCase) -> EventRun:
+        """See `parity.events.RunsEvents`."""
+        from ..events.torch_release import TorchEvents
+
+        return TorchEvents(case, self.name, self.device)
+
+    def start_plain(self, case: EventCase) -> EventRun:
+        """See `parity.identity.StepsPlainly`."""
+        from ..events.torch_release import TorchEvents
+
+        return TorchEvents(case, self.name, self.device, released=False)
+
+    def refuses_memory(self, case: MemoryCase) -> str | None:
+        """See `parity.memory.ShowsMemory`."""
+        return None
+
+    def measure_memory(self, case: MemoryCase) -> Measured:
+        """See `parity.memory.ShowsMemory`."""
+        from ..memory import torch_memory
+
+        return torch_memory(case, self.name, self.device)
+
+    def refuses_trajectory(self, case: Trajectory) -> str | None:
+        """See `parity.trajectories.RunsTrajectories`."""
+        return None
+
+    def start_trajectory(self, case: Trajectory) -> TrajectoryRun:
+        """See `parity.trajectories.RunsTrajectories`."""
+        from ..trajectories.torch_runs import TorchTrajectory
+
+        return TorchTrajectory(case, self.name, self.device)
 
 
 def to_torch(array: np.ndarray) -> Tensor:

@@ -23,19 +23,24 @@ def make_loss(shape: ModelShape) -> Callable[[Mapping[str, Array], Array], Array
     """
 
     def loss(parameters: Mapping[str, Array], batch: Array) -> Array:
-        log_probabilities = jax.nn.log_softmax(logits(parameters, batch[:, :-1], shape), axis=-1)
-        return -jnp.take_along_axis(log_probabilities, batch[:, 1:, None], axis=-1).mean()
+        x = embedded(parameters, batch)
+        for layer in range(shape.layers):
+            prefix = f"layers.{layer}."
+            x = apply_layer({n.removeprefix(prefix): p for n, p in parameters.items() if n.startswith(prefix)}, x, shape.heads)
+        return cross_entropy(parameters, x, batch)
 
     return loss
 
 
-def logits(parameters: Mapping[str, Array], tokens: Array, shape: ModelShape) -> Array:
-    """Logits, [batch, context, vocabulary], for integer tokens, [batch, context]."""
-    x = parameters["embedding"][tokens] + parameters["positions"]
-    for layer in range(shape.layers):
-        prefix = f"layers.{layer}."
-        x = apply_layer({n.removeprefix(prefix): p for n, p in parameters.items() if n.startswith(prefix)}, x, shape.heads)
-    return normalized(x, parameters["final_scale"], parameters["final_bias"]) @ parameters["head"]
+def embedded(parameters: Mapping[str, Array], batch: Array) -> Array:
+    """What enters the first layer, [batch, context, width]."""
+    return parameters["embedding"][batch[:, :-1]] + parameters["positions"]
+
+
+def cross_entropy(parameters: Mapping[str, Array], x: Array, batch: Array) -> Array:
+    """The loss, of what leaves the last layer."""
+    logits = normalized(x, parameters["final_scale"], parameters["final_bias"]) @ parameters["head"]
+    return -jnp.take_along_axis(jax.nn.log_softmax(logits, axis=-1), batch[:, 1:, None], axis=-1).mean()
 
 
 def apply_layer(parameters: Mapping[str, Array], x: Array, heads: int) -> Array:

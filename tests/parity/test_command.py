@@ -8,9 +8,10 @@ import pytest
 
 from penstock.__main__ import COMMANDS, main
 from penstock.core.errors import Refused
-from penstock.parity import report
+from penstock.parity import report, unregister
 from penstock.parity.cases import Case, select
 from penstock.parity.compare import Row, failed
+from penstock.parity.report.terminal import errors
 
 SOURCE = pathlib.Path(__file__).parents[2] / "src"
 ONE_CASE = ("parity", "--quick", "--backend", "numpy", "--cases", "B/adamw/float32/*")
@@ -36,6 +37,10 @@ def test_a_clean_run_prints_a_table_and_exits_with_0(capsys: pytest.CaptureFixtu
         (("--cases", "sgd"), "no case matches 'sgd'"),
         (("--report", "/dev/null/there"), "--report '/dev/null/there': cannot write there: Not a directory."),
         (("--report", "a\0b"), "--report 'a\\x00b': cannot write there: embedded null byte."),
+        (
+            ("--import", "no_such_module"),
+            "--import 'no_such_module': it cannot be imported: ModuleNotFoundError: No module named",
+        ),
         (("--steps", "3"), "unrecognized arguments: --steps 3"),
     ],
 )
@@ -55,9 +60,9 @@ def test_bad_usage_is_one_sentence_and_exit_status_2(
 
 def test_the_json_has_every_row_and_says_where_it_comes_from(tmp_path: pathlib.Path) -> None:
     assert main((*ONE_CASE, "--report", str(tmp_path / "new" / "folder"))) == 0
-    (file,) = (tmp_path / "new" / "folder").iterdir()
+    page, file = sorted((tmp_path / "new" / "folder").iterdir())
+    assert (page.name, file.name) == ("parity.html", "parity.json")
     content = json.loads(file.read_text())
-    assert file.name == "parity.json"
     assert content["schema"] == report.SCHEMA
     assert set(content) == {
         "schema",
@@ -66,19 +71,26 @@ def test_the_json_has_every_row_and_says_where_it_comes_from(tmp_path: pathlib.P
         "versions",
         "device",
         "seconds",
+        "backends",
         "not_available",
         "broken",
-        "rows",
+        "sections",
     }
     assert content["versions"]["numpy"]
     assert content["broken"] == 0
-    assert [(row["steps"], row["quantity"]) for row in content["rows"]] == [
+    assert content["backends"] == [{"name": "numpy", "peer": False}]
+    (section,) = content["sections"]
+    assert set(section) == {"name", "title", "seconds", "verdicts", "refused", "rows"}
+    assert set(section["seconds"]) == {"numpy", "reference"}
+    (verdict,) = section["verdicts"]
+    assert (verdict["comparisons"], verdict["judged"], verdict["beyond"]) == (6, 6, 0)
+    assert [(row["steps"], row["quantity"]) for row in section["rows"]] == [
         (steps, quantity) for steps in (1, 100) for quantity in ("parameter", "exp_avg", "exp_avg_sq")
     ]
-    for row in content["rows"]:
+    for row in section["rows"]:
         assert row["within"] is True
         assert 0 <= row["relative_error"] <= row["relative_bound"]
-        assert 0 <= row["element_ratio"] <= 1
+        assert 0 <= row["element_ratio"] <= row["ratio"] <= verdict["largest_ratio"] <= 1
         assert row["failure"] is None
 
 
@@ -119,11 +131,11 @@ def test_the_json_has_the_usual_permissions(tmp_path: pathlib.Path, mask: int, m
 def test_the_table_shows_the_bound_when_a_backend_has_no_number() -> None:
     (case,) = select("B/adamw/float32/*")
     nan = float("nan")
-    bad = failed(case, "broken", 1, "step 1: it fell over")
+    bad = failed(case.name, "broken", 1, "step 1: it fell over")
     poisoned = Row(case.name, "poisoned", 1, "parameter", nan, 2.5e-7, nan, 3.0, nan)
     good = Row(case.name, "good", 1, "parameter", 1e-8, 2.5e-7, 0.5, 4.0, 0.125)
     for rows, bound in (([bad, poisoned, good], "2.5e-07 | 4"), ([bad, poisoned], "2.5e-07 | 3"), ([bad], "-")):
-        made = report.table(rows)
+        made = errors(rows)
         assert list(made.columns[-2].cells) == [bound]
 
 
@@ -136,6 +148,26 @@ def test_a_quick_run_has_every_rule_dtype_and_compensation() -> None:
     assert {case.storage.state_dtype for case in quick} == {case.storage.state_dtype for case in full}
     assert len(quick) < 0.7 * len(full)
     assert select("A/*", quick=True) == select("A/*")  # what is asked for is not left out
+
+
+def test_a_module_that_registers_is_imported_from_the_working_directory(
+    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "optimizers_of_somebody.py").write_text(
+        "from penstock.parity import register\n"
+        "from penstock.parity.backends.specification import NumpyBackend\n"
+        "class Theirs(NumpyBackend):\n"
+        "    name = 'theirs'\n"
+        "register(Theirs())\n"
+    )
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    arguments = ("--import", "optimizers_of_somebody", "--backend", "theirs", "--cases", "B/adamw/float32/*")
+    try:
+        assert main(("parity", "--quick", *arguments)) == 0
+    finally:
+        unregister("theirs")
+    assert "6 of 6 comparisons" in capsys.readouterr().out
 
 
 def test_the_numpy_backend_needs_neither_framework() -> None:

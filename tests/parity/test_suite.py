@@ -9,6 +9,9 @@ from penstock.parity.backends import choose
 from penstock.parity.backends.jax_transforms import float64
 from penstock.parity.backends.specification import NumpyBackend
 from penstock.parity.cases import all_cases, select
+from penstock.parity.sections import SECTIONS
+from penstock.parity.sections import select as select_sections
+from penstock.parity.suite import parts, run_sections
 from penstock.parity.truth import truths
 
 
@@ -29,9 +32,10 @@ def test_a_part_of_a_name_selects_and_is_not_mistaken_for_a_longer_one() -> None
 
 
 def test_the_specification_is_within_every_bound() -> None:
-    rows = run(["numpy"], None, [1, 20])
+    rows = run(["numpy"], "updates", [8])
     assert [row for row in rows if not row.within] == []
-    assert len(rows) == 2 * 3 * len(list(all_cases()))
+    assert {row.case for row in rows} == {case.name for case in all_cases()}
+    assert {row.quantity for row in rows} == {"parameter", "exp_avg", "exp_avg_sq"}
 
 
 @pytest.mark.parametrize("pattern", ["B/*/state-default", "shapes/*/float32/*", "decay/adamw/*"])
@@ -108,6 +112,7 @@ class PlainRun:
         self.v = {name: np.zeros_like(p) for name, p in self.parameters.items()}
         self.t, self.raises_at, self.nan_at = 0, raises_at, nan_at
 
+    @np.errstate(all="ignore")  # gradients that are not finite are among the cases
     def step(self, gradients: Mapping[str, np.ndarray]) -> None:
         self.t += 1
         if self.t == self.raises_at:
@@ -135,8 +140,9 @@ def run_plain(backend: PlainAdamW, pattern: str | None, steps: list[int]):
 
 
 def test_an_optimizer_of_ones_own_is_judged() -> None:
-    rows = run_plain(PlainAdamW(), None, [1, 20])
-    assert {row.case.split("/")[0] for row in rows} == {"A", "B", "decay", "shapes"}
+    rows = run_plain(PlainAdamW(), "updates", [1, 20])
+    assert {row.case.split("/")[0] for row in rows} >= {"A", "B", "decay", "shapes"}
+    assert not {"schedule", "groups"} & {row.case.split("/")[0] for row in rows}  # it did not say that it follows them
     assert {row.quantity for row in rows} == {"parameter"}
     assert [row for row in rows if not row.within] == []
 
@@ -194,3 +200,27 @@ def test_float64_is_switched_on_for_a_while_in_older_versions_of_jax_too(older: 
     with float64():
         assert jax.numpy.zeros(()).dtype == np.float64
     assert jax.numpy.zeros(()).dtype == np.float32
+
+
+def test_sections_are_told_apart_by_the_names_of_their_cases() -> None:
+    for section in SECTIONS:
+        cases = section.cases(quick=True)
+        assert cases
+        assert {case.name for case in cases} <= {case.name for case in section.cases(quick=False)}
+        assert section.name == "updates" or all(case.name.startswith(f"{section.name}/") for case in cases)
+        ((chosen, found),) = select_sections(section.name)
+        assert chosen is section
+        assert [case.name for case in found] == [case.name for case in section.cases(quick=False)]
+    names = [case.name for section in SECTIONS for case in section.cases(quick=False)]
+    assert len(names) == len(set(names))
+    with pytest.raises(InvalidArgument, match=r"no case matches 'sgd'.*The sections are updates, events, "):
+        select_sections("sgd")
+
+
+def test_progress_is_called_as_often_as_announced() -> None:
+    backends, chosen = choose(["numpy"])[0], select_sections("*/adamw/float64*")
+    calls: list[tuple[str, str]] = []
+    result = run_sections(backends, chosen, [1], lambda case, part: calls.append((case, part)))
+    assert len(calls) == parts(backends, chosen)
+    visited = {row.case for row in result.rows} | {why.case for found in result.sections for why in found.refusals}
+    assert visited == {case.name for _, cases in chosen for case in cases}

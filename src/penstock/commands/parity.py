@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import argparse
+import importlib
 import pathlib
 import sys
-import time
 from importlib.util import find_spec
 from typing import Any
 
 from .. import __version__
-from ..core.errors import PenstockError
+from ..core.errors import InvalidArgument, PenstockError
 from . import refuse
 
 WIDTH = 200  # characters, where the output is no terminal
@@ -27,25 +27,44 @@ def add_parser(subparsers: Any) -> None:
     )
     parser.add_argument("--backend", action="append", metavar="NAME", help="only this backend; may be repeated")
     parser.add_argument(
-        "--cases", metavar="PATTERN", help="only cases that match, as 'B/*/bfloat16/*', or that have this part, as 'adamw'"
+        "--cases",
+        metavar="PATTERN",
+        help="only cases that match, as 'B/*/bfloat16/*', that have this part, as 'adamw', or of this section, as 'events'",
+    )
+    parser.add_argument(
+        "--import",
+        action="append",
+        dest="modules",
+        default=[],
+        metavar="MODULE",
+        help="import this module first, which registers optimizers of yours; may be repeated",
     )
     parser.add_argument("--quick", action="store_true", help="1 and 100 steps, not 2000, fewer cases, and no compiler")
-    parser.add_argument("--report", type=pathlib.Path, metavar="DIR", help="write parity.json with every number there")
+    parser.add_argument(
+        "--report",
+        type=pathlib.Path,
+        metavar="DIR",
+        help="write parity.json with every number there, and a page of them, parity.html",
+    )
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Run the suite; 0, 1 when a bound is broken, 2 on bad usage or without the report."""
-    missing = [name for name in ("rich", "ml_dtypes") if find_spec(name) is None]
+    needed = ["rich", "ml_dtypes", *(["matplotlib"] if arguments.report is not None else [])]
+    missing = [name for name in needed if find_spec(name) is None]
     if missing:
         return refuse("parity", f"this command needs {' and '.join(missing)}; install with: pip install 'penstock[parity]'")
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
     from ..parity import backends, report
-    from ..parity.cases import QUICK_STEP_COUNTS, STEP_COUNTS, Case, select
-    from ..parity.suite import run_cases
+    from ..parity.cases import QUICK_STEP_COUNTS, STEP_COUNTS
+    from ..parity.sections import select
+    from ..parity.suite import parts, run_sections
 
     try:
+        for module in arguments.modules:
+            _import(module)
         cases = select(arguments.cases, quick=arguments.quick)
         if arguments.report is not None:
             report.prepare(arguments.report)
@@ -53,33 +72,44 @@ def run(arguments: argparse.Namespace) -> int:
     except PenstockError as error:
         return refuse("parity", str(error))
 
-    started = time.perf_counter()
     columns = (TextColumn("{task.description:60}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     errors = Console(stderr=True)
     with Progress(*columns, console=errors, transient=True, disable=not errors.is_terminal) as progress:
-        parts = len({case.problem for case in cases}) + len(cases) * len(chosen)
-        task = progress.add_task("", total=parts, completed=-1)
+        total = parts(chosen, cases)
+        task = progress.add_task("", total=total, completed=-1)
 
-        def advance(case: Case, part: str) -> None:
-            progress.update(task, advance=1, description=f"{case.name} {part}")
+        def advance(case_name: str, part: str) -> None:
+            progress.update(task, advance=1, description=f"{case_name} {part}")
 
-        rows = run_cases(chosen, cases, QUICK_STEP_COUNTS if arguments.quick else STEP_COUNTS, advance)
-        progress.update(task, completed=parts)
-    seconds = time.perf_counter() - started
+        result = run_sections(chosen, cases, QUICK_STEP_COUNTS if arguments.quick else STEP_COUNTS, advance)
+        progress.update(task, completed=total)
 
     console = Console(highlight=False, width=None if sys.stdout.isatty() else WIDTH)
-    if not rows:
+    if not result.rows:
         return refuse("parity", "the backends refuse every one of these cases; choose others with --backend or --cases.")
-    console.print(report.table(rows))
+    for table in report.tables(result):
+        console.print(table)
     for name, reason in not_available.items():
         console.print(f"{name} did not run: {reason}", markup=False)
-    for sentence in report.summary(rows):
+    for sentence in report.summary(result):
         console.print(sentence, markup=False, soft_wrap=True)
     if arguments.report is not None:
-        content = report.document(rows, version=__version__, command=sys.argv, not_available=not_available, seconds=seconds)
+        content = report.document(result, version=__version__, command=["penstock", *sys.argv[1:]], not_available=not_available)
         try:
-            written = report.write_json(arguments.report, content)
+            for written in (report.write_json(arguments.report, content), report.write_page(arguments.report, content)):
+                console.print(f"written: {written}", markup=False, soft_wrap=True)
         except PenstockError as error:
             return refuse("parity", str(error))
-        console.print(f"written: {written}", markup=False, soft_wrap=True)
-    return 0 if all(row.within for row in rows) else 1
+    return 1 if result.broken else 0
+
+
+def _import(module: str) -> None:
+    """Import a module of the user's, from the working directory too, as `python -m` would."""
+    here = str(pathlib.Path.cwd())
+    if here not in sys.path:
+        sys.path.insert(0, here)
+    try:
+        importlib.import_module(module)
+    except Exception as error:
+        reason = " ".join(f"{type(error).__name__}: {error}".split())
+        raise InvalidArgument(f"--import {module!r}: it cannot be imported: {reason}") from error

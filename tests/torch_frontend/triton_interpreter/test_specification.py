@@ -13,7 +13,7 @@ from penstock.core.moments import Complements, debiased_complements
 from penstock.core.update import TensorState, accumulate, apply, update
 from penstock.parity.backends.torch_optimizers import TorchBackend, to_numpy
 from penstock.parity.cases import select
-from penstock.parity.suite import run_cases
+from penstock.parity.updates import run_cases
 from penstock.torch_frontend import AdamW, StableAdamW
 from penstock.torch_frontend.backends.backend import TensorSlot
 from penstock.torch_frontend.backends.triton.backend import TritonBackend

@@ -1,0 +1,72 @@
+"""What the adapters share: what an optimizer was registered for, and the cases that it refuses therefore."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Collection, Iterable, Mapping
+from typing import Any
+
+from ...core.dtypes import PARAMETER_DTYPES
+from ...core.errors import InvalidArgument
+from ...core.rules import RULES
+from ..cases import Case
+
+
+class Declaration:
+    """The part of a `Backend` that follows from what its owner says of it.
+
+    Args:
+        name, abilities, peer: as in `Backend`.
+        rules: the names of the rules that it obeys.
+        compensations: by dtype of parameters, the compensation with which it updates them.
+        requires: the modules without which it is not available.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        rules: Collection[str],
+        compensations: Mapping[str, str],
+        requires: Collection[str],
+        abilities: Collection[str],
+        peer: bool,
+    ) -> None:
+        self.name, self.abilities, self.peer = name, frozenset(abilities), peer
+        self._rules, self._compensations, self._requires = tuple(rules), dict(compensations), tuple(requires)
+
+    def unavailable(self) -> str | None:
+        """See `Backend`."""
+        for module in self._requires:
+            try:
+                importlib.import_module(module)
+            except ImportError as error:
+                return f"{module} cannot be imported: {error}"
+        return None
+
+    def refuses(self, case: Case) -> str | None:
+        """See `Backend`."""
+        rule, dtype = case.problem.rule.name, case.problem.dtype
+        if rule not in self._rules:
+            return f"it was registered for {', '.join(self._rules)} only"
+        if dtype not in self._compensations:
+            return f"it was registered for {', '.join(self._compensations)} only"
+        if case.storage.compensation != self._compensations[dtype]:
+            return f"it updates {dtype} parameters with compensation {self._compensations[dtype]!r} only"
+        if case.storage.state_dtype is not None:
+            return "the dtypes of its moments are its own choice"
+        return None
+
+
+def check(name: str, make: Mapping[str, Any], dtypes: Iterable[str] | Mapping[str, str]) -> dict[str, str]:
+    """The compensation of every dtype.
+
+    Raises:
+        InvalidArgument: a rule or a dtype is not known, or there is none.
+    """
+    compensations = dict(dtypes) if isinstance(dtypes, Mapping) else dict.fromkeys(dtypes, "none")
+    for argument, given, known in (("make", make, RULES), ("dtypes", compensations, PARAMETER_DTYPES)):
+        unknown = sorted(set(given) - set(known))
+        if unknown or not given:
+            wrong = f"{unknown[0]!r} is not known" if unknown else "nothing is named"
+            raise InvalidArgument(f"{argument} of {name!r}: {wrong}; choose of {', '.join(known)}.")
+    return compensations

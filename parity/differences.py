@@ -1,0 +1,102 @@
+"""The section "differences": how many elements differ in their bits between each pair of backends. Information, no verdict.
+
+All backends take the same float32 gradients from the same parameters; after the first step, the second (the first that finds
+moments) and the hundredth, what they store is compared pair by pair. Which pairs agree, and what parts the others, is written
+down in docs/bits.md.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Iterator, Mapping, Sequence
+
+import numpy as np
+
+from ..core.rules import RULES, Rule
+from .backends.protocol import Backend, Held, lacks
+from .cases import Case, Problem, Storage
+from .compare import Finding, Refusal, differing, differing_elements, failed
+from .progress import Progress
+from .settings import SETTINGS
+
+STEPS = (1, 2, 100)
+QUANTITIES = ("parameter", "exp_avg", "exp_avg_sq")
+
+_SETTING = next(setting for setting in SETTINGS if setting.name == "B")  # whose programs are compiled already
+
+
+@dataclasses.dataclass(frozen=True)
+class Comparison:
+    """One rule, in float32 throughout."""
+
+    rule: Rule
+
+    @property
+    def name(self) -> str:
+        """differences/rule/dtype."""
+        return f"differences/{self.rule.name}/float32"
+
+    @property
+    def case(self) -> Case:
+        """The updates that every backend makes."""
+        return Case(Problem(_SETTING, self.rule, "float32"), Storage("none", None))
+
+
+class Differences:
+    """See `parity.sections.Section`."""
+
+    name = "differences"
+    title = "Elements that differ in their bits between each pair of backends, in float32"
+
+    def cases(self, *, quick: bool) -> list[Comparison]:
+        """See `Section`."""
+        return [Comparison(rule) for rule in RULES.values()]
+
+    def parts(self, cases: Sequence[Comparison], backends: Sequence[Backend]) -> int:
+        """See `Section`."""
+        return len(cases) * len(backends)
+
+    def run(
+        self, backends: Sequence[Backend], cases: Sequence[Comparison], steps: Sequence[int], progress: Progress
+    ) -> Iterator[Finding]:
+        """See `Section`. The numbers of steps are the section's own."""
+        for comparison in cases:
+            case, stored = comparison.case, {}
+            for backend in backends:
+                progress(comparison.name, backend.name)
+                reason = lacks(backend, case.problem.needs) or backend.refuses(case)
+                if reason is not None:
+                    yield Refusal(comparison.name, backend.name, reason)
+                    continue
+                try:
+                    stored[backend.name] = stored_after(backend, case, STEPS)
+                except Exception as error:
+                    yield failed(comparison.name, backend.name, max(STEPS), f"{type(error).__name__}: {error}")
+            for (one, its), (other, others) in itertools.combinations(stored.items(), 2):
+                for step, quantity in itertools.product(STEPS, QUANTITIES):
+                    count = differing_between(its[step], others[step], quantity)
+                    if count is not None:
+                        elements = case.problem.setting.element_count
+                        yield differing(comparison.name, one, other, step, quantity, count, elements)
+
+
+def stored_after(backend: Backend, case: Case, steps: Sequence[int]) -> dict[int, Mapping[str, Held]]:
+    """What a backend stores after each of some numbers of steps."""
+    running, found = backend.start(case), {}
+    for step in range(1, max(steps) + 1):
+        running.step(case.problem.gradients(step))
+        if step in steps:
+            found[step] = running.held()
+    return found
+
+
+def differing_between(one: Mapping[str, Held], other: Mapping[str, Held], quantity: str) -> int | None:
+    """How many elements of a quantity differ; None where one of the two does not keep it in this dtype."""
+    count = 0
+    for name, held in one.items():
+        mine, theirs = getattr(held, quantity), getattr(other[name], quantity)
+        if mine is None or theirs is None or mine.dtype != theirs.dtype:
+            return None
+        count += differing_elements(np.asarray(mine), np.asarray(theirs))
+    return count

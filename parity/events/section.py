@@ -1,0 +1,108 @@
+"""The section "events": sequences of the release machine on every backend that can run them, against the reference."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator, Mapping, Sequence
+
+import numpy as np
+
+from ...core.rules import RULES, Rule
+from ..backends.protocol import Backend, Held
+from ..bounds import spacing, stored_spacing
+from ..compare import Finding, Refusal, Row, Unit, against, failed, identical, numbers
+from ..progress import Progress
+from .protocol import RunsEvents
+from .recorded import SHAPES, EventCase
+from .sequences import SEQUENCES
+from .truth import EventTruth, truth
+
+DTYPES = ("float64", "float32", "bfloat16")
+
+QUICKLY_COMPILED = ("hold", "state")
+"""Sequences for which a quick run compiles programs."""
+
+
+class Events:
+    """See `parity.sections.Section`."""
+
+    name = "events"
+    title = "Event sequences of the release machine against the float64 reference, live gradient bytes among them"
+
+    def cases(self, *, quick: bool) -> list[EventCase]:
+        """See `Section`. Every sequence for every rule and dtype; in a quick run for one pair each, that take turns."""
+        pairs = [(rule, dtype) for dtype in DTYPES for rule in RULES.values()]
+        if quick:
+            return [EventCase(sequence, *pair) for sequence, pair in zip(SEQUENCES, _turns(pairs), strict=True)]
+        return [EventCase(sequence, *pair) for sequence in SEQUENCES for pair in pairs]
+
+    def parts(self, cases: Sequence[EventCase], backends: Sequence[Backend]) -> int:
+        """See `Section`."""
+        return len(cases) * (1 + len(backends))
+
+    def run(
+        self, backends: Sequence[Backend], cases: Sequence[EventCase], steps: Sequence[int], progress: Progress
+    ) -> Iterator[Finding]:
+        """See `Section`."""
+        for case in cases:
+            progress(case.name, "reference")
+            true = functools.cache(functools.partial(truth, case))
+            for backend in backends:
+                progress(case.name, backend.name)
+                reason = refusal(backend, case)
+                if reason is not None:
+                    yield Refusal(case.name, backend.name, reason)
+                elif isinstance(backend, RunsEvents):
+                    yield from run_case(backend.name, backend, case, true(backend.norm_eps))
+
+
+def _turns(pairs: Sequence[tuple[Rule, str]]) -> Iterator[tuple[Rule, str]]:
+    """A rule and a dtype for each sequence; those of `QUICKLY_COMPILED`, and of no other, are run by backends that compile."""
+    for number, sequence in enumerate(SEQUENCES):
+        usual = [pair for pair in pairs if (pair[0].name, pair[1]) != sequence.compiled_for]
+        compiled = [pair for pair in pairs if pair not in usual]
+        yield compiled[0] if sequence.name in QUICKLY_COMPILED else usual[number % len(usual)]
+
+
+def refusal(backend: Backend, case: EventCase) -> str | None:
+    """Why a backend does not run a case (a sentence), or None when it does."""
+    if not isinstance(backend, RunsEvents):
+        return "it makes plain updates only (`parity.events.protocol.RunsEvents`)"
+    return backend.refuses_events(case)
+
+
+def run_case(name: str, backend: RunsEvents, case: EventCase, true: EventTruth) -> list[Row]:
+    """One case on one backend. What the backend raises becomes a broken row."""
+    steps, done = case.sequence.steps, 0
+    live: list[list[int]] = []
+    try:
+        running = backend.start_events(case)
+        for done, event in enumerate(case.sequence.events, 1):  # noqa: B007  (told where it fails)
+            running.run(event)
+            live.append(list(running.live_bytes() or ()))
+        found = rows(name, case, running.held(), true)
+        updates = running.updates()
+    except Exception as error:
+        return [failed(case.name, name, steps, f"event {done}: {type(error).__name__}: {error}")]
+    counts = [np.asarray([of[tensor] for tensor in SHAPES]) for of in (updates, true.updates)]
+    found.append(identical(case.name, name, steps, "number of updates", *counts))
+    if live[0]:
+        accounts = np.asarray(live)
+        expected = np.repeat(np.asarray(true.live_bytes)[:, None], accounts.shape[1], axis=1)
+        found.append(identical(case.name, name, steps, "live gradient bytes", accounts, expected))
+    return found
+
+
+def rows(name: str, case: EventCase, held: Mapping[str, Held], true: EventTruth) -> list[Row]:
+    """What is held against the truth: one row a quantity."""
+    units: dict[str, Unit] = {
+        "parameter": functools.partial(stored_spacing, case.dtype, case.storage.compensation),
+        "exp_avg": functools.partial(spacing, case.moments.exp_avg),
+        "exp_avg_sq": functools.partial(spacing, case.moments.exp_avg_sq),
+    }
+    return [
+        against(
+            case.name, name, case.sequence.steps, quantity, value, true.values[quantity], true.bounds[quantity], units[quantity]
+        )
+        for quantity, value in numbers(case.problem(), held).items()
+    ]

@@ -1,0 +1,202 @@
+"""The truth of an event case: which gradients are used, said plainly, and what the float64 reference makes of them.
+
+What the reference has no word for is translated here, without a look at `core.release`: gradients that wait add up and are
+used in one piece, those that must not be used are left out, a clipped gradient is multiplied by its factor in float64. What
+remains are micro-batches of single tensors, which the reference runs.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+
+import numpy as np
+
+from ...core.array_ops import numpy_dtype
+from ...core.dtypes import compute_dtype
+from ...core.reference import Gradient, Reference, ReferenceTensor, Settings
+from ..bounds import SIDES, Bound, spacing, unit_roundoff
+from .bounds import MicroBatch, TensorErrors
+from .recorded import SHAPES, Backward, Discard, EventCase, LearningRate, Step
+
+
+@dataclasses.dataclass(frozen=True)
+class EventTruth:
+    """What there must be after the last event.
+
+    values, bounds: of "parameter", "exp_avg" and "exp_avg_sq"; flat float64 arrays over all tensors.
+    updates: how many each tensor has had.
+    live_bytes: of gradient, after each event.
+    """
+
+    values: Mapping[str, np.ndarray]
+    bounds: Mapping[str, Bound]
+    updates: Mapping[str, int]
+    live_bytes: tuple[int, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class Used:
+    """A gradient as the moments get it, and what a backend may be off by when it has it in its hands (float64 arrays)."""
+
+    value: np.ndarray
+    error: np.ndarray
+
+
+Micro = dict[str, list[Used]]
+"""Of every tensor what the moments get in one step, micro-batch by micro-batch."""
+
+
+def truth(case: EventCase, norm_eps: float = 0.0) -> EventTruth:
+    """The outcome of a case.
+
+    Args:
+        norm_eps: what clipping adds to the norm before it divides by it; 0 by the definition of clipping.
+    """
+    rule = case.rule
+    current = case.hyperparameters()
+    settings = Settings(rule.name, current.learning_rate, rule.betas, rule.eps, current.weight_decay, accumulation="state")
+    reference = Reference(settings, case.initial_parameters())
+    errors = {name: TensorErrors(case, name) for name in SHAPES}
+    for rate, passes, stepped in case.sequence.groups():
+        reference.settings.lr = rate
+        for name, micro in used_in_step(case, passes, stepped, norm_eps).items():
+            _update(reference, name, micro, errors[name], rate)
+    tensors = reference.tensors
+    bounds = {name: each.bounds() for name, each in errors.items()}
+    return EventTruth(
+        _values(case, tensors),
+        {quantity: _joined([bounds[name][quantity] for name in SHAPES]) for quantity in ("parameter", "exp_avg", "exp_avg_sq")},
+        {name: tensor.t for name, tensor in tensors.items()},
+        tuple(live_bytes(case)),
+    )
+
+
+def used_in_step(case: EventCase, passes: list[tuple[int, Backward]], stepped: bool, norm_eps: float) -> Micro:
+    """What the moments of each tensor get between two boundaries."""
+    sequence = case.sequence
+    waiting: dict[str, list[np.ndarray]] = {}
+    used: dict[str, list[list[np.ndarray]]] = {}  # every element: the gradients that were added up
+    begun = False  # some tensor was updated, or has micro-batches in its moments
+
+    def finite(name: str) -> bool:
+        return bool(np.isfinite(sum(waiting[name])).all())
+
+    for number, event in passes:
+        for name, gradients in case.gradients(number, event).items():
+            waiting.setdefault(name, []).extend(np.asarray(gradient, np.float64) for gradient in gradients)
+            last = sequence.is_last(event)
+            if event.paused or not (last or sequence.accumulation == "state"):
+                continue
+            usable = not sequence.skips or finite(name)
+            begun = begun or last or usable
+            if usable:
+                used.setdefault(name, []).append(waiting[name])
+            del waiting[name]
+    if stepped:
+        together = not begun
+        usable_names = [name for name in waiting if not sequence.skips or finite(name)]
+        if not (sequence.skips and together and len(usable_names) < len(waiting)):
+            for name in usable_names:
+                used.setdefault(name, []).append(waiting[name])
+    whole = {name: [_summed(case, gradients) for gradients in each] for name, each in used.items()}
+    if sequence.loss_scale is not None and not all(np.isfinite(g.value).all() for each in whole.values() for g in each):
+        return {}
+    return whole if sequence.max_norm is None else _clipped(case, whole, sequence.max_norm, norm_eps)
+
+
+def live_bytes(case: EventCase) -> list[int]:
+    """Bytes of gradient alive after each event: of tensors whose gradient waits for another one, or for step()."""
+    itemsize = numpy_dtype(case.dtype).itemsize
+    waiting: set[str] = set()
+    found = []
+    for event in case.sequence.events:
+        if isinstance(event, Step | Discard):
+            waiting.clear()
+        elif isinstance(event, Backward) and (
+            event.paused or (case.sequence.accumulation == "hold" and not case.sequence.is_last(event))
+        ):
+            waiting |= set(event.tensors)
+        elif isinstance(event, Backward):
+            waiting -= set(event.tensors)
+        else:
+            assert isinstance(event, LearningRate)
+        found.append(sum(int(np.prod(SHAPES[name], dtype=int)) * itemsize for name in waiting))
+    return found
+
+
+def _summed(case: EventCase, gradients: list[np.ndarray]) -> Used:
+    """Gradients added up. A backend adds in their dtype, or in a wider one and rounds the sum: a rounding each, at most."""
+    total, reach = np.zeros_like(gradients[0]), np.zeros_like(gradients[0])
+    for gradient in gradients:
+        total = total + gradient
+        reach = np.maximum(reach, np.abs(total))
+    if len(gradients) == 1:
+        return Used(total, np.zeros_like(total))
+    roundings = len(gradients) * SIDES[compute_dtype(case.dtype)]
+    with np.errstate(invalid="ignore"):
+        return Used(total, roundings * spacing(case.dtype, 2.0 * reach) / 2.0)
+
+
+def _clipped(case: EventCase, whole: Micro, max_norm: float, norm_eps: float) -> Micro:
+    r"""Times min(1, max_norm / (norm + norm_eps)).
+
+    Roundings: of the factor those of n squares and their sum, halved by the root, a root and three more operations, all in
+    the compute dtype; of its product with the gradient one in the gradient's dtype.
+    """
+    gradients = [gradient for each in whole.values() for gradient in each]
+    count = sum(gradient.value.size for gradient in gradients)
+    norm = float(np.sqrt(sum(np.sum(gradient.value**2) for gradient in gradients)))
+    factor = min(1.0, max_norm / (norm + norm_eps)) if norm > 0.0 else 1.0
+    wide = compute_dtype(case.dtype)
+    of_factor = SIDES[wide] * unit_roundoff(wide) * ((count + 4) / 2.0 + 4.0)
+    of_norm = float(np.sqrt(sum(np.sum(gradient.error**2) for gradient in gradients))) / norm if norm > 0.0 else 0.0
+
+    def clipped(gradient: Used) -> Used:
+        value = factor * gradient.value
+        error = factor * gradient.error + (of_factor + of_norm) * np.abs(value)
+        return Used(value, error + SIDES[wide] * spacing(case.dtype, np.abs(value) + error) / 2.0)
+
+    return {name: [clipped(gradient) for gradient in each] for name, each in whole.items()}
+
+
+def _update(reference: Reference, name: str, used: list[Used], errors: TensorErrors, rate: float) -> None:
+    """One update of one tensor: its micro-batches in the reference, and the roundings of each."""
+    tensor = reference.tensors[name]
+    before, step = tensor.snapshot(), tensor.t + 1
+    rule = reference.settings.rule
+    micro_batches = []
+    for number, gradient in enumerate(used):
+        value = gradient.value
+        reference.run(Gradient(name, value, last=number == len(used) - 1))
+        if rule == "adam" and number == 0:
+            value = value + reference.settings.weight_decay * before.parameter
+        first, second = _debiased(reference, tensor, step)
+        micro_batches.append(MicroBatch(value.reshape(-1), gradient.error.reshape(-1), first, second))
+    errors.advance(
+        step,
+        rate,
+        micro_batches,
+        before=(*_debiased(reference, before, before.t), before.parameter.reshape(-1)),
+        parameter=tensor.parameter.reshape(-1),
+    )
+
+
+def _debiased(reference: Reference, tensor: ReferenceTensor, step: int) -> tuple[np.ndarray, np.ndarray]:
+    """The reference's raw moments as backends keep them, flat."""
+    first, second = (1.0 - beta**step if step else 1.0 for beta in reference.settings.betas)
+    return tensor.m.reshape(-1) / first, tensor.v.reshape(-1) / second
+
+
+def _values(case: EventCase, tensors: Mapping[str, ReferenceTensor]) -> dict[str, np.ndarray]:
+    flatten = case.problem().flatten
+    found = {"parameter": flatten({name: tensor.parameter for name, tensor in tensors.items()})}
+    for quantity, raw, beta in zip(("exp_avg", "exp_avg_sq"), ("m", "v"), case.rule.betas, strict=True):
+        kept = {name: getattr(tensor, raw) / (1.0 - beta**tensor.t if tensor.t else 1.0) for name, tensor in tensors.items()}
+        found[quantity] = flatten(kept)
+    return found
+
+
+def _joined(bounds: list[Bound]) -> Bound:
+    """Of several tensors together."""
+    return Bound(float(np.linalg.norm([each.norm for each in bounds])), np.concatenate([each.elements for each in bounds]))

@@ -1,0 +1,150 @@
+"""The section "frameworks": PyTorch and JAX compared with each other, their arrays handed over through DLPack.
+
+The same updates run on the backends "eager" and "jax". Arrays go to the other framework as they lie in memory, where both
+have them on one device; what arrives must have the sender's bits. Then the numbers are compared: by the triangle inequality
+they may be as far apart as both bounds against float64 allow together.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from ..core.compensation import resolve
+from ..core.dtypes import PARAMETER_DTYPES
+from ..core.rules import RULES
+from .backends.jax_transforms import float64
+from .backends.protocol import Backend, Held, converted
+from .backends.torch_optimizers import to_numpy
+from .bounds import Bound
+from .cases import Case, Problem, Storage
+from .compare import Finding, Refusal, Row, differing, differing_elements, failed, identical, numbers, rows
+from .progress import Progress
+from .settings import SETTINGS
+from .truth import Truth, truths
+
+TORCH, JAX = "eager", "jax"
+SETTING = next(setting for setting in SETTINGS if setting.name == "shapes")
+"""Tensors of odd shapes, 0-d and zero-size among them."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Pair:
+    """A case that both frameworks run: with the default compensation and state dtypes."""
+
+    case: Case
+
+    @property
+    def name(self) -> str:
+        """frameworks/rule/dtype."""
+        return f"frameworks/{self.case.problem.rule.name}/{self.case.problem.dtype}"
+
+
+class Frameworks:
+    """See `parity.sections.Section`."""
+
+    name = "frameworks"
+    title = "PyTorch and JAX against each other, arrays handed over through DLPack"
+
+    def cases(self, *, quick: bool) -> Sequence[Pair]:
+        """See `Section`."""
+        return [
+            Pair(Case(Problem(SETTING, rule, dtype), Storage(resolve("auto", dtype), None)))
+            for dtype in PARAMETER_DTYPES
+            for rule in RULES.values()
+        ]
+
+    def parts(self, cases: Sequence[Pair], backends: Sequence[Backend]) -> int:
+        """See `Section`."""
+        return 2 * len(cases)
+
+    def run(
+        self, backends: Sequence[Backend], cases: Sequence[Pair], steps: Sequence[int], progress: Progress
+    ) -> Iterator[Finding]:
+        """See `Section`."""
+        chosen = {backend.name: backend for backend in backends}
+        for pair in cases:
+            progress(pair.name, "reference")
+            missing = [name for name in (TORCH, JAX) if name not in chosen]
+            if missing:
+                progress(pair.name, JAX)
+                for name in chosen.keys() & {TORCH, JAX}:
+                    yield Refusal(pair.name, name, f"it is compared with {missing[0]}, which does not run")
+                continue
+            truth = truths(pair.case.problem, [pair.case.storage], steps)
+            progress(pair.name, JAX)
+            yield from run_pair(pair, chosen[TORCH], chosen[JAX], truth)
+
+
+def run_pair(pair: Pair, torch_backend: Backend, jax_backend: Backend, truth: Mapping[int, Truth]) -> list[Finding]:
+    """One case in both frameworks. What one of them raises becomes a broken row, and the suite goes on."""
+    found: list[Finding] = []
+    step = 0
+    try:
+        reason = apart()
+        if reason is not None:
+            found.append(Refusal(pair.name, JAX, f"arrays were compared through the host, as DLPack cannot cross: {reason}"))
+        one, other = torch_backend.start(pair.case), jax_backend.start(pair.case)
+        for step in range(1, max(truth) + 1):
+            for running in (one, other):
+                running.step(pair.case.problem.gradients(step))
+            if step in truth:
+                found += _rows(pair, step, one, other, truth[step], crosses=reason is None)
+    except Exception as error:
+        failure = f"step {step}: {type(error).__name__}: {error}"
+        done = {row.steps for row in found if isinstance(row, Row)}
+        found += [failed(pair.name, JAX, count, failure) for count in truth if count not in done]
+    return found
+
+
+def apart() -> str | None:
+    """Why arrays of one framework cannot go to the other as they lie, or None."""
+    import jax
+    import torch
+    from torch.utils import dlpack
+
+    try:
+        dlpack.from_dlpack(jax.numpy.zeros(1))
+        jax.dlpack.from_dlpack(torch.zeros(1))
+    except (RuntimeError, BufferError) as error:  # they are on different devices
+        return f"{type(error).__name__}: {error}"
+    return None
+
+
+def _rows(pair: Pair, step: int, torch_run: Any, jax_run: Any, truth: Truth, *, crosses: bool) -> Iterator[Row]:
+    problem, storage = pair.case.problem, pair.case.storage
+    held_by_torch, held_by_jax = torch_run.held(), jax_run.held()
+    to_torch = held_by_jax
+    if crosses:
+        with float64():  # or JAX would narrow what comes
+            to_torch, to_jax = _handed_to_torch(jax_run.arrays()), _handed_to_jax(torch_run.arrays())
+        yield identical(pair.name, TORCH, step, "JAX's arrays in PyTorch", _bits(to_torch), _bits(held_by_jax))
+        yield identical(pair.name, JAX, step, "PyTorch's tensors in JAX", _bits(to_jax), _bits(held_by_torch))
+    twice = {quantity: Bound(2.0 * bound.norm, 2.0 * bound.elements) for quantity, bound in truth.bounds[storage].items()}
+    of_jax = Truth(step, numbers(problem, to_torch), {storage: twice})
+    for row in rows(pair.case, JAX, held_by_torch, of_jax):
+        yield dataclasses.replace(row, case=pair.name)
+    stored = [(held_by_torch[name].parameter.reshape(-1), to_torch[name].parameter.reshape(-1)) for name in to_torch]
+    count = sum(differing_elements(*both) for both in stored)
+    yield differing(pair.name, JAX, TORCH, step, "parameter", count, problem.setting.element_count)
+
+
+def _handed_to_torch(arrays: Mapping[str, Mapping[str, Any]]) -> dict[str, Held]:
+    from torch.utils import dlpack
+
+    return {name: converted(fields, lambda array: to_numpy(dlpack.from_dlpack(array))) for name, fields in arrays.items()}
+
+
+def _handed_to_jax(tensors: Mapping[str, Mapping[str, Any]]) -> dict[str, Held]:
+    from jax import dlpack
+
+    return {name: converted(fields, lambda tensor: np.array(dlpack.from_dlpack(tensor))) for name, fields in tensors.items()}
+
+
+def _bits(held: Mapping[str, Held]) -> np.ndarray:
+    """All arrays, one after the other, as bytes."""
+    arrays = [array for tensor in held.values() for array in tensor if array is not None]
+    return np.concatenate([np.ascontiguousarray(array).reshape(-1).view(np.uint8) for array in arrays])

@@ -1,0 +1,89 @@
+"""The gradients of the settings, and the parameters they begin with: seeded, and rounded to the dtype of the case."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from types import MappingProxyType
+
+import numpy as np
+
+from ..core.array_ops import numpy_dtype
+from ..core.dtypes import compute_dtype
+
+SEED = 20240229
+SPIKE_EVERY = 61  # steps; noisy gradients are then 30 times their usual size, so that StableAdamW clips
+
+NONFINITE_AT = 3  # the step
+NONFINITE = ((7, np.nan), (-9, np.inf), (510, -np.inf))
+"""Places among the elements of a case, and what stands there at step `NONFINITE_AT`. Of the odd shapes, the first lies in
+the vector, the second in the cube, the third is the tensor of one element; the scalar stays clean."""
+
+SMALLEST_NORMAL = MappingProxyType({"float32": 2.0**-126, "bfloat16": 2.0**-126, "float16": 2.0**-14})
+LARGEST_ROOT = MappingProxyType({"float64": 2.0**132, "float32": 2.0**64, "bfloat16": 2.0**64, "float16": 2.0**15.9})
+"""Below these, gradients have squares that the compute dtype can hold; in float64 the bounds need room as well."""
+
+
+def noise(generator: np.random.Generator, shape: tuple[int, int], dtype: str) -> np.ndarray:
+    """Normal with a drift, of scales 1e-4 to 1, with spikes."""
+    values = generator.standard_normal(shape)
+    values += 0.3  # a drift, so that parameters travel
+    values *= np.exp(generator.uniform(np.log(1e-4), 0.0, shape[1]))  # the square of 1e-4 is zero in float16
+    values[SPIKE_EVERY - 1 :: SPIKE_EVERY] *= 30.0
+    return values
+
+
+def vanishing(generator: np.random.Generator, shape: tuple[int, int], dtype: str) -> np.ndarray:
+    """Of about 1e-12, so that only the decay is left."""
+    return 1e-12 * generator.standard_normal(shape)
+
+
+def constant(generator: np.random.Generator, shape: tuple[int, int], dtype: str) -> np.ndarray:
+    """The same at every step; of magnitudes 1e-4 to 1. m/(sqrt(v)+eps) is then the sign, at every step."""
+    first = np.exp(generator.uniform(np.log(1e-4), 0.0, shape[1])) * generator.choice([-1.0, 1.0], shape[1])
+    return np.broadcast_to(first, shape)
+
+
+def denormal(generator: np.random.Generator, shape: tuple[int, int], dtype: str) -> np.ndarray:
+    """Around and below the smallest normal number of the dtype; their squares underflow in float32."""
+    return SMALLEST_NORMAL[dtype] * np.exp2(generator.uniform(-9.0, 3.0, shape)) * generator.choice([-1.0, 1.0], shape)
+
+
+def huge(generator: np.random.Generator, shape: tuple[int, int], dtype: str) -> np.ndarray:
+    """Up to where their squares would be infinite in the compute dtype."""
+    return 0.9 * LARGEST_ROOT[dtype] * np.exp2(generator.uniform(-20.0, 0.0, shape)) * generator.choice([-1.0, 1.0], shape)
+
+
+def nonfinite(generator: np.random.Generator, shape: tuple[int, int], dtype: str) -> np.ndarray:
+    """Noise, and `NONFINITE` at one step."""
+    values = noise(generator, shape, dtype)
+    for place, value in NONFINITE:
+        values[NONFINITE_AT - 1, place] = value
+    return values
+
+
+KINDS: MappingProxyType[str, Callable[[np.random.Generator, tuple[int, int], str], np.ndarray]] = MappingProxyType(
+    {kind.__name__: kind for kind in (noise, vanishing, constant, denormal, huge, nonfinite)}
+)
+"""By name: from a generator, (steps, elements) and the dtype of the case to its gradients, not rounded yet."""
+
+
+@functools.lru_cache(maxsize=2)
+def gradients(kind: str, steps: int, count: int, dtype: str) -> np.ndarray:
+    """All gradients of a case, (steps, elements), rounded to `dtype`."""
+    values = KINDS[kind](np.random.default_rng(SEED + 1), (steps, count), dtype)
+    return values.astype(numpy_dtype(dtype))
+
+
+def parameters(kind: str, count: int, dtype: str) -> np.ndarray:
+    """The parameters that go with gradients of a kind, before the first step: 1.0, or of magnitudes 0.5 to 2; (elements,)."""
+    if kind == "vanishing":
+        return np.ones(count, numpy_dtype(dtype))
+    generator = np.random.default_rng(SEED)
+    values = np.exp2(generator.uniform(-1.0, 1.0, count)) * generator.choice([-1.0, 1.0], count)
+    return values.astype(numpy_dtype(dtype))
+
+
+def overflows(dtype: str, square: np.ndarray) -> np.ndarray:
+    """Which squares of gradients are infinite in the compute dtype of `dtype`."""
+    return square > np.finfo(compute_dtype(dtype)).max

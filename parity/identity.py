@@ -1,0 +1,251 @@
+"""The section "identity": what is promised to the bit.
+
+    repeat            the same case twice
+    release-is-step   gradient release against the plain optimizer's step() on the same gradients
+    resume            saved in the middle, loaded into a fresh run, and gone on with, against the run that went through
+    skip              a step that is skipped because its gradient is not finite, against nothing
+    frozen            parameters and compensation under a learning rate of zero, before and after a resume
+
+All but the first are event sequences, and backends without those have the first alone.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, Protocol, runtime_checkable
+
+import numpy as np
+
+from ..core.compensation import resolve
+from ..core.rules import RULES, Rule
+from .backends.protocol import Backend, Held
+from .cases import Case, Problem, Storage
+from .compare import Finding, Refusal, Row, failed, identical
+from .events import Backward, Event, EventCase, EventRun, EventSequence, LearningRate, Resumable, RunsEvents, Step
+from .events.section import DTYPES
+from .events.sequences import SEQUENCES
+from .progress import Progress
+from .settings import SETTINGS
+
+ARRAYS = ("parameter", "compensation", "exp_avg", "exp_avg_sq")
+REPEATED = 5
+"""Steps of the case that is repeated."""
+
+_NAMED = {sequence.name: sequence for sequence in SEQUENCES}
+_STEPS: tuple[Event, ...] = (Backward(), Step()) * 2
+
+
+@runtime_checkable
+class StepsPlainly(Protocol):
+    """A backend with gradient release that can do without: for "release-is-step"."""
+
+    def start_plain(self, case: EventCase) -> EventRun:
+        """A new run whose gradients wait in `.grad` for the optimizer's step()."""
+        ...
+
+
+class NotPromised(Exception):  # noqa: N818  (no error: the reason of a refusal)
+    """A backend does not run what a law is about; the text says why."""
+
+
+Bits = Iterator[tuple[int, str, np.ndarray, np.ndarray]]
+"""Numbers of steps, quantities, and two arrays that are promised to be equal."""
+
+
+@dataclasses.dataclass(frozen=True)
+class IdentityCase:
+    """One law for one rule and dtype, with the default compensation."""
+
+    law: str
+    rule: Rule
+    dtype: str
+
+    @property
+    def name(self) -> str:
+        """identity/law/rule/dtype."""
+        return f"identity/{self.law}/{self.rule.name}/{self.dtype}"
+
+    def events(self, sequence: EventSequence) -> EventCase:
+        """The case of a sequence for this rule and dtype."""
+        return EventCase(sequence, self.rule, self.dtype)
+
+
+class Identity:
+    """See `parity.sections.Section`."""
+
+    name = "identity"
+    title = "Promised to the bit: a repeat, release = step, a resumed run, a skipped step, a learning rate of zero"
+
+    def cases(self, *, quick: bool) -> list[IdentityCase]:
+        """See `Section`. Every law for every rule and dtype; in a quick run for one dtype of each rule, that take turns.
+
+        None of those is one for which backends compile.
+        """
+        pairs = [(rule, dtype) for dtype in DTYPES for rule in RULES.values()]
+        if not quick:
+            return [IdentityCase(law, *pair) for law in LAWS for pair in pairs]
+        found = []
+        for turn, law in enumerate(LAWS):
+            for number, rule in enumerate(RULES.values()):
+                dtypes = [dtype for dtype in DTYPES if (rule.name, dtype) != _COMPILED_FOR]
+                found.append(IdentityCase(law, rule, dtypes[(number + turn - 1) % len(dtypes)]))
+        return found
+
+    def parts(self, cases: Sequence[IdentityCase], backends: Sequence[Backend]) -> int:
+        """See `Section`."""
+        return len(cases) * len(backends)
+
+    def run(
+        self, backends: Sequence[Backend], cases: Sequence[IdentityCase], steps: Sequence[int], progress: Progress
+    ) -> Iterator[Finding]:
+        """See `Section`."""
+        for case in cases:
+            for backend in backends:
+                progress(case.name, backend.name)
+                yield from run_case(backend, case)
+
+
+def run_case(backend: Backend, case: IdentityCase) -> list[Finding]:
+    """One law on one backend. What the backend raises becomes a broken row."""
+    found: list[Finding] = []
+    try:
+        for steps, quantity, one, other in LAWS[case.law](backend, case):
+            found.append(identical(case.name, backend.name, steps, quantity, one, other))
+    except NotPromised as why:
+        return [Refusal(case.name, backend.name, str(why))]
+    except Exception as error:
+        row: Row = failed(case.name, backend.name, 0, f"{type(error).__name__}: {error}", "bits")
+        return [*found, row]
+    return found
+
+
+# -- the laws -----------------------------------------------------------------------------------------------------------
+
+
+def _repeat(backend: Backend, case: IdentityCase) -> Bits:
+    setting = next(setting for setting in SETTINGS if setting.name == "B")
+    plain = Case(Problem(setting, case.rule, case.dtype), Storage(resolve("auto", case.dtype), None))
+    reason, events = backend.refuses(plain), case.events(_sequence("release", _STEPS))
+    if events.not_compiled is not None and isinstance(backend, RunsEvents):
+        reason = reason or backend.refuses_events(events)  # as it compiles, and this is not the case to do so for
+    if reason is not None:
+        raise NotPromised(reason)
+    ends = []
+    for _ in range(2):
+        run = backend.start(plain)
+        for step in range(1, REPEATED + 1):
+            run.step(plain.problem.gradients(step))
+        ends.append(run.held())
+    yield from _equal(REPEATED, *ends)
+
+
+def _release_is_step(backend: Backend, case: IdentityCase) -> Bits:
+    if not isinstance(backend, StepsPlainly):
+        raise NotPromised("it has no gradient release beside a plain step (`parity.identity.StepsPlainly`)")
+    for name in ("release", "unused", "tied", "hold", "overflow"):
+        events = dataclasses.replace(_NAMED[name], compiled_for=_COMPILED_FOR)
+        released = _start(backend, case.events(events))
+        plain = backend.start_plain(case.events(events))
+        _run((released, plain), events.events)
+        for steps, quantity, *arrays in _equal(events.steps, released.held(), plain.held()):
+            yield steps, f"{quantity}, {name}", arrays[0], arrays[1]
+
+
+def _resume(backend: Backend, case: IdentityCase) -> Bits:
+    sequence = _sequence("release", _STEPS * 2)
+    through, resumed = (_start(backend, case.events(sequence)) for _ in range(2))
+    _run((through, resumed), _STEPS)
+    resumed = _saved_and_loaded(resumed, lambda: _start(backend, case.events(sequence)))
+    _run((through, resumed), _STEPS)
+    yield from _equal(sequence.steps, through.held(), resumed.held())
+
+
+def _skip(backend: Backend, case: IdentityCase) -> Bits:
+    """By the loss scale; where the backend has the choice, also by on_nonfinite."""
+    refusals, overflow = [], Backward(nonfinite=("vector",))
+    for sequence in (
+        _sequence("overflow", (*_STEPS, overflow, Step()), loss_scale=_NAMED["overflow"].loss_scale),
+        _sequence("nonfinite-hold", (*_STEPS, overflow, Step()), accumulation="hold", skips=True),
+    ):
+        try:
+            run = _start(backend, case.events(sequence))
+        except NotPromised as why:
+            refusals.append(why)
+            continue
+        _run((run,), _STEPS)
+        before, updates = run.held(), dict(run.updates())
+        _run((run,), (overflow, Step()))
+        for steps, quantity, *arrays in _equal(sequence.steps, run.held(), before):
+            yield steps, f"{quantity}, {sequence.name}", arrays[0], arrays[1]
+        counts = [np.asarray(list(each.values())) for each in (run.updates(), updates)]
+        yield sequence.steps, f"number of updates, {sequence.name}", counts[0], counts[1]
+    if len(refusals) == 2:
+        raise refusals[0]
+
+
+def _frozen(backend: Backend, case: IdentityCase) -> Bits:
+    sequence = _sequence("frozen", (*_STEPS, LearningRate(0.0), *_STEPS * 2))
+    run = _start(backend, case.events(sequence))
+    _run((run,), _STEPS)
+    before = run.held()
+    _run((run,), (LearningRate(0.0), *_STEPS))
+    run = _saved_and_loaded(run, lambda: _start(backend, case.events(sequence)))
+    _run((run,), _STEPS)
+    after = run.held()
+    if all(np.array_equal(after[name].exp_avg, before[name].exp_avg) for name in after):  # type: ignore[arg-type]
+        raise AssertionError("the moments did not move under a learning rate of zero, so that nothing was tried")
+    yield from _equal(sequence.steps, after, before, ("parameter", "compensation"))
+
+
+LAWS: Mapping[str, Callable[[Any, IdentityCase], Bits]] = {
+    "repeat": _repeat,
+    "release-is-step": _release_is_step,
+    "resume": _resume,
+    "skip": _skip,
+    "frozen": _frozen,
+}
+
+_COMPILED_FOR = ("stable_adamw", "bfloat16")
+"""The rule and dtype for which backends that compile run the laws: the one that keeps most."""
+
+
+def _sequence(name: str, events: Iterable[Event], **more: Any) -> EventSequence:
+    return EventSequence(name, tuple(events), compiled_for=_COMPILED_FOR, **more)
+
+
+def _start(backend: Any, case: EventCase) -> EventRun:
+    if not isinstance(backend, RunsEvents):
+        raise NotPromised("it makes plain updates only (`parity.events.RunsEvents`)")
+    reason = backend.refuses_events(case)
+    if reason is not None:
+        raise NotPromised(reason)
+    return backend.start_events(case)
+
+
+def _run(runs: Iterable[EventRun], events: Iterable[Event]) -> None:
+    events = list(events)
+    for run in runs:
+        for event in events:
+            run.run(event)
+
+
+def _saved_and_loaded(run: EventRun, start: Callable[[], EventRun]) -> EventRun:
+    if not isinstance(run, Resumable):
+        raise NotPromised("its runs cannot be saved (`parity.events.Resumable`)")
+    saved, fresh = run.save(), start()
+    assert isinstance(fresh, Resumable)
+    fresh.load(saved)
+    return fresh
+
+
+def _equal(
+    steps: int, one: Mapping[str, Held], other: Mapping[str, Held], quantities: Iterable[str] = ARRAYS
+) -> Iterator[tuple[int, str, np.ndarray, np.ndarray]]:
+    """What two runs hold, array by array, where they keep it."""
+    for quantity in quantities:
+        pairs = [(getattr(one[name], quantity), getattr(other[name], quantity)) for name in one]
+        kept = [[array for array in arrays if array is not None] for arrays in zip(*pairs, strict=True)]
+        if any(kept):
+            flat = [np.concatenate([np.asarray(array).reshape(-1) for array in arrays]) for arrays in kept]
+            yield steps, quantity, flat[0], flat[1]

@@ -1,0 +1,194 @@
+"""The settings: on which tensors, with which hyperparameters and on which gradients the rules are tried."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Mapping
+from types import MappingProxyType
+
+from ..core.dtypes import PARAMETER_DTYPES
+from ..core.hyperparameters import Hyperparameters
+
+STEP_COUNTS = (1, 100, 2000)
+QUICK_STEP_COUNTS = (1, 100)
+
+TENSORS: Mapping[str, Mapping[str, tuple[int, ...]]] = MappingProxyType(
+    {
+        "matrix": {"matrix": (17, 43)},
+        "weight and bias": {"weight": (17, 23), "bias": (23,)},
+        "odd shapes": {"vector": (509,), "scalar": (), "empty": (0, 5), "one": (1,), "cube": (3, 1, 7)},
+        "large": {"large": (1009, 997)},
+    }
+)
+"""Sets of tensors, by name: shapes by the name of the tensor. The large one has as many elements as a real layer."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Schedule:
+    """A learning rate that warms up and then follows a cosine, and a weight decay that rises; as factors by step.
+
+    lr          step/warm_up up to warm_up steps, then from 1 to `lowest` at `period` along half a cosine
+    decay       from 1/2 to 1 at `period` along half a cosine, if `decay_rises`; else 1
+    """
+
+    warm_up: int = 10
+    period: int = 100
+    lowest: float = 0.1
+    decay_rises: bool = False
+
+    def learning_rate(self, step: int) -> float:
+        """The factor of update number `step`, from 1 on."""
+        if step <= self.warm_up:
+            return step / self.warm_up
+        progress = min(1.0, (step - self.warm_up) / (self.period - self.warm_up))
+        return self.lowest + (1.0 - self.lowest) * (1.0 + math.cos(math.pi * progress)) / 2.0
+
+    def weight_decay(self, step: int) -> float:
+        """The factor of update number `step`, from 1 on."""
+        if not self.decay_rises:
+            return 1.0
+        return 0.75 - math.cos(math.pi * min(1.0, step / self.period)) / 4.0
+
+
+@dataclasses.dataclass(frozen=True)
+class Group:
+    """A group of tensors whose hyperparameters differ from the setting's.
+
+    Args:
+        tensors: names; those in no group keep the setting's.
+        lr, weight_decay: factors.
+        complements: factors of 1-beta1 and of 1-beta2. They leave 1-beta2 on its side of 2^-7, where the default dtype of
+            a bfloat16 parameter's second moment changes.
+    """
+
+    tensors: tuple[str, ...]
+    lr: float
+    weight_decay: float
+    complements: tuple[float, float]
+
+    def of(self, given: Hyperparameters) -> Hyperparameters:
+        """The group's hyperparameters, from those of the setting."""
+        first, second = self.complements
+        return dataclasses.replace(
+            given,
+            learning_rate=given.learning_rate * self.lr,
+            weight_decay=given.weight_decay * self.weight_decay,
+            beta1=1.0 - first * (1.0 - given.beta1),
+            beta2=1.0 - second * (1.0 - given.beta2),
+            max_lr=None if given.max_lr is None else given.max_lr * self.lr,
+        )
+
+
+@dataclasses.dataclass(frozen=True)
+class Setting:
+    """A learning rate, a weight decay, tensors, and gradients.
+
+    Args:
+        name: the first part of the names of its cases.
+        lr: learning rate; under a schedule, the highest.
+        weight_decay: for every rule; Adam's enters the gradient.
+        tensors: which of `TENSORS`.
+        gradients: which of `parity.gradients.KINDS`.
+        longest: the highest number of steps; those who ask for more get this one.
+        storages: "all"; "compensations": not also with float32 moments where the default is lower; or "default": with the
+            default compensation only.
+        dtypes: of parameters and gradients.
+        schedule, group: None: the hyperparameters are the same for all steps, for all tensors.
+        decouple_lr: fully decoupled decay, with the setting's `lr` as max_lr. Rules with an L2 term are left out.
+    """
+
+    name: str
+    lr: float
+    weight_decay: float
+    tensors: str = "matrix"
+    gradients: str = "noise"
+    longest: int = STEP_COUNTS[-1]
+    storages: str = "all"
+    dtypes: tuple[str, ...] = PARAMETER_DTYPES
+    schedule: Schedule | None = None
+    group: Group | None = None
+    decouple_lr: bool = False
+
+    @property
+    def shapes(self) -> Mapping[str, tuple[int, ...]]:
+        """The tensors of each of its cases."""
+        return TENSORS[self.tensors]
+
+    @property
+    def element_count(self) -> int:
+        """Over all tensors."""
+        return sum(math.prod(shape) for shape in self.shapes.values())
+
+    @property
+    def groups(self) -> tuple[tuple[str, ...], ...]:
+        """The names of its tensors, by group of equal hyperparameters; one group has all of them where none is special."""
+        special = () if self.group is None else self.group.tensors
+        usual = tuple(name for name in self.shapes if name not in special)
+        return (usual, special) if special else (usual,)
+
+
+_WARM_UP_AND_COSINE = Schedule()
+_DECAY_TOO = Schedule(decay_rises=True)
+_BIASES = Group(("bias",), lr=10.0, weight_decay=0.0, complements=(0.5, 2.0))
+
+SETTINGS = (
+    Setting("A", lr=1e-3, weight_decay=0.01),
+    Setting("B", lr=1e-4, weight_decay=0.1),
+    Setting("decay", lr=1e-4, weight_decay=0.1, gradients="vanishing", storages="compensations"),
+    # the hyperparameters and tensors of B: its compiled programs serve these, too
+    Setting("constant", lr=1e-4, weight_decay=0.1, gradients="constant", longest=100, storages="compensations"),
+    Setting(
+        "denormal",
+        lr=1e-4,
+        weight_decay=0.1,
+        gradients="denormal",
+        longest=100,
+        storages="compensations",
+        dtypes=("float32", "bfloat16", "float16"),
+    ),
+    Setting("huge", lr=1e-4, weight_decay=0.1, gradients="huge", longest=100, storages="compensations"),
+    Setting("shapes", lr=1e-3, weight_decay=0.01, tensors="odd shapes", longest=100, storages="compensations"),
+    # and those of shapes
+    Setting(
+        "nonfinite",
+        lr=1e-3,
+        weight_decay=0.01,
+        tensors="odd shapes",
+        gradients="nonfinite",
+        longest=100,
+        storages="compensations",
+    ),
+    Setting("groups", lr=1e-3, weight_decay=0.01, tensors="weight and bias", longest=100, storages="default", group=_BIASES),
+    Setting("schedule", lr=1e-3, weight_decay=0.01, longest=100, storages="default", schedule=_WARM_UP_AND_COSINE),
+    Setting(
+        "schedules",
+        lr=1e-3,
+        weight_decay=0.1,
+        tensors="weight and bias",
+        longest=100,
+        storages="default",
+        schedule=_DECAY_TOO,
+        group=_BIASES,
+    ),
+    Setting(
+        "decoupled",
+        lr=1e-3,
+        weight_decay=5e-4,
+        tensors="weight and bias",
+        longest=100,
+        storages="default",
+        schedule=_WARM_UP_AND_COSINE,
+        group=_BIASES,
+        decouple_lr=True,
+    ),
+    Setting(
+        "large",
+        lr=1e-3,
+        weight_decay=0.01,
+        tensors="large",
+        longest=3,
+        storages="default",
+        dtypes=("float32", "bfloat16"),
+    ),
+)

@@ -1,0 +1,84 @@
+"""The section: every trajectory on every backend that trains models."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator, Sequence
+
+from ..backends.protocol import Backend
+from ..bounds import spacing
+from ..compare import Finding, Refusal, Row, against, failed
+from ..progress import Progress
+from .cases import Trajectory, batches, flatten, trajectories
+from .protocol import RunsTrajectories, TrajectoryRun
+
+QUANTITIES = ("parameter", "exp_avg", "exp_avg_sq")
+
+
+class Trajectories:
+    """See `parity.sections.Section`."""
+
+    name = "trajectories"
+    title = "A small transformer in training, in both frameworks from one initialisation, against float64"
+
+    def cases(self, *, quick: bool) -> Sequence[Trajectory]:
+        """See `Section`."""
+        return trajectories(quick=quick)
+
+    def parts(self, cases: Sequence[Trajectory], backends: Sequence[Backend]) -> int:
+        """See `Section`."""
+        return len(cases) * (len(backends) + 1)
+
+    def run(
+        self, backends: Sequence[Backend], cases: Sequence[Trajectory], steps: Sequence[int], progress: Progress
+    ) -> Iterator[Finding]:
+        """See `Section`. The cases know their numbers of steps."""
+        for case in cases:
+            reasons = {backend.name: _refusal(backend, case) for backend in backends}
+            progress(case.name, "reference")
+            if not all(reasons.values()):
+                from .rounding import bounds
+
+                bounds(case)
+            for backend in backends:
+                progress(case.name, backend.name)
+                reason = reasons[backend.name]
+                if reason is not None:
+                    yield Refusal(case.name, backend.name, reason)
+                else:
+                    yield from run_case(backend, case)
+
+
+def _refusal(backend: Backend, case: Trajectory) -> str | None:
+    if not isinstance(backend, RunsTrajectories):
+        return "it trains no models (`RunsTrajectories`)"
+    return backend.refuses_trajectory(case)
+
+
+def run_case(backend: Backend, case: Trajectory) -> list[Row]:
+    """One case on one backend. What the backend raises becomes a broken row, and the suite goes on."""
+    found: list[Row] = []
+    step = 0
+    try:
+        assert isinstance(backend, RunsTrajectories)
+        running = backend.start_trajectory(case)
+        for step in range(1, max(case.step_counts) + 1):
+            running.step(batches().batch(step))
+            if step in case.step_counts:
+                found += _rows(backend.name, case, step, running)
+    except Exception as error:
+        failure = f"step {step}: {type(error).__name__}: {error}"
+        done = {row.steps for row in found}
+        found += [failed(case.name, backend.name, count, failure) for count in case.step_counts if count not in done]
+    return found
+
+
+def _rows(backend: str, case: Trajectory, step: int, running: TrajectoryRun) -> Iterator[Row]:
+    from .rounding import bounds
+    from .truth import truth
+
+    held, true, bound = running.held(), truth(case, running.norm_eps)[step], bounds(case)[step]
+    unit = functools.partial(spacing, case.dtype)
+    for quantity in QUANTITIES:
+        value = flatten({name: getattr(tensor, quantity) for name, tensor in held.items()})
+        yield against(case.name, backend, step, quantity, value, true[quantity], bound[quantity], unit)

@@ -1,0 +1,67 @@
+"""The section "updates": plain updates of a few tensors, on every backend, each compared with the one truth of its problem."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Mapping, Sequence
+
+from .backends.protocol import Backend, lacks
+from .cases import Case, select
+from .compare import Finding, Refusal, Row, failed, rows
+from .progress import Progress, silent
+from .truth import Truth, truths
+
+
+class Updates:
+    """See `parity.sections.Section`."""
+
+    name = "updates"
+    title = "Plain updates against the float64 reference: every rule, dtype, compensation and state dtype"
+
+    def cases(self, *, quick: bool) -> list[Case]:
+        """See `Section`."""
+        return select(None, quick=quick)
+
+    def parts(self, cases: Sequence[Case], backends: Sequence[Backend]) -> int:
+        """See `Section`."""
+        return len({case.problem for case in cases}) + len(cases) * len(backends)
+
+    def run(
+        self, backends: Sequence[Backend], cases: Sequence[Case], steps: Sequence[int], progress: Progress
+    ) -> Iterator[Finding]:
+        """See `Section`. Cases of one problem stand next to each other and share its truth."""
+        for problem, group in itertools.groupby(cases, key=lambda case: case.problem):
+            reasons = {case: [lacks(backend, problem.needs) or backend.refuses(case) for backend in backends] for case in group}
+            progress(next(iter(reasons)).name, "reference")
+            wanted = [case.storage for case, of_case in reasons.items() if None in of_case]
+            truth = truths(problem, wanted, steps) if wanted else {}
+            for case, of_case in reasons.items():
+                for backend, reason in zip(backends, of_case, strict=True):
+                    progress(case.name, backend.name)
+                    if reason is None:
+                        yield from run_case(backend, case, truth)
+                    else:
+                        yield Refusal(case.name, backend.name, reason)
+
+
+def run_cases(backends: Sequence[Backend], cases: Sequence[Case], steps: Sequence[int]) -> list[Row]:
+    """The rows of given cases on given backends, which need not be registered."""
+    found = Updates().run(backends, cases, steps, silent)
+    return [finding for finding in found if isinstance(finding, Row)]
+
+
+def run_case(backend: Backend, case: Case, truth: Mapping[int, Truth]) -> list[Row]:
+    """One case on one backend. What the backend raises becomes a broken row, and the suite goes on."""
+    found: list[Row] = []
+    step = 0
+    try:
+        running = backend.start(case)
+        for step in range(1, max(truth) + 1):
+            running.step(case.problem.gradients(step))
+            if step in truth:
+                found += rows(case, backend.name, running.held(), truth[step])
+    except Exception as error:
+        failure = f"step {step}: {type(error).__name__}: {error}"
+        done = {row.steps for row in found}
+        found += [failed(case.name, backend.name, count, failure) for count in truth if count not in done]
+    return found

@@ -1,0 +1,290 @@
+"""Event sequences: named ones, any ones, and faults that they catch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from penstock.core.release import Action
+from penstock.core.rules import RULES
+from penstock.parity.backends.jax_transforms import JaxBackend
+from penstock.parity.backends.jax_walk import WalkBackend
+from penstock.parity.backends.specification import NumpyBackend
+from penstock.parity.backends.torch_optimizers import TorchBackend
+from penstock.parity.compare import Refusal, Row
+from penstock.parity.events import Backward, Discard, EventCase, Events, EventSequence, LearningRate, Step
+from penstock.parity.events.recorded import ALL
+from penstock.parity.events.section import refusal, run_case
+from penstock.parity.events.sequences import SEQUENCES
+from penstock.parity.events.specification import NumpyEvents
+from penstock.parity.events.truth import truth
+from penstock.parity.progress import silent
+
+
+def rows_of(backend: Any, case: EventCase) -> list[Row]:
+    return run_case(backend.name, backend, case, truth(case, backend.norm_eps))
+
+
+def broken(backend: Any, case: EventCase) -> list[Row]:
+    return [row for row in rows_of(backend, case) if not row.within]
+
+
+def named(name: str, rule: str = "stable_adamw", dtype: str = "float32") -> EventCase:
+    return EventCase(next(sequence for sequence in SEQUENCES if sequence.name == name), RULES[rule], dtype)
+
+
+# -- the named sequences ------------------------------------------------------------------------------------------------
+
+
+def test_the_specification_obeys_every_sequence_in_every_rule_and_dtype() -> None:
+    cases = Events().cases(quick=False)
+    assert len(cases) == len({case.name for case in cases}) == 9 * len(SEQUENCES)
+    assert [row for case in cases for row in broken(NumpyBackend(), case)] == []
+
+
+def test_pytorch_obeys_every_sequence() -> None:
+    pytest.importorskip("torch")
+    cases = Events().cases(quick=True)
+    assert {case.sequence.name for case in cases} == {sequence.name for sequence in SEQUENCES}
+    assert {(case.rule.name, case.dtype) for case in cases} >= {(rule, "float32") for rule in RULES}
+    backend = TorchBackend("eager")
+    rows = [row for case in cases for row in rows_of(backend, case)]
+    assert [row for row in rows if not row.within] == []
+    assert {row.quantity for row in rows} >= {"parameter", "live gradient bytes", "number of updates"}
+
+
+@pytest.mark.parametrize("name", ["clip-hold", "schedule", "tied"])
+def test_jax_obeys(name: str) -> None:
+    pytest.importorskip("jax")
+    case = named(name)
+    case = EventCase(case.sequence, RULES[case.sequence.compiled_for[0]], case.sequence.compiled_for[1])
+    assert JaxBackend().refuses_events(case) is None
+    assert broken(JaxBackend(), case) == []
+
+
+@pytest.mark.parametrize("name", ["state", "overflow"])
+def test_the_walk_obeys(name: str) -> None:
+    pytest.importorskip("jax")
+    case = named(name, dtype="bfloat16")
+    assert WalkBackend().refuses_events(case) is None
+    assert broken(WalkBackend(), case) == []
+
+
+def test_what_a_sequence_is_about_happens() -> None:
+    """Numbers of updates, by tensor; and bytes that wait, after each event."""
+    assert truth(named("overflow")).updates == dict.fromkeys(ALL, 3)
+    assert truth(named("nonfinite")).updates == {"matrix": 5, "vector": 5, "scalar": 4}
+    assert truth(named("nonfinite-hold")).updates == dict.fromkeys(ALL, 2)
+    assert truth(named("nonfinite-state")).updates == {"matrix": 4, "vector": 4, "scalar": 4}
+    assert truth(named("unused")).updates == {"matrix": 4, "vector": 4, "scalar": 4}
+    assert truth(named("discard")).updates == dict.fromkeys(ALL, 2)
+    assert max(truth(named("release")).live_bytes) == 0
+    assert truth(named("hold")).live_bytes[:5] == (92, 92, 92, 92, 0)  # 23 elements of 4 bytes
+    assert truth(named("hold-last-known")).live_bytes[:5] == (92, 92, 92, 0, 0)
+    assert truth(named("pause")).live_bytes[:3] == (92, 0, 0)
+
+
+def test_what_a_backend_does_not_run_is_said() -> None:
+    case = named("unused")
+    found = list(Events().run([NumpyBackend(), WalkBackend(), PlainOnly()], [case], [1], silent))
+    reasons = {finding.backend: finding.reason for finding in found if isinstance(finding, Refusal)}
+    assert "gradient of zero" in reasons["walk"]
+    assert "plain updates only" in reasons["plain"]
+    assert {finding.backend for finding in found if isinstance(finding, Row)} == {"numpy"}
+    for backend in (JaxBackend(), WalkBackend()):
+        assert all(refusal(backend, case) for case in Events().cases(quick=False) if case.not_compiled)
+
+
+class PlainOnly:
+    """An optimizer of somebody else: it has no event sequences."""
+
+    name = "plain"
+
+    def unavailable(self) -> None:
+        return None
+
+    def refuses(self, case: Any) -> None:
+        return None
+
+    def start(self, case: Any) -> Any:
+        raise NotImplementedError
+
+
+# -- faults -------------------------------------------------------------------------------------------------------------
+
+
+class Faulty(NumpyBackend):
+    """The specification with a fault."""
+
+    name = "faulty"
+
+    def __init__(self, run: type[NumpyEvents]) -> None:
+        self.run = run
+
+    def start_events(self, case: EventCase) -> NumpyEvents:
+        return self.run(case)
+
+
+class FreesLate(NumpyEvents):
+    """All numbers are right: what is kept is zero."""
+
+    def _do(self, name: str, action: Action, factors: tuple[Any, ...] = ()) -> None:
+        super()._do(name, action, factors)
+        if action is Action.ACCUMULATE_FIRST:
+            self.waiting[name] = np.zeros_like(self.parameters[name])
+
+
+class CountsMicroBatches(NumpyEvents):
+    def _do(self, name: str, action: Action, factors: tuple[Any, ...] = ()) -> None:
+        super()._do(name, action, factors)
+        self.counts[name] += action in (Action.ACCUMULATE, Action.ACCUMULATE_FIRST)
+
+
+class DecaysEveryMicroBatch(NumpyEvents):
+    def _do(self, name: str, action: Action, factors: tuple[Any, ...] = ()) -> None:
+        swapped = {Action.ACCUMULATE: Action.ACCUMULATE_FIRST, Action.UPDATE_LAST: Action.UPDATE}
+        super()._do(name, swapped.get(action, action), factors)
+
+
+class ForgetsToClip(NumpyEvents):
+    def _clip(self, gradients: Any) -> Any:
+        return np.float64(1.0)
+
+
+class UpdatesTiedWeightsTwice(NumpyEvents):
+    def _backward(self, event: Backward, gradients: Mapping[str, np.ndarray]) -> None:
+        for gradient in self.case.gradients(self.passes - 1, event)["matrix"]:
+            super()._backward(event, {"matrix": gradient})
+            self.status["matrix"] = type(self.status["matrix"]).IDLE
+        super()._backward(event, {name: gradient for name, gradient in gradients.items() if name != "matrix"})
+
+
+class KeepsTheFirstLearningRate(NumpyEvents):
+    def run(self, event: Any) -> None:
+        if not isinstance(event, LearningRate):
+            super().run(event)
+
+
+class DropsWhatWaits(NumpyEvents):
+    def _step(self) -> None:
+        self.waiting.clear()
+        self.status = {name: type(status).IDLE for name, status in self.status.items()}
+        for name in self.status:
+            self.ledger.free(name)
+
+
+@pytest.mark.parametrize(
+    ("fault", "name", "quantity"),
+    [
+        (FreesLate, "state", "live gradient bytes"),
+        (CountsMicroBatches, "state", "number of updates"),
+        (DecaysEveryMicroBatch, "state", "exp_avg"),
+        (DecaysEveryMicroBatch, "short-state", "exp_avg_sq"),
+        (ForgetsToClip, "clip", "exp_avg"),
+        (ForgetsToClip, "clip-hold", "exp_avg"),
+        (UpdatesTiedWeightsTwice, "tied", "number of updates"),
+        (KeepsTheFirstLearningRate, "schedule", "parameter"),
+        (DropsWhatWaits, "hold", "number of updates"),
+        (DropsWhatWaits, "short-hold", "parameter"),
+    ],
+)
+def test_a_fault_is_caught(fault: type[NumpyEvents], name: str, quantity: str) -> None:
+    assert quantity in {row.quantity for row in broken(Faulty(fault), named(name))}
+    assert broken(NumpyBackend(), named(name)) == []
+
+
+def test_what_a_backend_raises_is_a_broken_row() -> None:
+    class Raises(NumpyEvents):
+        def _step(self) -> None:
+            raise MemoryError("too much")
+
+    (row,) = rows_of(Faulty(Raises), named("release"))
+    assert row.failure == "event 2: MemoryError: too much"
+    assert not row.within
+
+
+# -- any sequence -------------------------------------------------------------------------------------------------------
+
+
+def some_of(tensors: tuple[str, ...] = ALL, least: int = 1) -> st.SearchStrategy[tuple[str, ...]]:
+    return st.lists(st.sampled_from(tensors), unique=True, min_size=least).map(tuple)
+
+
+@st.composite
+def sequences(draw: st.DrawFn) -> EventSequence:
+    """Loops that the release machine accepts: any policy, micro-batches, missing and non-finite gradients, and the rest."""
+    accumulation = draw(st.sampled_from([None, "hold", "state"]))
+    kind = draw(st.sampled_from(["plain", "plain", "skip", "clip", "scale"] if accumulation is None else ["plain", "skip"]))
+    if accumulation == "hold":
+        kind = draw(st.sampled_from([kind, "clip"]))
+    last_known = accumulation is not None and kind != "clip" and draw(st.booleans())
+    events: list[Any] = []
+    for _ in range(draw(st.integers(1, 4))):
+        if draw(st.integers(0, 3)) == 0:
+            events.append(LearningRate(draw(st.sampled_from([0.0, 1e-3, 3e-2]))))
+        count = draw(st.integers(1, 3)) if accumulation is not None or kind in ("plain", "skip") else 1
+        group = []
+        for number in range(count):
+            final = number == count - 1
+            tensors = draw(some_of())
+            bad = draw(some_of(tensors, least=0)) if kind in ("skip", "scale") and draw(st.booleans()) else ()
+            # A pass that is not the last of its step, where nothing accumulates, has to be paused. Where micro-batches go
+            # into the moments, one that is paused must not be skipped later: its tensor would count as waiting for ever.
+            may_pause = kind == "plain" or (kind == "skip" and accumulation == "hold")
+            paused = not final and (accumulation is None or (may_pause and draw(st.integers(0, 2)) == 0))
+            factor = draw(st.sampled_from([0.01, 1.0, 30.0]))
+            group.append(Backward(tensors, factor, bad, paused, last=final and draw(st.booleans())))
+        events += group
+        discards = accumulation != "state" and draw(st.integers(0, 4)) == 0
+        events.append(Discard() if discards else Step())
+    return EventSequence(
+        "any",
+        tuple(events),
+        accumulation,
+        last_known,
+        max_norm=1.0 if kind == "clip" else None,
+        loss_scale=2.0**10 if kind == "scale" else None,
+        skips=kind == "skip",
+        tied=draw(st.booleans()),
+    )
+
+
+ANY_CASE = st.builds(EventCase, sequences(), st.sampled_from(list(RULES.values())), st.just("float64"))
+
+
+@given(case=ANY_CASE)
+@settings(max_examples=150, deadline=None, derandomize=True)
+def test_the_specification_follows_the_reference_through_any_sequence(case: EventCase) -> None:
+    assert broken(NumpyBackend(), case) == []
+
+
+@given(case=ANY_CASE)
+@settings(max_examples=75, deadline=None, derandomize=True)
+def test_pytorch_follows_the_reference_through_any_sequence(case: EventCase) -> None:
+    pytest.importorskip("torch")
+    assert broken(TorchBackend("eager"), case) == []
+
+
+@st.composite
+def jax_sequences(draw: st.DrawFn) -> EventSequence:
+    """Steps of 1, 2 or 4 micro-batches."""
+    events: list[Any] = []
+    for _ in range(draw(st.integers(1, 2))):
+        factor = draw(st.sampled_from([0.01, 30.0]))
+        events += [*(Backward(factor=factor) for _ in range(draw(st.sampled_from([1, 2, 4])))), Step()]
+    max_norm = draw(st.sampled_from([None, 1.0]))
+    return EventSequence("any", tuple(events), "hold", max_norm=max_norm, compiled_for=("stable_adamw", "float64"))
+
+
+@given(sequence=jax_sequences())
+@settings(max_examples=3, deadline=None, derandomize=True)
+def test_jax_follows_the_reference_through_any_sequence(sequence: EventSequence) -> None:
+    pytest.importorskip("jax")
+    case = EventCase(sequence, RULES["stable_adamw"], "float64")
+    assert JaxBackend().refuses_events(case) is None
+    assert broken(JaxBackend(), case) == []

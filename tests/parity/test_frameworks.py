@@ -1,0 +1,91 @@
+"""PyTorch against JAX: arrays cross as they are, and a fault in one of the frameworks is seen without a reference."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+pytest.importorskip("torch")
+pytest.importorskip("jax")
+
+from penstock.parity import frameworks
+from penstock.parity.backends import JaxBackend, TorchBackend
+from penstock.parity.backends.jax_transforms import JaxRun
+from penstock.parity.compare import Refusal, Row
+from penstock.parity.frameworks import Frameworks, Pair
+from penstock.parity.progress import silent
+
+BOTH = [TorchBackend("eager"), JaxBackend()]
+
+
+def rows(pattern: str, steps: tuple[int, ...] = (1, 3)) -> list[Row]:
+    cases = [case for case in Frameworks().cases(quick=True) if pattern in case.name]
+    return [row for row in Frameworks().run(BOTH, cases, steps, silent) if isinstance(row, Row)]
+
+
+def test_every_rule_and_dtype_has_a_pair_with_the_default_compensation() -> None:
+    cases = Frameworks().cases(quick=True)
+    rules, dtypes = ("stable_adamw", "adamw", "adam"), ("float64", "float32", "bfloat16", "float16")
+    assert {pair.name for pair in cases} == {f"frameworks/{rule}/{dtype}" for rule in rules for dtype in dtypes}
+    kept = {pair.case.problem.dtype: pair.case.storage.compensation for pair in cases}
+    assert kept == {"float64": "none", "float32": "none", "bfloat16": "split", "float16": "kahan"}
+
+
+@pytest.mark.parametrize("dtype", ["float64", "float32", "bfloat16", "float16"])
+def test_the_frameworks_agree_and_their_arrays_cross_bit_for_bit(dtype: str) -> None:
+    found = rows(f"stable_adamw/{dtype}")
+    assert all(row.within for row in found)
+    crossed = [row for row in found if " in " in row.quantity]
+    assert [row.units for row in crossed] == [0] * 4  # both ways, at both steps
+    assert {row.quantity for row in found if row.judged} >= {"parameter", "exp_avg", "exp_avg_sq"}
+    (told, _) = (row for row in found if not row.judged)
+    assert told.data is not None
+    assert told.data["other"] == "eager"
+    assert 0 <= told.data["differing"] < 0.01 * told.data["elements"]
+
+
+def test_an_update_that_only_one_framework_makes_breaks_a_bound(monkeypatch: pytest.MonkeyPatch) -> None:
+    correct = JaxRun.step
+    monkeypatch.setattr(JaxRun, "step", lambda run, gradients: correct(run, {n: 1.001 * g for n, g in gradients.items()}))
+    assert not all(row.within for row in rows("adam/float32"))
+
+
+def test_an_array_that_crosses_wrongly_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    correct = frameworks.to_numpy
+
+    def swapped(tensor: Any) -> np.ndarray:
+        return correct(tensor)[::-1] if tensor.ndim else correct(tensor)
+
+    monkeypatch.setattr(frameworks, "to_numpy", swapped)
+    broken = {row.quantity for row in rows("adamw/bfloat16") if not row.within}
+    assert "JAX's arrays in PyTorch" in broken
+    assert "PyTorch's tensors in JAX" not in broken
+
+
+def test_where_arrays_cannot_cross_they_are_compared_through_the_host_and_that_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    def elsewhere(array: Any) -> None:
+        raise BufferError("on another device")
+
+    monkeypatch.setattr("torch.utils.dlpack.from_dlpack", elsewhere)
+    pair = Frameworks().cases(quick=True)[0]
+    told, *found = Frameworks().run(BOTH, [pair], (1,), silent)
+    assert isinstance(told, Refusal)
+    assert told.reason.endswith("as DLPack cannot cross: BufferError: on another device")
+    assert [row.quantity for row in found if isinstance(row, Row) and row.judged] == ["parameter", "exp_avg", "exp_avg_sq"]
+
+
+def test_what_raises_is_a_broken_row_and_one_framework_alone_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    pair: Pair = Frameworks().cases(quick=True)[0]
+    for backend, other in zip(BOTH, reversed(BOTH), strict=True):
+        (found,) = Frameworks().run([backend], [pair], (1,), silent)
+        assert found == Refusal(pair.name, backend.name, f"it is compared with {other.name}, which does not run")
+
+    def breaks(run: JaxRun, gradients: Any) -> None:
+        raise ArithmeticError("no numbers")
+
+    monkeypatch.setattr(JaxRun, "step", breaks)
+    (found,) = Frameworks().run(BOTH, [pair], (1,), silent)
+    assert isinstance(found, Row)
+    assert found.failure == "step 1: ArithmeticError: no numbers"
