@@ -1,0 +1,144 @@
+r"""Portable state: what a run needs to go on, as flat named numpy arrays that both frameworks can read.
+
+Every parameter has an entry of its own, whatever the framework's grouping or stacking of them:
+
+    exp_avg, exp_avg_sq   the *debiased* moments, as `core.moments` defines them, in the dtype in which they are kept
+    compensation          the bits that a low-precision parameter cannot hold, or None
+    step                  the number of updates applied to it
+    parameter             the parameter itself, or None where the state was exported without
+
+The header says of which rule the moments are, and by groups the hyperparameters as they were; a stacked layer is one entry a
+layer. There are no Python objects in it: a file of it (`core.portable_file`) can be read without executing anything.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Mapping
+
+import numpy as np
+
+from .compensation import compensation_dtype, resolve
+from .dtypes import PARAMETER_DTYPES, check_parameter_dtype
+from .errors import InvalidArgument
+from .rules import RULES
+
+ARRAYS = ("exp_avg", "exp_avg_sq", "compensation", "parameter")
+"""The fields of a `ParameterState` that are arrays of the parameter's shape."""
+
+
+@dataclasses.dataclass(frozen=True)
+class ParameterState:
+    """One parameter and what the optimizer keeps for it.
+
+    Args:
+        dtype: of the parameter, one of `core.dtypes.PARAMETER_DTYPES`.
+        shape: of the parameter.
+        compensated: "none", "kahan" or "split": what `compensation` is.
+        step: updates so far, from 0 on.
+        exp_avg: debiased mean of the gradients, a floating-point array of the shape.
+        exp_avg_sq: debiased mean of their squares.
+        compensation: int16 (split) or `dtype` (kahan), or None.
+        parameter: in `dtype`, or None where the parameters are kept elsewhere.
+    """
+
+    dtype: str
+    shape: tuple[int, ...]
+    compensated: str
+    step: int
+    exp_avg: np.ndarray
+    exp_avg_sq: np.ndarray
+    compensation: np.ndarray | None = None
+    parameter: np.ndarray | None = None
+
+    def arrays(self) -> dict[str, np.ndarray]:
+        """Those of `ARRAYS` that there are, by name."""
+        found = {name: getattr(self, name) for name in ARRAYS}
+        return {name: array for name, array in found.items() if array is not None}
+
+    def check(self, name: str) -> None:
+        """Raise `InvalidArgument` unless shapes, dtypes and numbers can be those of a parameter called `name`."""
+        check_parameter_dtype(self.dtype, f"parameter {name!r}")
+        resolved = resolve(self.compensated, self.dtype)
+        if resolved != self.compensated:
+            raise InvalidArgument(f"the compensation of parameter {name!r}, {self.dtype}, cannot be {self.compensated!r}.")
+        if self.step < 0:
+            raise InvalidArgument(f"step of parameter {name!r} is {self.step}; it must be 0 or more.")
+        expected = {
+            "exp_avg": PARAMETER_DTYPES,
+            "exp_avg_sq": PARAMETER_DTYPES,
+            "compensation": (compensation_dtype(self.compensated, self.dtype),),
+            "parameter": (self.dtype,),
+        }
+        if (self.compensation is None) != (expected["compensation"] == (None,)):
+            there = "has none" if self.compensation is None else "has one"
+            raise InvalidArgument(f"parameter {name!r} is said to be compensated by {self.compensated!r}, and {there}.")
+        for field, array in self.arrays().items():
+            if array.shape != self.shape:
+                raise InvalidArgument(f"{field} of {name!r} has shape {array.shape}, the parameter has {self.shape}.")
+            if array.dtype.name not in expected[field]:
+                allowed = " or ".join(str(dtype) for dtype in expected[field])
+                raise InvalidArgument(f"{field} of {name!r} has dtype {array.dtype.name}; it must be {allowed}.")
+            if array.dtype.kind != "i" and not np.isfinite(array).all():
+                raise InvalidArgument(f"{field} of {name!r} holds an infinity or a NaN: no run can go on from there.")
+        if (np.asarray(self.exp_avg_sq) < 0).any():
+            raise InvalidArgument(f"exp_avg_sq of {name!r} holds a negative number; a mean of squares has none.")
+
+
+@dataclasses.dataclass(frozen=True)
+class PortableGroup:
+    """Parameters that share hyperparameters.
+
+    Args:
+        hyperparameters: by the names of `core.hyperparameters.Hyperparameters`, as they were; those that the frontend could not
+            know (inside of a chain of transforms, on a device) are left out. For information: an import does not change a
+            schedule.
+        parameters: their names.
+    """
+
+    hyperparameters: Mapping[str, float | bool | None]
+    parameters: tuple[str, ...]
+
+    def check(self, number: int) -> None:
+        """Raise `InvalidArgument` for a hyperparameter that is no finite number."""
+        for name, value in self.hyperparameters.items():
+            if value is not None and not isinstance(value, (bool, int, float)):
+                raise InvalidArgument(f"{name} of group {number} is {value!r}; it must be a number.")
+            if isinstance(value, float) and not math.isfinite(value):
+                raise InvalidArgument(f"{name} of group {number} is {value}; it must be finite.")
+
+
+@dataclasses.dataclass(frozen=True)
+class PortableState:
+    """The state of one optimizer. It is checked when it is made.
+
+    Args:
+        rule: a name in `core.rules.RULES`.
+        groups: every parameter is in exactly one.
+        parameters: by name.
+
+    Raises:
+        InvalidArgument, UnsupportedTensor: it cannot be the state of such an optimizer; the text names the parameter.
+    """
+
+    rule: str
+    groups: tuple[PortableGroup, ...]
+    parameters: Mapping[str, ParameterState]
+
+    def __post_init__(self) -> None:
+        if self.rule not in RULES:
+            raise InvalidArgument(f"rule={self.rule!r} is not known; it must be one of {', '.join(RULES)}.")
+        grouped = [name for group in self.groups for name in group.parameters]
+        if len(set(grouped)) != len(grouped) or set(grouped) != set(self.parameters):
+            odd = sorted(name for name in {*grouped, *self.parameters} if grouped.count(name) != (name in self.parameters))
+            raise InvalidArgument(f"every parameter must be in one group; this is not so for {', '.join(map(repr, odd))}.")
+        for number, group in enumerate(self.groups):
+            group.check(number)
+        for name, parameter in self.parameters.items():
+            parameter.check(name)
+
+    @property
+    def holds_parameters(self) -> bool:
+        """Whether the parameters themselves are in it, all of them."""
+        return all(parameter.parameter is not None for parameter in self.parameters.values())
