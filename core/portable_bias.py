@@ -61,7 +61,7 @@ def with_bias(name: str, debiased: Moments, betas: tuple[float, float], step: in
         lost = dtype == "float16" and field == "exp_avg_sq" and bool(((kept == 0) & (wide != 0)).any())
         if lost or not np.isfinite(kept).all():
             raise InvalidArgument(
-                f"{field} of {name!r} does not fit into {dtype}, in which this optimizer keeps it; use parameters of a wider dtype."
+                f"{field} of {name!r} does not fit into {dtype}, in which the optimizer keeps it; use wider parameters."
             )
         rounded.append(kept)
     return Moments(*rounded)

@@ -1,6 +1,6 @@
 """Whether a portable state is that of an optimizer at hand, and its arrays as that optimizer keeps them.
 
-Everything is checked before anything is returned, so a frontend that puts the arrays in place afterwards changes all or nothing.
+Everything is checked before anything is returned: a frontend that puts the arrays in place afterwards changes all or nothing.
 """
 
 from __future__ import annotations
@@ -113,7 +113,7 @@ def _matched(name: str, entry: ParameterState, expected: Expected, arguments: tu
         )
     if entry.dtype != expected.dtype:
         raise InvalidArgument(
-            f"parameter {name!r} is {entry.dtype} in the state and {expected.dtype} in the model; build the model in {entry.dtype}."
+            f"parameter {name!r} is {entry.dtype} in the state and {expected.dtype} in the model; make the model {entry.dtype}."
         )
     return dataclasses.replace(
         entry,
@@ -140,10 +140,10 @@ def _compensation(name: str, entry: ParameterState, compensated: str) -> np.ndar
     if entry.compensated == compensated:
         return entry.compensation
     if entry.compensated != "none":
-        remedy = f"construct the optimizer with compensation={entry.compensated!r}"
         raise InvalidArgument(
             f"parameter {name!r} is compensated by {entry.compensated!r} in the state and by {compensated!r} in the optimizer; "
-            f"{remedy}, or drop the compensation with: penstock convert --drop-compensation."
+            f"construct that with compensation={entry.compensated!r} where it takes it, or drop the lost digits for good with: "
+            "penstock convert --drop-compensation."
         )
     kept = compensation_dtype(compensated, entry.dtype)
     assert kept is not None  # it differs from "none"
