@@ -20,7 +20,7 @@ import numpy as np
 from .dtypes import StateDtypes
 from .errors import InvalidArgument
 from .moments import Moments
-from .portable_match import numpy_dtype
+from .portable_state import numpy_dtype
 
 
 def bias_correction(beta: float, step: int) -> float:

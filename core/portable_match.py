@@ -7,13 +7,12 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Collection, Mapping
-from typing import Any
 
 import numpy as np
 
 from .compensation import compensation_dtype
 from .errors import InvalidArgument
-from .portable_state import ParameterState, PortableState
+from .portable_state import ParameterState, PortableState, numpy_dtype
 
 WIDER = {
     "bfloat16": ("bfloat16", "float32", "float64"),
@@ -42,15 +41,6 @@ class Expected:
     compensated: str
     exp_avg: str | None
     exp_avg_sq: str | None
-
-
-def numpy_dtype(name: str) -> np.dtype[Any]:
-    """The numpy dtype of a name: numpy has no bfloat16, ml_dtypes has."""
-    if name != "bfloat16":
-        return np.dtype(name)
-    import ml_dtypes
-
-    return np.dtype(ml_dtypes.bfloat16)
 
 
 def matched(

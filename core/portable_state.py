@@ -14,8 +14,10 @@ layer. There are no Python objects in it: a file of it (`core.portable_file`) ca
 from __future__ import annotations
 
 import dataclasses
-import math
-from collections.abc import Mapping
+import sys
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
 import numpy as np
 
@@ -26,6 +28,65 @@ from .rules import RULES
 
 ARRAYS = ("exp_avg", "exp_avg_sq", "compensation", "parameter")
 """The fields of a `ParameterState` that are arrays of the parameter's shape."""
+
+
+def numpy_dtype(name: str) -> np.dtype[Any]:
+    """The numpy dtype of a name; numpy has no bfloat16, ml_dtypes has."""
+    if name != "bfloat16":
+        return np.dtype(name)
+    import ml_dtypes
+
+    return np.dtype(ml_dtypes.bfloat16)
+
+
+def listed(names: Sequence[str], most: int = 5) -> str:
+    """Names in an error: the first few, and how many more there are."""
+    more = f" and {len(names) - most} more" if len(names) > most else ""
+    return ", ".join(map(repr, names[:most])) + more
+
+
+@dataclasses.dataclass(frozen=True)
+class Layout:
+    """The dtypes and shapes of a parameter and of its arrays: what can be checked before an array is read.
+
+    Args:
+        dtype: of the parameter, one of `core.dtypes.PARAMETER_DTYPES`.
+        shape: of the parameter.
+        compensated: "none", "kahan" or "split".
+        arrays: dtype and shape of those of `ARRAYS` that there are.
+    """
+
+    dtype: str
+    shape: tuple[int, ...]
+    compensated: str
+    arrays: Mapping[str, tuple[str, tuple[int, ...]]]
+
+    def check(self, name: str) -> None:
+        """Raise `InvalidArgument` or `UnsupportedTensor` unless they can be those of a parameter called `name`."""
+        check_parameter_dtype(self.dtype, f"parameter {name!r}")
+        if self.compensated == "auto" or resolve(self.compensated, self.dtype) != self.compensated:
+            raise InvalidArgument(f"the compensation of parameter {name!r}, {self.dtype}, cannot be {self.compensated!r}.")
+        compensation = compensation_dtype(self.compensated, self.dtype)
+        if ("compensation" in self.arrays) != (compensation is not None):
+            there = "has one" if "compensation" in self.arrays else "has none"
+            raise InvalidArgument(
+                f"the compensation of parameter {name!r} is {self.compensated!r}, but as an array it {there}."
+            )
+        for moment in ("exp_avg", "exp_avg_sq"):
+            if moment not in self.arrays:
+                raise InvalidArgument(f"parameter {name!r} has no {moment}.")
+        possible = {
+            "exp_avg": PARAMETER_DTYPES,
+            "exp_avg_sq": PARAMETER_DTYPES,
+            "compensation": (compensation,),
+            "parameter": (self.dtype,),
+        }
+        for field, (dtype, shape) in self.arrays.items():
+            if shape != self.shape:
+                raise InvalidArgument(f"{field} of {name!r} has shape {shape}, the parameter has {self.shape}.")
+            if dtype not in possible[field]:
+                allowed = " or ".join(str(one) for one in possible[field])
+                raise InvalidArgument(f"{field} of {name!r} has dtype {dtype}; it must be {allowed}.")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -59,27 +120,11 @@ class ParameterState:
 
     def check(self, name: str) -> None:
         """Raise `InvalidArgument` unless shapes, dtypes and numbers can be those of a parameter called `name`."""
-        check_parameter_dtype(self.dtype, f"parameter {name!r}")
-        resolved = resolve(self.compensated, self.dtype)
-        if resolved != self.compensated:
-            raise InvalidArgument(f"the compensation of parameter {name!r}, {self.dtype}, cannot be {self.compensated!r}.")
-        if self.step < 0:
-            raise InvalidArgument(f"step of parameter {name!r} is {self.step}; it must be 0 or more.")
-        expected = {
-            "exp_avg": PARAMETER_DTYPES,
-            "exp_avg_sq": PARAMETER_DTYPES,
-            "compensation": (compensation_dtype(self.compensated, self.dtype),),
-            "parameter": (self.dtype,),
-        }
-        if (self.compensation is None) != (expected["compensation"] == (None,)):
-            there = "has none" if self.compensation is None else "has one"
-            raise InvalidArgument(f"parameter {name!r} is said to be compensated by {self.compensated!r}, and {there}.")
+        layouts = {field: (array.dtype.name, array.shape) for field, array in self.arrays().items()}
+        Layout(self.dtype, self.shape, self.compensated, layouts).check(name)
+        if not isinstance(self.step, int) or not 0 <= self.step < 2**63:
+            raise InvalidArgument(f"step of parameter {name!r} is {self.step}; it must be an int, 0 or more.")
         for field, array in self.arrays().items():
-            if array.shape != self.shape:
-                raise InvalidArgument(f"{field} of {name!r} has shape {array.shape}, the parameter has {self.shape}.")
-            if array.dtype.name not in expected[field]:
-                allowed = " or ".join(str(dtype) for dtype in expected[field])
-                raise InvalidArgument(f"{field} of {name!r} has dtype {array.dtype.name}; it must be {allowed}.")
             if array.dtype.kind != "i" and not np.isfinite(array).all():
                 raise InvalidArgument(f"{field} of {name!r} holds an infinity or a NaN: no run can go on from there.")
         if (np.asarray(self.exp_avg_sq) < 0).any():
@@ -105,8 +150,21 @@ class PortableGroup:
         for name, value in self.hyperparameters.items():
             if value is not None and not isinstance(value, (bool, int, float)):
                 raise InvalidArgument(f"{name} of group {number} is {value!r}; it must be a number.")
-            if isinstance(value, float) and not math.isfinite(value):
-                raise InvalidArgument(f"{name} of group {number} is {value}; it must be finite.")
+            if value is not None and not abs(value) <= sys.float_info.max:  # NaN is not <= anything
+                raise InvalidArgument(f"{name} of group {number} is {value:.3g}; it must be finite.")
+
+
+def check_groups(rule: str, groups: Sequence[PortableGroup], names: Iterable[str]) -> None:
+    """Raise `InvalidArgument` unless the rule is known and every one of the parameters is in one group."""
+    if rule not in RULES:
+        raise InvalidArgument(f"rule={rule!r} is not known; it must be one of {', '.join(RULES)}.")
+    for number, group in enumerate(groups):
+        group.check(number)
+    grouped = Counter(name for group in groups for name in group.parameters)
+    there = set(names)
+    odd = sorted(name for name in {*grouped, *there} if grouped[name] != (name in there))
+    if odd:
+        raise InvalidArgument(f"every parameter must be in one group; this is not so for {listed(odd)}.")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -127,14 +185,7 @@ class PortableState:
     parameters: Mapping[str, ParameterState]
 
     def __post_init__(self) -> None:
-        if self.rule not in RULES:
-            raise InvalidArgument(f"rule={self.rule!r} is not known; it must be one of {', '.join(RULES)}.")
-        grouped = [name for group in self.groups for name in group.parameters]
-        if len(set(grouped)) != len(grouped) or set(grouped) != set(self.parameters):
-            odd = sorted(name for name in {*grouped, *self.parameters} if grouped.count(name) != (name in self.parameters))
-            raise InvalidArgument(f"every parameter must be in one group; this is not so for {', '.join(map(repr, odd))}.")
-        for number, group in enumerate(self.groups):
-            group.check(number)
+        check_groups(self.rule, self.groups, self.parameters)
         for name, parameter in self.parameters.items():
             parameter.check(name)
 
