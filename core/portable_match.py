@@ -12,7 +12,7 @@ import numpy as np
 
 from .compensation import compensation_dtype
 from .errors import InvalidArgument
-from .portable_state import ParameterState, PortableState, numpy_dtype
+from .portable_state import ParameterState, PortableState, listed, numpy_dtype
 
 WIDER = {
     "bfloat16": ("bfloat16", "float32", "float64"),
@@ -21,9 +21,6 @@ WIDER = {
     "float64": ("float64",),
 }
 """The dtypes that hold every number of a dtype exactly."""
-
-NAMED = 4
-"""So many names an error lists."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -87,8 +84,7 @@ def _check_names(found: Collection[str], expected: Collection[str]) -> None:
         (set(found) - set(expected), "has, and the optimizer has not,"),
     ):
         if names:
-            listed = ", ".join(map(repr, sorted(names)[:NAMED]))
-            faults.append(f"{fault} {listed}{f' and {len(names) - NAMED} more' if len(names) > NAMED else ''}")
+            faults.append(f"{fault} {listed(sorted(names))}")
     if faults:
         raise InvalidArgument(
             f"the state {'; it '.join(faults)}; give names= to say how the parameters are called in the file."
