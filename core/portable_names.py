@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import json
 import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
@@ -103,6 +104,48 @@ def inverted(table: Table) -> dict[str, Target]:
     return {
         name_of(target): target.backwards(name) if isinstance(target, Transposed) else name for name, target in table.items()
     }
+
+
+def parse_table(text: str) -> dict[str, Target]:
+    """A table as JSON has it: {"own name": "file's name"} or {"own name": {"name": "file's name", "transposed": true}}.
+
+    Args:
+        text: of the JSON; "transposed" is true (all axes reversed), false, or a list of axes.
+
+    Raises:
+        InvalidArgument: it is no such table.
+    """
+
+    def once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        if twice := [name for name, count in Counter(name for name, _ in pairs).items() if count > 1]:
+            raise InvalidArgument(f"the table has {listed(twice)} twice; an entry must be there once.")
+        return dict(pairs)
+
+    try:
+        content = json.loads(text, object_pairs_hook=once)
+    except InvalidArgument:
+        raise
+    except (ValueError, RecursionError) as error:
+        raise InvalidArgument(f"the table is no JSON: {error}.") from error
+    if not isinstance(content, dict):
+        raise InvalidArgument("the table must be a JSON object, of names to names.")
+    return {key: _parsed(key, value) for key, value in content.items()}
+
+
+def _parsed(key: str, value: Any) -> Target:
+    match value:
+        case str():
+            return value
+        case {"name": str(name), "transposed": bool(transposed), **rest} if not rest:
+            return Transposed(name) if transposed else name
+        case {"name": str(name), "transposed": list(axes), **rest} if not rest and all(type(axis) is int for axis in axes):
+            return Transposed(name, tuple(axes))
+        case {"name": str(name), **rest} if not rest:
+            return name
+    raise InvalidArgument(
+        f'the table gives {json.dumps(value)} for {key!r}; it must be a name, or {{"name": "...", "transposed": true}}, where a '
+        "list of axes may stand for true."
+    )
 
 
 def rename(state: PortableState, names: Names) -> PortableState:

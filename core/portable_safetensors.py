@@ -29,7 +29,7 @@ from typing import Any, NamedTuple, NoReturn
 import numpy as np
 
 from .errors import InvalidArgument, Refused
-from .portable_state import numpy_dtype
+from .portable_state import listed, numpy_dtype
 
 VERSION = 1
 """Of the document and of how the arrays lie in the file."""
@@ -65,7 +65,7 @@ def write(path: Path, arrays: Mapping[str, np.ndarray], document: Mapping[str, A
 
     Raises:
         InvalidArgument: a name that is no Unicode text.
-        Refused: the file could not be written. What was there is as it was.
+        Refused: the file could not be written, or not be read again. What was there is as it was.
     """
     ordered = {name: arrays[name] for name in sorted(arrays, key=lambda name: (-arrays[name].dtype.itemsize, name))}
     header: dict[str, Any] = {"__metadata__": {}}
@@ -78,12 +78,15 @@ def write(path: Path, arrays: Mapping[str, np.ndarray], document: Mapping[str, A
         header["__metadata__"]["penstock"] = _document_text({**document, "version": VERSION, "digests": digests})
         header["__metadata__"]["digest"] = _header_digest(header)
         text = _header_bytes(header)
-    except UnicodeEncodeError as error:
-        raise InvalidArgument(f"{error.object!r} is no Unicode text; a file cannot hold it as a name.") from None
+    except UnicodeEncodeError:
+        odd = [name for name in arrays if name.encode(errors="replace").decode() != name]
+        raise InvalidArgument(f"{listed(odd)} cannot be written: a name must be Unicode text.") from None
+    if len(text) > HEADER_LIMIT:
+        raise Refused(f"{os.fspath(path)!r} could not be written: the names and shapes need more than {HEADER_LIMIT} bytes.")
     try:
         target = pathlib.Path(path).resolve()
         if target.exists() and not target.is_file():
-            raise Refused(f"{os.fspath(path)!r} could not be written: it is there already, and is no file.")
+            raise Refused(f"{os.fspath(path)!r} could not be written: it is there, and not a regular file.")
         _replace(target, itertools.chain([len(text).to_bytes(8, "little"), text], map(_bytes, ordered.values())))
     except Refused:
         raise
@@ -172,7 +175,7 @@ class Reader:
         try:
             # Looked at first: opening a named pipe would wait for a writer.
             if not stat.S_ISREG(os.stat(path).st_mode):
-                self.refuse("it is no file")
+                self.refuse("it is not a regular file")
             self._file = open(path, "rb")  # noqa: SIM115  (closed by __exit__)
         except InvalidArgument:
             raise

@@ -149,9 +149,9 @@ class PortableGroup:
         """Raise `InvalidArgument` for a hyperparameter that is no finite number."""
         for name, value in self.hyperparameters.items():
             if value is not None and not isinstance(value, (bool, int, float)):
-                raise InvalidArgument(f"{name} of group {number} is {value!r}; it must be a number.")
+                raise InvalidArgument(f"{name!r} of group {number} is {value!r}; it must be a number.")
             if value is not None and not abs(value) <= sys.float_info.max:  # NaN is not <= anything
-                raise InvalidArgument(f"{name} of group {number} is {value:.3g}; it must be finite.")
+                raise InvalidArgument(f"{name!r} of group {number} is {value:.3g}; it must be finite.")
 
 
 def check_groups(rule: str, groups: Sequence[PortableGroup], names: Iterable[str]) -> None:
@@ -193,3 +193,26 @@ class PortableState:
     def holds_parameters(self) -> bool:
         """Whether the parameters themselves are in it, all of them."""
         return all(parameter.parameter is not None for parameter in self.parameters.values())
+
+
+def with_rule(state: PortableState, rule: str) -> PortableState:
+    """The state declared to be another rule's. Nothing is computed: m and v are means of g and g*g in each of them.
+
+    Adam's g has weight_decay*p in it, the others' has not: with weight decay its moments are only about theirs.
+    """
+    return dataclasses.replace(state, rule=rule)
+
+
+def without_compensation(state: PortableState) -> PortableState:
+    """The state with what its parameters can hold alone: up to half a spacing of each parameter is forgotten."""
+    return _changed(state, compensated="none", compensation=None)
+
+
+def without_parameters(state: PortableState) -> PortableState:
+    """The state without the parameters themselves."""
+    return _changed(state, parameter=None)
+
+
+def _changed(state: PortableState, **changes: Any) -> PortableState:
+    parameters = {name: dataclasses.replace(parameter, **changes) for name, parameter in state.parameters.items()}
+    return dataclasses.replace(state, parameters=parameters)
