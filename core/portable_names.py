@@ -143,8 +143,8 @@ def _parsed(key: str, value: Any) -> Target:
         case {"name": str(name), **rest} if not rest:
             return name
     raise InvalidArgument(
-        f'the table gives {json.dumps(value)} for {key!r}; it must be a name, or {{"name": "...", "transposed": true}}, where a '
-        "list of axes may stand for true."
+        f'the table gives {json.dumps(value)} for {key!r}; it must be a name, or {{"name": "...", "transposed": true}}, where '
+        "a list of axes may stand for true."
     )
 
 

@@ -151,7 +151,7 @@ class PortableGroup:
             if value is not None and not isinstance(value, (bool, int, float)):
                 raise InvalidArgument(f"{name!r} of group {number} is {value!r}; it must be a number.")
             if value is not None and not abs(value) <= sys.float_info.max:  # NaN is not <= anything
-                raise InvalidArgument(f"{name!r} of group {number} is {value:.3g}; it must be finite.")
+                raise InvalidArgument(f"{name!r} of group {number} is not finite; it must be a number that a float can hold.")
 
 
 def check_groups(rule: str, groups: Sequence[PortableGroup], names: Iterable[str]) -> None:

@@ -93,7 +93,7 @@ def _show(path: pathlib.Path) -> int:
     console.print(_rows(description))
     for number, group in enumerate(description.groups):
         values = (
-            ", ".join(f"{_printable(name)} {value}" for name, value in group.hyperparameters.items()) or "no hyperparameters"
+            ", ".join(f"{_printable(name)} {value}" for name, value in group.hyperparameters.items()) or "none known"
         )
         console.print(f"group {number}, {len(group.parameters)} parameters: {values}", markup=False, soft_wrap=True)
     held = all("parameter" in parameter.dtypes for parameter in description.parameters.values())
