@@ -17,7 +17,7 @@ from tests.portable_support import padded, parameter, put_together, state, taken
 
 from penstock.core.errors import InvalidArgument
 from penstock.core.portable_file import describe, load, save
-from penstock.core.portable_safetensors import Reader
+from penstock.core.portable_safetensors import HEADER_LIMIT, Reader
 
 
 @pytest.fixture
@@ -236,6 +236,20 @@ def test_what_a_file_only_claims_costs_no_memory(tmp_path: Path, claim: str) -> 
     finally:
         tracemalloc.stop()
     assert peak < 1_000_000 + 50 * len(HUGE[claim])
+
+
+def test_a_header_of_more_bytes_than_one_can_have_is_not_read(tmp_path: Path) -> None:
+    """Here the file really has them; a hole takes no room on the disk."""
+    path = tmp_path / "file"
+    path.write_bytes(with_header(b"{}", length=2 * HEADER_LIMIT))
+    os.truncate(path, 3 * HEADER_LIMIT)
+    tracemalloc.start()
+    try:
+        assert "its header would have 200000000 bytes" in refused(path)
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert peak < 1_000_000
 
 
 @pytest.mark.parametrize("shape", [[2**40], [2**62, 2**62, 0], [2**63], [10**4000]])
