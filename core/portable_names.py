@@ -162,6 +162,8 @@ def rename(state: PortableState, names: Names) -> PortableState:
         InvalidArgument: as `table_of`; layers that cannot be stacked, or a parameter that has no layers or not these axes.
     """
     table = table_of(names, state.parameters)
+    if not table:
+        return state
     # Of each name the new ones; of names that are stacked the first has it, the others none.
     becomes: dict[str, list[tuple[str, ParameterState]]] = {}
     for key in (key for key in table if LAYER in key):

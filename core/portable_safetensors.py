@@ -237,7 +237,7 @@ class Reader:
             self.refuse("it is a safetensors file, but not one that export_state or penstock convert wrote")
         self.document = self._parse(metadata["penstock"])
         version = self.document.get("version")
-        if version != VERSION:
+        if type(version) is not int or version != VERSION:
             self.refuse(f"it has version {shown(version)}, and this penstock reads version {VERSION}; use one that reads it")
         whole = {"__metadata__": metadata, **header}
         try:

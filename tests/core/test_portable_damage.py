@@ -127,6 +127,7 @@ def floats(*values: float) -> bytes:
 W = {"dtype": "bfloat16", "shape": [2], "compensated": "split"}
 LIES: dict[str, tuple[Change, str]] = {
     "version": (said("version", value=2), "it has version 2, and this penstock reads version 1"),
+    "version of no kind": (said("version", value=True), "it has version True"),
     "no version": (lambda table, document, arrays: document.pop("version"), "it has version None"),
     "missing moment": (missing("exp_avg/w"), "parameter 'w' has no exp_avg"),
     "missing step": (missing("step/w"), "parameter 'w' has no step, one int64"),
