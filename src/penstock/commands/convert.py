@@ -92,9 +92,7 @@ def _show(path: pathlib.Path) -> int:
     console = Console(highlight=False, width=None if sys.stdout.isatty() else WIDTH)
     console.print(_rows(description))
     for number, group in enumerate(description.groups):
-        values = (
-            ", ".join(f"{_printable(name)} {value}" for name, value in group.hyperparameters.items()) or "none known"
-        )
+        values = ", ".join(f"{_printable(name)} {value}" for name, value in group.hyperparameters.items()) or "none known"
         console.print(f"group {number}, {len(group.parameters)} parameters: {values}", markup=False, soft_wrap=True)
     held = all("parameter" in parameter.dtypes for parameter in description.parameters.values())
     console.print(
