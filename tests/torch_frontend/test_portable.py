@@ -44,6 +44,7 @@ def test_training_goes_on_bit_for_bit(path: Path, optimizer_class, dtype: torch.
     export_state(path, optimizer, model, parameters=True)
     again, fresh = trained(optimizer_class, dtype, seed=7, compensation=compensation, betas=(0.9, 0.98), weight_decay=0.1)
     release_gradients(again, fresh)
+    fresh.state[again[0][0].bias]["left over"] = torch.ones(())
     import_state(path, fresh, again, parameters=True)
     assert unchanged(snapshot(model, optimizer), snapshot(again, fresh))
     for p, q in zip(model.parameters(), again.parameters(), strict=True):
@@ -347,6 +348,10 @@ def test_steps_are_counted_where_a_captured_step_looks_for_them(path: Path) -> N
     there = torch.empty(3, device="meta")
     assert layout.step_place(group, there).type == "meta"
     assert layout.step_place({**group, "capturable": False}, there).type == "cpu"
+    for theirs, place in ({}, "cpu"), ({"fused": True}, "meta"), ({"capturable": True}, "meta"):
+        layout = layouts.layout_of(torch.optim.AdamW(model.parameters(), **theirs))
+        (group,) = torch.optim.AdamW(model.parameters(), **theirs).param_groups
+        assert layout.step_place(group, there).type == place
     again, fresh = trained(capturable=True, steps=1)
     import_state(path, fresh, again)
     assert all(torch.equal(bits(fresh.state[q]["step"]), bits(torch.tensor(3.0))) for q in again.parameters())

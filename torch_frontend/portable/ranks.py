@@ -25,18 +25,13 @@ def together(sharded: bool, action: Callable[[], Result], *, same: Callable[[Res
     """
     if not sharded:
         return action()
-    failure: Exception | None = None
-    told = None
     try:
         result = action()
         told = repr(same(result))
     except Exception as error:
-        failure = error
-    answers: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(answers, (None if failure is None else str(failure), told))
-    if failure is not None:
-        raise failure
-    for rank, (text, other) in enumerate(answers):
+        _tell_all((str(error), ""))
+        raise
+    for rank, (text, other) in enumerate(_tell_all((None, told))):
         if text is not None:
             raise Refused(f"process {rank} failed: {text}")
         if other != told:
@@ -45,6 +40,13 @@ def together(sharded: bool, action: Callable[[], Result], *, same: Callable[[Res
                 "the same call, and parts of the same model (stages of a pipeline are not)."
             )
     return result
+
+
+def _tell_all(answer: tuple[str | None, str]) -> list[tuple[str | None, str]]:
+    """What each process answered, in order."""
+    answers: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(answers, answer)
+    return answers
 
 
 def writes(sharded: bool) -> bool:

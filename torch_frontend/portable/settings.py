@@ -76,11 +76,10 @@ def candidate(group: Group, settings: Mapping[str, Any]) -> Group:
 def assign(group: Group, settings: Mapping[str, Any]) -> None:
     """Change those settings that the group has. Tensors stay the tensors they are: a CUDA graph may read them."""
     for key, value in settings.items():
-        old = group.get(key)
-        if isinstance(old, Tensor):
-            old.fill_(value)
-        elif isinstance(value, tuple) and any(isinstance(part, Tensor) for part in old or ()):
-            group[key] = tuple(_filled(part, new) for part, new in zip(old or (), value, strict=True))
+        if isinstance(group.get(key), Tensor):
+            group[key].fill_(value)
+        elif key == "betas":
+            group[key] = tuple(_filled(part, new) for part, new in zip(group[key], value, strict=True))
         elif key in group:
             group[key] = value
 
