@@ -26,7 +26,7 @@ def check_readable(tree: PyTree) -> None:
             )
         if leaf.is_deleted():
             raise InvalidArgument(f"{name} was donated to an earlier update; use what that update returned.")
-        if leaf.dtype.name == "float64" and jnp.result_type(np.float64) != leaf.dtype:
+        if leaf.dtype.name == "float64" and jnp.result_type(float) != leaf.dtype:
             raise InvalidArgument(f"{name} is {leaf.dtype}; set jax_enable_x64, as where it was made.")
 
 

@@ -154,8 +154,8 @@ def import_state(
 
 
 def _count(role: Role, leaf: Any, steps: dict[str, int]) -> np.ndarray | None:
-    found = sorted({steps[name] for name in role.names})
-    if not found:
+    found = sorted({steps[name] for name in role.names or steps})
+    if len(found) > 1 and not role.names:  # of no parameter, and of no use
         return None
     if len(found) > 1:
         odd = next(name for name in role.names if steps[name] != steps[role.names[0]])

@@ -65,10 +65,11 @@ class TorchSide:
         given = problem.hyperparameters
         start = problem.initial_parameters()
         self.model = torch.nn.Module()
-        self.model.layers = torch.nn.ModuleList(
+        self.layers = torch.nn.ModuleList(
             torch.nn.ParameterDict({name: torch.nn.Parameter(to_torch(value)) for name, value in start.items()})
             for _ in FACTORS
         )
+        self.model.add_module("layers", self.layers)
         optimizer: Any = getattr(torch_frontend, CLASSES[problem.rule.name])
         self.optimizer = optimizer(
             self.model.parameters(),
@@ -85,12 +86,14 @@ class TorchSide:
 
     def step(self, gradients: Gradients) -> None:
         """See `Side`. The gradient of sum(p*g) is g."""
+        import torch
+
         products = [
             (parameter * to_torch(gradient)).sum()
-            for layer, of_layer in zip(self.model.layers, layers_of(gradients), strict=True)
-            for parameter, gradient in ((layer[name], gradient) for name, gradient in of_layer.items())
+            for layer, of_layer in zip(self.layers, layers_of(gradients), strict=True)
+            for parameter, gradient in ((layer.get_parameter(name), gradient) for name, gradient in of_layer.items())
         ]
-        sum(products).backward()  # type: ignore[union-attr]
+        torch.stack(products).sum().backward()
         self.optimizer.step()
         self.optimizer.zero_grad()
 
@@ -173,7 +176,7 @@ class JaxSide:
         state = self.state.opt_state.layers if self.stacked else self.state.opt_state
         trees = {"parameter": params, "compensation": state.compensation, "exp_avg": state.mu, "exp_avg_sq": state.nu}
 
-        def array(tree: Any, layer: int, name: str) -> np.ndarray | None:
+        def array(tree: Any, layer: int, name: str) -> Any:
             if self.stacked:
                 return None if tree[name] is None else np.array(tree[name])[layer]
             found = (tree if isinstance(tree, list) else tree["layers"])[layer][name]
