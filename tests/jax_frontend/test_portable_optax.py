@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from pathlib import Path
 from typing import Any
 
@@ -34,13 +35,17 @@ PAIRS = {
 }
 
 
+updater = functools.cache(make_update)
+"""One compiled update a transform."""
+
+
 @pytest.fixture
 def path(tmp_path: Path) -> Path:
     return tmp_path / "state.safetensors"
 
 
 def proceeded(tx: Any, state: TrainState, steps: range, dtype: str = "float64") -> TrainState:
-    update = make_update(tx)
+    update = updater(tx)
     params, opt_state = jax.tree.map(jnp.copy, (state.params, state.opt_state))
     for step in steps:
         params, opt_state = update(tree(100 + step, dtype), opt_state, params)
