@@ -23,6 +23,7 @@ for _package in ("jax", "optax"):
 
 from .compensation import compensated  # noqa: E402  (only after the check)
 from .loss_scaling import LossScale, dynamic_loss_scale  # noqa: E402
+from .portable import export_state, import_state  # noqa: E402
 from .release_layers import ReleasedLayers, release_layers  # noqa: E402
 from .separability import check_separable  # noqa: E402
 from .state import AdamState, CompensatedState  # noqa: E402
@@ -47,6 +48,8 @@ __all__ = [
     "check_separable",
     "compensated",
     "dynamic_loss_scale",
+    "export_state",
+    "import_state",
     "init_train_state",
     "make_release_step",
     "make_train_step",

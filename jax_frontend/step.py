@@ -24,6 +24,8 @@ from ..core.rules import Rule
 from .array_ops import jax_ops
 from .compensation import Stepped, initial_leaf, params_needed, step
 from .direct import Destination, destination_of
+from .enquiry import ARGUMENT as ENQUIRY
+from .enquiry import Enquiry
 from .state import AdamState, PyTree, initial_compensation
 
 Schedule = Callable[[Any], Any]
@@ -197,6 +199,9 @@ def transformation(rule: Rule, arguments: Arguments) -> RuleTransformation:
 
     def update(updates: PyTree, state: Any, params: PyTree | None = None, **extra_args: Any) -> tuple[PyTree, AdamState]:
         destination = destination_of(extra_args)
+        if isinstance(asked := extra_args.pop(ENQUIRY, None), Enquiry):
+            mask = True if arguments.mask is None else arguments.mask
+            asked.hear(rule, arguments, state, jax.tree.leaves(_decayed(mask, params)))
         if params is None:
             _check_without_params(rule, arguments, state)
         count, treedef, leaves = leaves_of(rule, arguments, updates, state, params)

@@ -15,6 +15,7 @@ from .compatibility import (
 )
 from .microbatch import MicrobatchedBlocks, microbatch_blocks
 from .optimizers import Adam, AdamW, StableAdamW
+from .portable import export_state, import_state
 from .release import Release, release_gradients
 from .token_mean import token_mean, total_weight
 
@@ -24,6 +25,8 @@ __all__ = [
     "MicrobatchedBlocks",
     "Release",
     "StableAdamW",
+    "export_state",
+    "import_state",
     "microbatch_blocks",
     "param_groups_weight_decay",
     "prepare_for_gradient_release",

@@ -15,13 +15,12 @@ from ..core.errors import InvalidArgument, NonFiniteGradient, Refused
 from ..core.hyperparameters import Hyperparameters
 from ..core.release import Action
 from ..core.rules import ADAM, ADAMW, STABLE_ADAMW, Rule
-from ..core.update import init_state
 from . import state as saved_state
-from .array_ops import dtype_name, torch_ops
+from .array_ops import dtype_name
 from .backends import ChecksOnDevice, TensorSlot, select_backend
 from .clipping import gradient_norm, is_finite
 from .communication.shards import LocalState, is_sharded, local, sum_over_shards
-from .groups import Group, check_gradient, check_group, fingerprint, hyperparameters, moment_dtypes
+from .groups import Group, check_gradient, check_group, fingerprint, hyperparameters
 
 if TYPE_CHECKING:
     from .release import Release
@@ -284,16 +283,10 @@ class ReleasableOptimizer(Optimizer):
         if id(group) not in known:
             known[id(group)] = self._hyperparameters(group)
         current = known[id(group)]
-        name = dtype_name(parameter.dtype)
-        compensation = compensations.resolve(group["compensation"], name)
+        compensation = compensations.resolve(group["compensation"], dtype_name(parameter.dtype))
         state = self.state[parameter]
         if not state:
-            fresh = init_state(torch_ops, parameter, moment_dtypes(group, name, current), compensation)
-            place = parameter.device if group["capturable"] else "cpu"
-            state["step"] = torch.zeros((), dtype=torch.float32, device=place)
-            state["exp_avg"], state["exp_avg_sq"] = fresh.exp_avg, fresh.exp_avg_sq
-            if fresh.compensation is not None:
-                state["compensation"] = fresh.compensation
+            state.update(saved_state.initial_state(group, parameter, current))
         here = LocalState(state) if is_sharded(parameter) else state
         return TensorSlot(local(parameter), here, compensation, self.rule, current, group["capturable"])
 

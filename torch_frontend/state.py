@@ -10,10 +10,12 @@ from torch import Tensor
 
 from ..core import compensation
 from ..core.errors import InvalidArgument
+from ..core.hyperparameters import Hyperparameters
 from ..core.rules import Rule
-from .array_ops import dtype_name
+from ..core.update import init_state
+from .array_ops import dtype_name, torch_ops
 from .communication.shards import placements
-from .groups import SETTINGS, check_group
+from .groups import SETTINGS, check_group, moment_dtypes
 
 REQUIRED = (*SETTINGS, "compensation", "state_dtype", "capturable")
 """The keys that every parameter group of penstock's has."""
@@ -21,6 +23,22 @@ REQUIRED = (*SETTINGS, "compensation", "state_dtype", "capturable")
 MOMENTS = ("exp_avg", "exp_avg_sq")
 PER_ELEMENT = (*MOMENTS, "compensation")
 """The keys of a parameter's state that have its shape."""
+
+
+def initial_state(group: Mapping[str, Any], parameter: Tensor, current: Hyperparameters) -> dict[str, Tensor]:
+    """What an optimizer keeps for a parameter before its first update: zeros, laid out as the parameter.
+
+    Args:
+        group: of the parameter.
+        current: its validated hyperparameters.
+    """
+    name = dtype_name(parameter.dtype)
+    compensated = compensation.resolve(group["compensation"], name)
+    fresh = init_state(torch_ops, parameter, moment_dtypes(group, name, current), compensated)
+    place = parameter.device if group["capturable"] else "cpu"
+    state = {"step": torch.zeros((), dtype=torch.float32, device=place)}
+    state |= {"exp_avg": fresh.exp_avg, "exp_avg_sq": fresh.exp_avg_sq}
+    return state if fresh.compensation is None else {**state, "compensation": fresh.compensation}
 
 
 def check_loadable(rule: Rule, state_dict: Mapping[str, Any], groups: list[dict[str, Any]]) -> None:

@@ -10,7 +10,7 @@ from typing import Any, NoReturn
 
 from . import __version__
 
-COMMANDS = ("demo", "parity", "plan", "combinations")
+COMMANDS = ("demo", "parity", "plan", "convert", "combinations")
 """Modules of `penstock.commands`, each with `add_parser(subparsers)` and `run(arguments) -> int`."""
 
 

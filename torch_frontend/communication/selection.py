@@ -16,6 +16,12 @@ from .protocol import Communication
 from .shards import is_sharded
 
 
+def has_flat_parameters(model: nn.Module) -> bool:
+    """Whether FullyShardedDataParallel has made the parameters parts of flat ones."""
+    fsdp1 = getattr(sys.modules.get("torch.distributed.fsdp"), "FullyShardedDataParallel", ())
+    return any(isinstance(module, fsdp1) for module in model.modules())
+
+
 def communication_name(model: nn.Module, process_group: Any = None) -> str:
     """The value of the axis "communication" in `core.combinations`.
 
@@ -23,8 +29,7 @@ def communication_name(model: nn.Module, process_group: Any = None) -> str:
         InvalidArgument: a process_group that this process is not in, or for a model that brings its own.
         Refused: a wrapper that gradients cannot be released from.
     """
-    fsdp1 = getattr(sys.modules.get("torch.distributed.fsdp"), "FullyShardedDataParallel", ())
-    if any(isinstance(module, fsdp1) for module in model.modules()):
+    if has_flat_parameters(model):
         raise Refused(
             "FullyShardedDataParallel flattens parameters, and gives no gradient until the whole backward is done. Use "
             "torch.distributed.fsdp.fully_shard."

@@ -1,0 +1,67 @@
+r"""Adam's moments as other libraries keep them, and as the portable state has them.
+
+torch.optim and optax keep *biased* means, m' = beta*m' + (1-beta)*g, and divide by 1-beta^t at each use; the portable state
+holds what they divide to:
+
+    m = m' / (1-beta1^t)        v = v' / (1-beta2^t)        1-beta^t = -expm1(t*log(beta))
+
+Either way is computed in float64 and rounded to the dtype in which it is kept. So it is exact up to that rounding, half a
+spacing, and not bit for bit: there and back may differ in the last place.
+
+Source: Kingma and Ba, 2015, https://arxiv.org/abs/1412.6980, algorithm 1.
+"""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+
+from .dtypes import StateDtypes
+from .errors import InvalidArgument
+from .moments import Moments
+from .portable_state import numpy_dtype
+
+
+def bias_correction(beta: float, step: int) -> float:
+    """1 - beta^t; 1 before the first update, when there is nothing to correct.
+
+    Args:
+        beta: in [0, 1).
+        step: t, the number of updates so far.
+    """
+    return -math.expm1(step * math.log(beta)) if beta > 0 and step > 0 else 1.0
+
+
+def without_bias(biased: Moments, betas: tuple[float, float], step: int, dtypes: StateDtypes) -> Moments:
+    """The debiased moments of biased ones.
+
+    Args:
+        biased: arrays of one shape, any floating-point dtype.
+        betas: those of the optimizer.
+        step: of the parameter.
+        dtypes: of the result.
+    """
+    wide = [moment.astype(np.float64) / bias_correction(beta, step) for moment, beta in zip(biased, betas, strict=True)]
+    return Moments(*(x.astype(numpy_dtype(dtype)) for x, dtype in zip(wide, dtypes, strict=True)))
+
+
+def with_bias(name: str, debiased: Moments, betas: tuple[float, float], step: int, dtypes: StateDtypes) -> Moments:
+    """The biased moments of debiased ones: arguments as for `without_bias`.
+
+    Raises:
+        InvalidArgument: `dtypes` cannot hold them; the text has the parameter's `name`.
+    """
+    rounded = []
+    for field, moment, beta, dtype in zip(Moments._fields, debiased, betas, dtypes, strict=True):
+        wide = moment.astype(np.float64) * bias_correction(beta, step)
+        with np.errstate(over="ignore"):
+            kept = wide.astype(numpy_dtype(dtype))
+        # Below float32's range a second moment is far below any eps; in float16 it is not, and m/(0+eps) would explode.
+        lost = dtype == "float16" and field == "exp_avg_sq" and bool(((kept == 0) & (wide != 0)).any())
+        if lost or not np.isfinite(kept).all():
+            raise InvalidArgument(
+                f"{field} of {name!r} does not fit into {dtype}, in which the optimizer keeps it; use wider parameters."
+            )
+        rounded.append(kept)
+    return Moments(*rounded)

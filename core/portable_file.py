@@ -1,0 +1,190 @@
+"""The file of a portable state: `save`, `load`, and `describe`, which reads no arrays.
+
+Of every parameter NAME the file has the tensors "exp_avg/NAME", "exp_avg_sq/NAME" and "step/NAME" (int64, 0-d), and where
+there are any "compensation/NAME" and "parameter/NAME". The document says the rest: the rule, the groups, and each parameter's
+dtype, shape and compensation. `core.portable_safetensors` has the bytes.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from .errors import PenstockError
+from .portable_safetensors import Path, Reader, shown, write
+from .portable_state import ARRAYS, Layout, ParameterState, PortableGroup, PortableState, check_groups
+
+
+@dataclasses.dataclass(frozen=True)
+class ParameterDescription:
+    """What a file says of one parameter.
+
+    Args:
+        dtype: of the parameter.
+        shape: of the parameter.
+        compensated: "none", "kahan" or "split".
+        step: updates so far.
+        dtypes: of those of `ARRAYS` that the file has.
+    """
+
+    dtype: str
+    shape: tuple[int, ...]
+    compensated: str
+    step: int
+    dtypes: Mapping[str, str]
+
+
+@dataclasses.dataclass(frozen=True)
+class Description:
+    """What a file holds, without the arrays.
+
+    Args:
+        rule: a name in `core.rules.RULES`.
+        groups: as in `PortableState`.
+        parameters: by name.
+        nbytes: of the file.
+    """
+
+    rule: str
+    groups: tuple[PortableGroup, ...]
+    parameters: Mapping[str, ParameterDescription]
+    nbytes: int
+
+
+def save(path: Path, state: PortableState) -> None:
+    """Write a state; equal states make equal bytes.
+
+    The file is written beside `path` under a temporary name (PATH.XXXXXXXX.tmp), brought to the disk and renamed, so that at
+    every moment the old one or the new one is there, whole. A process that is killed can leave the temporary one behind.
+
+    Args:
+        path: of the file. What is there is replaced; a link is followed.
+        state: to write.
+
+    Raises:
+        InvalidArgument: a name that is no Unicode text.
+        Refused: it could not be written; what was there is as it was.
+    """
+    arrays = {f"step/{name}": np.asarray(parameter.step, np.int64) for name, parameter in state.parameters.items()}
+    for name, parameter in state.parameters.items():
+        arrays |= {f"{field}/{name}": array for field, array in parameter.arrays().items()}
+    groups = [
+        # The order of a group's parameters means nothing, and whether a number was typed as 1 or 1.0 neither.
+        {
+            "hyperparameters": {name: _plain(value) for name, value in group.hyperparameters.items()},
+            "parameters": sorted(group.parameters),
+        }
+        for group in state.groups
+    ]
+    parameters = {
+        name: {"dtype": parameter.dtype, "shape": list(parameter.shape), "compensated": parameter.compensated}
+        for name, parameter in state.parameters.items()
+    }
+    write(path, arrays, {"rule": state.rule, "groups": groups, "parameters": parameters})
+
+
+def load(path: Path) -> PortableState:
+    """Read a state. Names, shapes and dtypes are checked before the arrays are read, and every byte against its digest.
+
+    Args:
+        path: of the file. Nothing in it is executed.
+
+    Raises:
+        InvalidArgument: it cannot be read, or is damaged, or is no portable state; the text says how.
+    """
+    with Reader(path) as reader:
+        about = _describe(reader)
+        parameters = {
+            name: ParameterState(
+                parameter.dtype,
+                parameter.shape,
+                parameter.compensated,
+                parameter.step,
+                **{field: reader.read(f"{field}/{name}") for field in parameter.dtypes},
+            )
+            for name, parameter in about.parameters.items()
+        }
+        try:
+            return PortableState(about.rule, about.groups, parameters)
+        except PenstockError as error:
+            reader.refuse(str(error).removesuffix("."))
+
+
+def describe(path: Path) -> Description:
+    """What a file says it holds. Of the arrays only the steps are read; the others' bytes are not looked at.
+
+    Args:
+        path: of the file.
+
+    Raises:
+        InvalidArgument: as `load`, but for damage in the arrays.
+    """
+    with Reader(path) as reader:
+        return _describe(reader)
+
+
+def _plain(value: float | bool | None) -> float | bool | None:
+    return value if value is None or isinstance(value, bool) else float(value)
+
+
+def _describe(reader: Reader) -> Description:
+    """The header, checked: it is consistent, and the arrays are those that it speaks of."""
+    document = reader.document
+    if set(document) != {"version", "digests", "rule", "groups", "parameters"}:
+        reader.refuse("its document has other entries than those of this version")
+    rule = _kind(reader, "the rule", document["rule"], str)
+    groups = tuple(_group(reader, group) for group in _kind(reader, "the groups", document["groups"], list))
+    rows = _kind(reader, "the parameters", document["parameters"], dict)
+    layouts = {name: _layout(reader, name, row) for name, row in rows.items()}
+    wanted = {f"{field}/{name}" for name, layout in layouts.items() for field in ("step", *layout.arrays)}
+    if extra := sorted(set(reader.entries) - wanted):
+        reader.refuse(f"it has an array {shown(extra[0])}, which belongs to no parameter of it")
+    parameters = {}
+    try:
+        check_groups(rule, groups, layouts)
+        for name, layout in layouts.items():
+            layout.check(name)
+    except PenstockError as error:
+        reader.refuse(str(error).removesuffix("."))
+    for name, layout in layouts.items():
+        dtypes = {field: dtype for field, (dtype, _) in layout.arrays.items()}
+        step = int(reader.read(f"step/{name}"))
+        parameters[name] = ParameterDescription(layout.dtype, layout.shape, layout.compensated, step, dtypes)
+    return Description(rule, groups, parameters, reader.size)
+
+
+def _kind(reader: Reader, what: str, value: Any, *kinds: type) -> Any:
+    """`value`, or the error if it is of another kind."""
+    if type(value) not in kinds:
+        reader.refuse(f"{what} cannot be {shown(value)}")
+    return value
+
+
+def _record(reader: Reader, what: str, value: Any, **kinds: type) -> list[Any]:
+    """The entries of a JSON object that has exactly these, each of its kind."""
+    if set(_kind(reader, what, value, dict)) != set(kinds):
+        reader.refuse(f"{what} cannot be {shown(value)}")
+    return [_kind(reader, f"{name} of {what}", value[name], kind) for name, kind in kinds.items()]
+
+
+def _group(reader: Reader, row: Any) -> PortableGroup:
+    hyperparameters, names = _record(reader, "a group", row, hyperparameters=dict, parameters=list)
+    for name in names:
+        _kind(reader, "a parameter of a group", name, str)
+    return PortableGroup(hyperparameters, tuple(names))
+
+
+def _layout(reader: Reader, name: str, row: Any) -> Layout:
+    """The dtypes and shapes of one parameter and of those of its arrays that the file has."""
+    what = f"parameter {shown(name)}"
+    dtype, shape, compensated = _record(reader, what, row, dtype=str, shape=list, compensated=str)
+    for length in shape:
+        _kind(reader, f"a length in the shape of {what}", length, int)
+    found = {field: reader.entries.get(f"{field}/{name}") for field in ("step", *ARRAYS)}
+    if (step := found.pop("step")) is None or (step.dtype, step.shape) != ("int64", ()):
+        reader.refuse(f"{what} has no step, one int64")
+    arrays = {field: (entry.dtype, entry.shape) for field, entry in found.items() if entry is not None}
+    return Layout(dtype, tuple(shape), compensated, arrays)

@@ -1,0 +1,136 @@
+"""Whether a portable state is that of an optimizer at hand, and its arrays as that optimizer keeps them.
+
+Everything is checked before anything is returned: a frontend that puts the arrays in place afterwards changes all or nothing.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Collection, Mapping
+
+import numpy as np
+
+from .compensation import compensation_dtype
+from .errors import InvalidArgument
+from .portable_state import ParameterState, PortableState, listed, numpy_dtype
+
+WIDER = {
+    "bfloat16": ("bfloat16", "float32", "float64"),
+    "float16": ("float16", "float32", "float64"),
+    "float32": ("float32", "float64"),
+    "float64": ("float64",),
+}
+"""The dtypes that hold every number of a dtype exactly."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Expected:
+    """What an optimizer keeps for one parameter.
+
+    Args:
+        dtype, shape: of the parameter.
+        compensated: resolved: "none", "kahan" or "split".
+        exp_avg, exp_avg_sq: dtypes of its moments; None where the caller rounds them himself.
+    """
+
+    dtype: str
+    shape: tuple[int, ...]
+    compensated: str
+    exp_avg: str | None
+    exp_avg_sq: str | None
+
+
+def matched(
+    state: PortableState,
+    rule: str,
+    expected: Mapping[str, Expected],
+    *,
+    parameters: bool,
+    arguments: tuple[str, str] = ("state_dtype", "state_dtype"),
+) -> dict[str, ParameterState]:
+    """The parameters of a state with their arrays as an optimizer keeps them.
+
+    Moments of a lower dtype are widened, which is exact; a parameter that was not compensated and now is begins with k = 0,
+    which is exact, too. Nothing else is converted.
+
+    Args:
+        state: renamed already.
+        rule: the optimizer's.
+        expected: what the optimizer keeps, by name.
+        parameters: whether the parameters themselves are wanted.
+        arguments: how the optimizer calls the dtypes of its two moments, for the errors.
+
+    Raises:
+        InvalidArgument: it is another optimizer's or model's, or it would lose digits; the text names the remedy.
+    """
+    if state.rule != rule:
+        raise InvalidArgument(
+            f"the state is of the rule {state.rule!r}, the optimizer's is {rule!r}; construct that one, or declare the moments "
+            f"to be this one's with: penstock convert --rule {rule}."
+        )
+    _check_names(state.parameters, expected)
+    if parameters and not state.holds_parameters:
+        raise InvalidArgument(
+            "parameters=True needs a file that holds the parameters, and this one does not; export it with parameters=True, or "
+            "load the model's own checkpoint."
+        )
+    return {name: _matched(name, state.parameters[name], expected[name], arguments) for name in expected}
+
+
+def _check_names(found: Collection[str], expected: Collection[str]) -> None:
+    faults = []
+    for names, fault in (
+        (set(expected) - set(found), "lacks"),
+        (set(found) - set(expected), "has, and the optimizer has not,"),
+    ):
+        if names:
+            faults.append(f"{fault} {listed(sorted(names))}")
+    if faults:
+        raise InvalidArgument(
+            f"the state {'; it '.join(faults)}; give names= to say how the parameters are called in the file."
+        )
+
+
+def _matched(name: str, entry: ParameterState, expected: Expected, arguments: tuple[str, str]) -> ParameterState:
+    if entry.shape != expected.shape:
+        raise InvalidArgument(
+            f"parameter {name!r} has shape {entry.shape} in the state and {expected.shape} in the model; if it is transposed, "
+            "or stacked, say so with names=."
+        )
+    if entry.dtype != expected.dtype:
+        raise InvalidArgument(
+            f"parameter {name!r} is {entry.dtype} in the state and {expected.dtype} in the model; make the model {entry.dtype}."
+        )
+    return dataclasses.replace(
+        entry,
+        exp_avg=_widened(name, "exp_avg", entry.exp_avg, expected.exp_avg, arguments[0]),
+        exp_avg_sq=_widened(name, "exp_avg_sq", entry.exp_avg_sq, expected.exp_avg_sq, arguments[1]),
+        compensated=expected.compensated,
+        compensation=_compensation(name, entry, expected.compensated),
+    )
+
+
+def _widened(name: str, field: str, moment: np.ndarray, dtype: str | None, argument: str) -> np.ndarray:
+    there = moment.dtype.name
+    if dtype is None or dtype == there:
+        return moment
+    if dtype not in WIDER[there]:
+        raise InvalidArgument(
+            f"{field} of {name!r} is {there} in the state, and the optimizer keeps it in {dtype}, which would round it; "
+            f"construct the optimizer with {argument}={there}."
+        )
+    return moment.astype(numpy_dtype(dtype))
+
+
+def _compensation(name: str, entry: ParameterState, compensated: str) -> np.ndarray | None:
+    if entry.compensated == compensated:
+        return entry.compensation
+    if entry.compensated != "none":
+        raise InvalidArgument(
+            f"parameter {name!r} is compensated by {entry.compensated!r} in the state and by {compensated!r} in the optimizer; "
+            f"construct that with compensation={entry.compensated!r} where it takes it, or drop the lost digits for good with: "
+            "penstock convert --drop-compensation."
+        )
+    kept = compensation_dtype(compensated, entry.dtype)
+    assert kept is not None  # it differs from "none"
+    return np.zeros(entry.shape, numpy_dtype(kept))

@@ -1,0 +1,278 @@
+r"""Names of parameters: between this side's (dotted names of a module, paths of a pytree) and a file's.
+
+A table goes from this side's name to the file's. "{layer}" stands for a number of a layer, in one name or in both:
+
+    {"head.w": "lm_head.weight"}                         another name
+    {"blocks.{layer}.w": "h.{layer}.weight"}             another name for that of every layer
+    {"layers.w": "h.{layer}.weight"}                     here they are stacked along a leading axis, in the file not
+    {"h.{layer}.weight": "layers.w"}                     the other way round
+    {"head.w": Transposed("lm_head.weight")}             the file's array is this side's, transposed
+    {"layers.w": Transposed("h.{layer}.weight", (1, 0))} and the same for that of every layer
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import json
+import re
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping
+from operator import itemgetter
+from typing import Any
+
+import numpy as np
+
+from .errors import InvalidArgument
+from .portable_state import ARRAYS, ParameterState, PortableGroup, PortableState, listed
+
+LAYER = "{layer}"
+
+
+@dataclasses.dataclass(frozen=True)
+class Transposed:
+    """The file's name of a parameter that lies in the file transposed.
+
+    Args:
+        name: the file's name.
+        axes: the file's array is this side's ``array.transpose(axes)``; None reverses all axes. A layer axis is not counted.
+    """
+
+    name: str
+    axes: tuple[int, ...] | None = None
+
+    def __post_init__(self) -> None:
+        if self.axes is not None and sorted(self.axes) != list(range(len(self.axes))):
+            raise InvalidArgument(f"axes={self.axes} of {self.name!r} must be a permutation of {tuple(range(len(self.axes)))}.")
+
+    def backwards(self, name: str) -> Transposed:
+        """What undoes it, under another name."""
+        return Transposed(name, None if self.axes is None else tuple(int(axis) for axis in np.argsort(self.axes)))
+
+
+Target = str | Transposed
+Table = Mapping[str, Target]
+Names = Table | Callable[[str], Target] | None
+"""What users give: a table, a function from this side's names, or None for names that are equal."""
+
+
+def table_of(names: Names, own: Iterable[str]) -> dict[str, Target]:
+    """The table of the parameters that there are; those that keep their names are left out.
+
+    Args:
+        names: as users give them. A name that a table lacks is kept.
+        own: this side's names.
+
+    Raises:
+        InvalidArgument: a name of the table that no parameter has, one that two lines give, or two that become one.
+    """
+    own = list(own)
+    if names is None:
+        return {}
+    if callable(names):
+        table = {name: _target(name, names(name)) for name in own}
+        matched = {name: name for name in own}
+    else:
+        table, matched = {}, {}
+        for key, target in names.items():
+            _target(key, target)
+            found = _layers(key, own) if LAYER in key else {0: key} if key in own else {}
+            if not found:
+                close = difflib.get_close_matches(key, own, 1) or own[:1]
+                instead = f"; did you mean {close[0]!r}?" if close else "; there are none."
+                raise InvalidArgument(f"names has {key!r}, and no parameter is called so{instead}")
+            for name in found.values():
+                if name in matched:
+                    raise InvalidArgument(f"names says twice what {name!r} becomes, under {matched[name]!r} and {key!r}.")
+                matched[name] = key
+            if LAYER in key and LAYER in name_of(target):
+                table |= {name: _renamed(target, name_of(target).replace(LAYER, str(n))) for n, name in found.items()}
+            else:
+                table[key] = target
+    kept = [name for name in own if name not in matched]
+    refuse_equal([*kept, *map(name_of, table.values())])
+    return {name: target for name, target in table.items() if target != name}
+
+
+def inverted(table: Table) -> dict[str, Target]:
+    """The table that leads back: from the file's names to this side's.
+
+    Raises:
+        InvalidArgument: two names become one, so that nothing leads back.
+    """
+    refuse_equal(map(name_of, table.values()))
+    return {
+        name_of(target): target.backwards(name) if isinstance(target, Transposed) else name for name, target in table.items()
+    }
+
+
+def parse_table(text: str) -> dict[str, Target]:
+    """A table as JSON has it: {"own name": "file's name"} or {"own name": {"name": "file's name", "transposed": true}}.
+
+    Args:
+        text: of the JSON; "transposed" is true (all axes reversed), false, or a list of axes.
+
+    Raises:
+        InvalidArgument: it is no such table.
+    """
+
+    def once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        if twice := [name for name, count in Counter(name for name, _ in pairs).items() if count > 1]:
+            raise InvalidArgument(f"the table has {listed(twice)} twice; an entry must be there once.")
+        return dict(pairs)
+
+    try:
+        content = json.loads(text, object_pairs_hook=once)
+    except InvalidArgument:
+        raise
+    except (ValueError, RecursionError) as error:
+        raise InvalidArgument(f"the table is no JSON: {error}.") from error
+    if not isinstance(content, dict):
+        raise InvalidArgument("the table must be a JSON object, of names to names.")
+    return {key: _parsed(key, value) for key, value in content.items()}
+
+
+def _parsed(key: str, value: Any) -> Target:
+    match value:
+        case str():
+            return value
+        case {"name": str(name), "transposed": bool(transposed), **rest} if not rest:
+            return Transposed(name) if transposed else name
+        case {"name": str(name), "transposed": list(axes), **rest} if not rest and all(type(axis) is int for axis in axes):
+            return Transposed(name, tuple(axes))
+        case {"name": str(name), **rest} if not rest:
+            return name
+    raise InvalidArgument(
+        f'the table gives {json.dumps(value)} for {key!r}; it must be a name, or {{"name": "...", "transposed": true}}, where '
+        "a list of axes may stand for true."
+    )
+
+
+def rename(state: PortableState, names: Names) -> PortableState:
+    """The state under the file's names, its layers stacked, taken apart and transposed as `names` says.
+
+    With ``inverted(table_of(names, own))`` a state under the file's names becomes one under this side's. Nothing is copied
+    but what is stacked.
+
+    Args:
+        state: under this side's names.
+        names: as users give them.
+
+    Raises:
+        InvalidArgument: as `table_of`; layers that cannot be stacked, or a parameter that has no layers or not these axes.
+    """
+    table = table_of(names, state.parameters)
+    if not table:
+        return state
+    # Of each name the new ones; of names that are stacked the first has it, the others none.
+    becomes: dict[str, list[tuple[str, ParameterState]]] = {}
+    for key in (key for key in table if LAYER in key):
+        layers = _layers(key, state.parameters)
+        _check_stackable(key, layers, state)
+        parts = [_transposed(state.parameters[name], table[key], name) for name in layers.values()]
+        becomes |= {name: [] for name in layers.values()}
+        becomes[layers[0]] = [(name_of(table[key]), _stack(parts))]
+    for name, parameter in state.parameters.items():
+        if name in becomes:
+            continue
+        target = table.get(name, name)
+        if LAYER in (new := name_of(target)):
+            parts = [_transposed(part, target, name) for part in _unstack(name, parameter)]
+            becomes[name] = [(new.replace(LAYER, str(n)), part) for n, part in enumerate(parts)]
+        else:
+            becomes[name] = [(new, _transposed(parameter, target, name))]
+    refuse_equal(new for parts in becomes.values() for new, _ in parts)
+    groups = tuple(
+        PortableGroup(group.hyperparameters, tuple(new for name in group.parameters for new, _ in becomes[name]))
+        for group in state.groups
+    )
+    return PortableState(state.rule, groups, {new: part for parts in becomes.values() for new, part in parts})
+
+
+def name_of(target: Target) -> str:
+    """The name of a table's entry, transposed or not."""
+    return target.name if isinstance(target, Transposed) else target
+
+
+def refuse_equal(names: Iterable[str]) -> None:
+    """Raise `InvalidArgument` if a name is there twice."""
+    twice = [name for name, count in Counter(names).items() if count > 1]
+    if twice:
+        raise InvalidArgument(f"names makes one of several parameters: {listed(twice)}; give them different ones.")
+
+
+def _target(key: str, target: Any) -> Target:
+    """`target`, if it can be one."""
+    if not isinstance(target, (str, Transposed)):
+        raise InvalidArgument(f"names gives {target!r} for {key!r}; it must be a name, or Transposed(name).")
+    for name in (key, name_of(target)):
+        if name.count(LAYER) > 1:
+            raise InvalidArgument(f"names has {name!r}; a name can have {LAYER} once.")
+    return target
+
+
+def _renamed(target: Target, name: str) -> Target:
+    return dataclasses.replace(target, name=name) if isinstance(target, Transposed) else name
+
+
+def _layers(key: str, own: Iterable[str]) -> dict[int, str]:
+    """The names that a name with "{layer}" stands for, by the layer's number, in order."""
+    before, after = key.split(LAYER)
+    pattern = re.compile(re.escape(before) + "(0|[1-9][0-9]*)" + re.escape(after))
+    found = ((pattern.fullmatch(name), name) for name in own)
+    return dict(sorted((int(match[1]), name) for match, name in found if match))
+
+
+def _check_stackable(key: str, layers: Mapping[int, str], state: PortableState) -> None:
+    """Raise `InvalidArgument` unless these can be one parameter."""
+    if list(layers) != list(range(len(layers))):
+        missing = next(n for n in range(len(layers)) if n not in layers)
+        raise InvalidArgument(f"{key!r} cannot be stacked: there is a layer {max(layers)}, but no layer {missing}.")
+    first = layers[0]
+    group = {name: number for number, one in enumerate(state.groups) for name in one.parameters}
+
+    def kind(name: str) -> dict[str, Any]:
+        one = state.parameters[name]
+        dtypes = {f"dtype of {field}": array.dtype.name for field, array in one.arrays().items()}
+        known = {
+            "shape": one.shape,
+            "dtype": one.dtype,
+            "compensation": one.compensated,
+            "step": one.step,
+            "group": group[name],
+        }
+        return dict.fromkeys((f"dtype of {field}" for field in ARRAYS), None) | dtypes | known
+
+    expected = kind(first)
+    for name in layers.values():
+        for what, value in kind(name).items():
+            if value != expected[what]:
+                raise InvalidArgument(
+                    f"{key!r} cannot be stacked: {what} of {name!r} is {value}, of {first!r} {expected[what]}; "
+                    "keep the layers apart, each under a name of its own."
+                )
+
+
+def _map(parameter: ParameterState, change: Callable[[np.ndarray], np.ndarray]) -> ParameterState:
+    """The same change for each of its arrays."""
+    arrays: dict[str, Any] = {field: change(array) for field, array in parameter.arrays().items()}
+    return dataclasses.replace(parameter, shape=arrays["exp_avg"].shape, **arrays)
+
+
+def _stack(parts: list[ParameterState]) -> ParameterState:
+    arrays: dict[str, Any] = {field: np.stack([getattr(part, field) for part in parts]) for field in parts[0].arrays()}
+    return dataclasses.replace(parts[0], shape=arrays["exp_avg"].shape, **arrays)
+
+
+def _unstack(name: str, parameter: ParameterState) -> list[ParameterState]:
+    if not parameter.shape or not parameter.shape[0]:
+        raise InvalidArgument(f"{name!r} has shape {parameter.shape}: no layers along a leading axis, as its new name says.")
+    return [_map(parameter, itemgetter(n)) for n in range(parameter.shape[0])]
+
+
+def _transposed(parameter: ParameterState, target: Target, name: str) -> ParameterState:
+    if not isinstance(target, Transposed):
+        return parameter
+    if target.axes is not None and len(target.axes) != len(parameter.shape):
+        raise InvalidArgument(f"axes={target.axes} cannot be those of {name!r}, of shape {parameter.shape} (without layers).")
+    return _map(parameter, lambda array: array.transpose(target.axes))

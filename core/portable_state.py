@@ -1,0 +1,218 @@
+r"""Portable state: what a run needs to go on, as flat named numpy arrays that both frameworks can read.
+
+Every parameter has an entry of its own, whatever the framework's grouping or stacking of them:
+
+    exp_avg, exp_avg_sq   the *debiased* moments, as `core.moments` defines them, in the dtype in which they are kept
+    compensation          the bits that a low-precision parameter cannot hold, or None
+    step                  the number of updates applied to it
+    parameter             the parameter itself, or None where the state was exported without
+
+The header says of which rule the moments are, and by groups the hyperparameters as they were; a stacked layer is one entry a
+layer. There are no Python objects in it: a file of it (`core.portable_file`) can be read without executing anything.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from .compensation import compensation_dtype, resolve
+from .dtypes import PARAMETER_DTYPES, check_parameter_dtype
+from .errors import InvalidArgument
+from .rules import RULES
+
+ARRAYS = ("exp_avg", "exp_avg_sq", "compensation", "parameter")
+"""The fields of a `ParameterState` that are arrays of the parameter's shape."""
+
+
+def numpy_dtype(name: str) -> np.dtype[Any]:
+    """The numpy dtype of a name; numpy has no bfloat16, ml_dtypes has."""
+    if name != "bfloat16":
+        return np.dtype(name)
+    import ml_dtypes
+
+    return np.dtype(ml_dtypes.bfloat16)
+
+
+def listed(names: Sequence[str], most: int = 5) -> str:
+    """Names in an error: the first few, and how many more there are."""
+    more = f" and {len(names) - most} more" if len(names) > most else ""
+    return ", ".join(map(repr, names[:most])) + more
+
+
+@dataclasses.dataclass(frozen=True)
+class Layout:
+    """The dtypes and shapes of a parameter and of its arrays: what can be checked before an array is read.
+
+    Args:
+        dtype: of the parameter, one of `core.dtypes.PARAMETER_DTYPES`.
+        shape: of the parameter.
+        compensated: "none", "kahan" or "split".
+        arrays: dtype and shape of those of `ARRAYS` that there are.
+    """
+
+    dtype: str
+    shape: tuple[int, ...]
+    compensated: str
+    arrays: Mapping[str, tuple[str, tuple[int, ...]]]
+
+    def check(self, name: str) -> None:
+        """Raise `InvalidArgument` or `UnsupportedTensor` unless they can be those of a parameter called `name`."""
+        check_parameter_dtype(self.dtype, f"parameter {name!r}")
+        if self.compensated == "auto" or resolve(self.compensated, self.dtype) != self.compensated:
+            raise InvalidArgument(f"the compensation of parameter {name!r}, {self.dtype}, cannot be {self.compensated!r}.")
+        compensation = compensation_dtype(self.compensated, self.dtype)
+        if ("compensation" in self.arrays) != (compensation is not None):
+            there = "has one" if "compensation" in self.arrays else "has none"
+            raise InvalidArgument(
+                f"the compensation of parameter {name!r} is {self.compensated!r}, but as an array it {there}."
+            )
+        for moment in ("exp_avg", "exp_avg_sq"):
+            if moment not in self.arrays:
+                raise InvalidArgument(f"parameter {name!r} has no {moment}.")
+        possible = {
+            "exp_avg": PARAMETER_DTYPES,
+            "exp_avg_sq": PARAMETER_DTYPES,
+            "compensation": (compensation,),
+            "parameter": (self.dtype,),
+        }
+        for field, (dtype, shape) in self.arrays.items():
+            if shape != self.shape:
+                raise InvalidArgument(f"{field} of {name!r} has shape {shape}, the parameter has {self.shape}.")
+            if dtype not in possible[field]:
+                allowed = " or ".join(str(one) for one in possible[field])
+                raise InvalidArgument(f"{field} of {name!r} has dtype {dtype}; it must be {allowed}.")
+
+
+@dataclasses.dataclass(frozen=True)
+class ParameterState:
+    """One parameter and what the optimizer keeps for it.
+
+    Args:
+        dtype: of the parameter, one of `core.dtypes.PARAMETER_DTYPES`.
+        shape: of the parameter.
+        compensated: "none", "kahan" or "split": what `compensation` is.
+        step: updates so far, from 0 on.
+        exp_avg: debiased mean of the gradients, a floating-point array of the shape.
+        exp_avg_sq: debiased mean of their squares.
+        compensation: int16 (split) or `dtype` (kahan), or None.
+        parameter: in `dtype`, or None where the parameters are kept elsewhere.
+    """
+
+    dtype: str
+    shape: tuple[int, ...]
+    compensated: str
+    step: int
+    exp_avg: np.ndarray
+    exp_avg_sq: np.ndarray
+    compensation: np.ndarray | None = None
+    parameter: np.ndarray | None = None
+
+    def arrays(self) -> dict[str, np.ndarray]:
+        """Those of `ARRAYS` that there are, by name."""
+        found = {name: getattr(self, name) for name in ARRAYS}
+        return {name: array for name, array in found.items() if array is not None}
+
+    def check(self, name: str) -> None:
+        """Raise `InvalidArgument` unless shapes, dtypes and numbers can be those of a parameter called `name`."""
+        layouts = {field: (array.dtype.name, array.shape) for field, array in self.arrays().items()}
+        Layout(self.dtype, self.shape, self.compensated, layouts).check(name)
+        if not isinstance(self.step, int) or not 0 <= self.step < 2**63:
+            raise InvalidArgument(f"step of parameter {name!r} is {self.step}; it must be an int, 0 or more.")
+        for field, array in self.arrays().items():
+            if array.dtype.kind != "i" and not np.isfinite(array).all():
+                raise InvalidArgument(f"{field} of {name!r} holds an infinity or a NaN: no run can go on from there.")
+        if (np.asarray(self.exp_avg_sq) < 0).any():
+            raise InvalidArgument(f"exp_avg_sq of {name!r} holds a negative number; a mean of squares has none.")
+
+
+@dataclasses.dataclass(frozen=True)
+class PortableGroup:
+    """Parameters that share hyperparameters.
+
+    Args:
+        hyperparameters: by the names of `core.hyperparameters.Hyperparameters`, as they were; those that the frontend could not
+            know (inside of a chain of transforms, on a device) are left out. For information: an import does not change a
+            schedule.
+        parameters: their names.
+    """
+
+    hyperparameters: Mapping[str, float | bool | None]
+    parameters: tuple[str, ...]
+
+    def check(self, number: int) -> None:
+        """Raise `InvalidArgument` for a hyperparameter that is no finite number."""
+        for name, value in self.hyperparameters.items():
+            if value is not None and not isinstance(value, (bool, int, float)):
+                raise InvalidArgument(f"{name!r} of group {number} is {value!r}; it must be a number.")
+            if value is not None and not abs(value) <= sys.float_info.max:  # NaN is not <= anything
+                raise InvalidArgument(f"{name!r} of group {number} is not finite; it must be a number that a float can hold.")
+
+
+def check_groups(rule: str, groups: Sequence[PortableGroup], names: Iterable[str]) -> None:
+    """Raise `InvalidArgument` unless the rule is known and every one of the parameters is in one group."""
+    if rule not in RULES:
+        raise InvalidArgument(f"rule={rule!r} is not known; it must be one of {', '.join(RULES)}.")
+    for number, group in enumerate(groups):
+        group.check(number)
+    grouped = Counter(name for group in groups for name in group.parameters)
+    there = set(names)
+    odd = sorted(name for name in {*grouped, *there} if grouped[name] != (name in there))
+    if odd:
+        raise InvalidArgument(f"every parameter must be in one group; this is not so for {listed(odd)}.")
+
+
+@dataclasses.dataclass(frozen=True)
+class PortableState:
+    """The state of one optimizer. It is checked when it is made.
+
+    Args:
+        rule: a name in `core.rules.RULES`.
+        groups: every parameter is in exactly one.
+        parameters: by name.
+
+    Raises:
+        InvalidArgument, UnsupportedTensor: it cannot be the state of such an optimizer; the text names the parameter.
+    """
+
+    rule: str
+    groups: tuple[PortableGroup, ...]
+    parameters: Mapping[str, ParameterState]
+
+    def __post_init__(self) -> None:
+        check_groups(self.rule, self.groups, self.parameters)
+        for name, parameter in self.parameters.items():
+            parameter.check(name)
+
+    @property
+    def holds_parameters(self) -> bool:
+        """Whether the parameters themselves are in it, all of them."""
+        return all(parameter.parameter is not None for parameter in self.parameters.values())
+
+
+def with_rule(state: PortableState, rule: str) -> PortableState:
+    """The state declared to be another rule's. Nothing is computed: m and v are means of g and g*g in each of them.
+
+    Adam's g has weight_decay*p in it, the others' has not: with weight decay its moments are only about theirs.
+    """
+    return dataclasses.replace(state, rule=rule)
+
+
+def without_compensation(state: PortableState) -> PortableState:
+    """The state with what its parameters can hold alone: up to half a spacing of each parameter is forgotten."""
+    return _changed(state, compensated="none", compensation=None)
+
+
+def without_parameters(state: PortableState) -> PortableState:
+    """The state without the parameters themselves."""
+    return _changed(state, parameter=None)
+
+
+def _changed(state: PortableState, **changes: Any) -> PortableState:
+    parameters = {name: dataclasses.replace(parameter, **changes) for name, parameter in state.parameters.items()}
+    return dataclasses.replace(state, parameters=parameters)

@@ -1,0 +1,65 @@
+"""Arrays between devices and numpy, of one process or of several."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from ...core.errors import InvalidArgument, PenstockError, Refused
+from ..buffers import is_concrete
+from ..state import PyTree
+
+
+def check_readable(tree: PyTree) -> None:
+    """Raise `InvalidArgument` unless all arrays of a state are in memory, and can be made again."""
+    for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
+        name = f"state{jax.tree_util.keystr(path)}"
+        if isinstance(leaf, np.ndarray | np.generic):
+            continue
+        if not is_concrete(leaf):
+            raise InvalidArgument(
+                f"{name} is {type(leaf).__name__}, not an array in memory; do not call this inside of jax.jit."
+            )
+        if leaf.is_deleted():
+            raise InvalidArgument(f"{name} was donated to an earlier update; use what that update returned.")
+        if leaf.dtype.name == "float64" and jnp.result_type(float) != leaf.dtype:
+            raise InvalidArgument(f"{name} is {leaf.dtype}; set jax_enable_x64, as where it was made.")
+
+
+def to_host(leaf: Any) -> np.ndarray:
+    """The whole array; where it lies with several processes, all of them must call this."""
+    if is_concrete(leaf) and not (leaf.is_fully_addressable or leaf.is_fully_replicated):
+        from jax.experimental import multihost_utils
+
+        leaf = multihost_utils.process_allgather(leaf, tiled=True)
+    return np.asarray(leaf)
+
+
+def placed(array: np.ndarray, like: Any) -> jax.Array:
+    """The array where another one lies, in memory of its own, so that it can be donated."""
+    if not is_concrete(like) or (len(like.sharding.device_set) == 1 and not getattr(like, "committed", True)):
+        return jnp.array(array)
+    # a copy: what a device is given as numpy's memory may stay that
+    return jnp.copy(jax.make_array_from_callback(array.shape, like.sharding, lambda index: np.asarray(array[index])))
+
+
+def written_once(save: Callable[[], None]) -> None:
+    """Call `save` in the first process; all of them raise if it fails, and none goes on before it is done."""
+    error: PenstockError | None = None
+    if jax.process_index() == 0:
+        try:
+            save()
+        except PenstockError as raised:
+            error = raised
+    if jax.process_count() > 1:
+        from jax.experimental import multihost_utils
+
+        failed = bool(multihost_utils.broadcast_one_to_all(np.asarray(error is not None)))
+        if failed and error is None:
+            raise Refused("the first process could not write the file; its error says why.")
+    if error is not None:
+        raise error

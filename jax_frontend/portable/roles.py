@@ -1,0 +1,224 @@
+"""What each array of an optimizer state is to a portable state: a moment, a compensation, a count of updates, or nothing.
+
+Only states that are known are carried. A chain, and wrappers that hand on what they wrap, have a portable state if what they
+keep besides Adam's is a count of updates, which follows from the parameters' steps, or begins anew without harm.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+from collections.abc import Iterator
+from typing import Any, cast
+
+import jax
+import optax
+
+from ...core.errors import InvalidArgument, Refused
+from ...core.portable_names import LAYER
+from ..state import AdamState, CompensatedState, PyTree
+from ..train_state import LayeredState, TrainState
+from ..walk.layer_stack import looks_stacked
+
+
+class Kind(enum.Enum):
+    """What an array of an optimizer state is."""
+
+    EXP_AVG = "exp_avg"
+    EXP_AVG_SQ = "exp_avg_sq"
+    COMPENSATION = "compensation"
+    COUNT = "count"  # of updates
+    ZERO = "zero"  # between updates
+    KEPT = "kept"  # not part of a portable state: it stays as it is where one is imported
+
+
+@dataclasses.dataclass(frozen=True)
+class Role:
+    """What one array of an optimizer state is.
+
+    Args:
+        kind: see `Kind`.
+        names: the parameter it belongs to; of a count those whose updates it counts.
+        where: its place in the optimizer state, for errors.
+        biased: of a moment: as Optax keeps it.
+    """
+
+    kind: Kind
+    names: tuple[str, ...]
+    where: str
+    biased: bool = False
+
+
+# Of the states of Optax that are known, by the names of their types (not all are exported): what their fields are. None: a
+# state again. The counters of apply_if_finite only say how many updates in a row were dropped: they begin anew.
+_FIELDS: dict[str, dict[str, Kind | None]] = {
+    "ScaleByScheduleState": {"count": Kind.COUNT},
+    "WrappedScheduleState": {"count": Kind.COUNT},
+    "InjectHyperparamsState": {"count": Kind.COUNT, "hyperparams": Kind.KEPT, "inner_state": None},
+    "InjectStatefulHyperparamsState": {
+        "count": Kind.COUNT,
+        "hyperparams": Kind.KEPT,
+        "hyperparams_states": None,
+        "inner_state": None,
+    },
+    "MaskedState": {"inner_state": None},
+    "PartitionState": {"inner_states": None},
+    "MultiTransformState": {"inner_states": None},
+    "ApplyIfFiniteState": {
+        "notfinite_count": Kind.KEPT,
+        "last_finite": Kind.KEPT,
+        "total_notfinite": Kind.KEPT,
+        "inner_state": None,
+    },
+    "MultiStepsState": {
+        "mini_step": Kind.ZERO,
+        "gradient_step": Kind.COUNT,
+        "inner_opt_state": None,
+        "acc_grads": Kind.KEPT,
+        "skip_state": Kind.KEPT,
+    },
+    "ZeroNansState": {"found_nan": Kind.KEPT},
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Part:
+    """Parameters that a transform was given as one tree, and its state for them.
+
+    Args:
+        prefix: of the parameters' names.
+        params: with a leading layer axis where layered.
+        state: what tx.init, for layers under jax.vmap, made of them.
+        layered: whether there is a layer axis.
+    """
+
+    prefix: tuple[str, ...]
+    params: PyTree
+    state: PyTree
+    layered: bool
+
+    @property
+    def kinds(self) -> PyTree:
+        """Shapes and dtypes of the parameters as the transform sees them: one layer's."""
+        return jax.tree.map(
+            lambda leaf: jax.ShapeDtypeStruct(leaf.shape[1:] if self.layered else leaf.shape, leaf.dtype), self.params
+        )
+
+    def name(self, path: Any, layer: bool = False) -> str:
+        """What a parameter is called: its path from the root of all parameters, joined by dots.
+
+        Args:
+            path: within this part.
+            layer: with "{layer}" after the prefix.
+        """
+        inner = jax.tree_util.keystr(path, simple=True, separator=".")
+        return ".".join([*self.prefix, *([LAYER] if layer else []), *([inner] if inner else [])]) or "params"
+
+    def parameters(self) -> dict[str, Any]:
+        """The parameters by name.
+
+        Raises:
+            InvalidArgument: two have one name.
+        """
+        found: dict[str, Any] = {}
+        for path, leaf in jax.tree_util.tree_leaves_with_path(self.params):
+            name = self.name(path)
+            if name in found:
+                raise InvalidArgument(f"two parameters are called {name!r}, their paths joined by dots; rename one of them.")
+            found[name] = leaf
+        return found
+
+
+def parts_of(state: Any) -> list[Part]:
+    """The parts of a train state.
+
+    Raises:
+        InvalidArgument: it is none, or its parameters are not what its optimizer state says.
+    """
+    if not isinstance(state, TrainState):
+        raise InvalidArgument(
+            f"state={type(state).__name__} is no TrainState; give TrainState(params, opt_state), or what init_train_state made."
+        )
+    params, opt_state = state.params, state.opt_state
+    if not isinstance(opt_state, LayeredState):
+        return [Part((), params, opt_state, False)]
+    if not looks_stacked(params):
+        raise InvalidArgument('the optimizer state is of {"outer": ..., "layers": ...}, and the parameters are not.')
+    parts = [Part(("outer",), params["outer"], opt_state.outer, False)]
+    if type(opt_state.layers) is dict:  # several stacks; no transform has a dict as its state
+        stacks = opt_state.layers.items()
+        return [*parts, *(Part(("layers", name), params["layers"][name], stack, True) for name, stack in stacks)]
+    return [*parts, Part(("layers",), params["layers"], opt_state.layers, True)]
+
+
+def is_adam(node: Any) -> bool:
+    """Whether a node of an optimizer state holds Adam's moments, penstock's or Optax's."""
+    return isinstance(node, AdamState | optax.ScaleByAdamState)
+
+
+def roles_of(part: Part, state: PyTree) -> PyTree:
+    """A tree like the state of a part, or one of the same structure, with a `Role` in the place of each array.
+
+    Raises:
+        Refused: a state that no portable state can hold.
+    """
+    return _roles(part, state, (), type(state).__name__)
+
+
+def _names(part: Part, node: PyTree) -> tuple[str, ...]:
+    """The parameters whose moments are somewhere in a node."""
+    states = [found for found in jax.tree.leaves(node, is_leaf=is_adam) if is_adam(found)]
+    return tuple(part.name(path) for found in states for path, _ in jax.tree_util.tree_leaves_with_path(found.mu))
+
+
+def _roles(part: Part, node: PyTree, scope: tuple[str, ...], where: str) -> PyTree:
+    scope = _names(part, node) or scope
+
+    def each(kind: Kind, tree: PyTree, field: str) -> PyTree:
+        """Of a tree like the parameters."""
+        biased = not isinstance(node, AdamState | CompensatedState)
+        return jax.tree_util.tree_map_with_path(
+            lambda path, _: Role(kind, (part.name(path),), f"{where}.{field}", biased), tree
+        )
+
+    def all_of(kind: Kind, tree: PyTree, field: str) -> PyTree:
+        return jax.tree.map(lambda _: Role(kind, scope, f"{where}.{field}"), tree)
+
+    if is_adam(node):
+        found = {
+            "count": all_of(Kind.COUNT, node.count, "count"),
+            "mu": each(Kind.EXP_AVG, node.mu, "mu"),
+            "nu": each(Kind.EXP_AVG_SQ, node.nu, "nu"),
+        }
+        if isinstance(node, AdamState):
+            found["compensation"] = each(Kind.COMPENSATION, node.compensation, "compensation")
+        return node._replace(**found)
+    if isinstance(node, CompensatedState):
+        inner = _roles(part, node.inner_state, scope, f"{where}.inner_state")
+        return CompensatedState(inner, each(Kind.COMPENSATION, node.compensation, "compensation"))
+    if type(node) in (tuple, list):
+        return type(node)(_roles(part, child, scope, f"{where}[{index}]") for index, child in enumerate(node))
+    if isinstance(node, dict):
+        return {key: _roles(part, child, scope, f"{where}[{key!r}]") for key, child in node.items()}
+    kind = type(node)
+    fields = _FIELDS.get(kind.__name__) if kind.__module__.split(".")[0] == "optax" else None
+    if fields is not None and fields.keys() == set(node._fields):
+        return node._replace(
+            **{
+                field: _roles(part, getattr(node, field), scope, f"{where}.{field}")
+                if role is None
+                else all_of(role, getattr(node, field), field)
+                for field, role in fields.items()
+            }
+        )
+    if not jax.tree.leaves(node):
+        return node
+    raise Refused(
+        f"a portable state has no place for the {kind.__name__} at {where} of the optimizer state: it holds Adam's moments, "
+        "compensations and counts of updates. Keep such a state in a checkpoint of JAX, or take its transform out of the chain."
+    )
+
+
+def zipped(part: Part, roles: PyTree) -> Iterator[tuple[Role, Any]]:
+    """Every array of the state of a part with its role."""
+    return cast("Iterator[tuple[Role, Any]]", zip(jax.tree.leaves(roles), jax.tree.leaves(part.state), strict=True))

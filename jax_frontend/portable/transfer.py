@@ -1,0 +1,194 @@
+"""`export_state` and `import_state`."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from ...core import portable_file
+from ...core.dtypes import StateDtypes
+from ...core.errors import InvalidArgument
+from ...core.moments import Moments
+from ...core.portable_bias import with_bias, without_bias
+from ...core.portable_match import matched
+from ...core.portable_names import Names, inverted, rename
+from ...core.portable_state import ParameterState, PortableState
+from ..state import PyTree
+from ..train_state import LayeredState, TrainState
+from .arrays import placed, to_host, written_once
+from .opened import Opened
+from .roles import Kind, Part, Role, zipped
+
+
+def export_state(
+    path: str | os.PathLike[str],
+    tx: optax.GradientTransformation,
+    state: TrainState,
+    *,
+    parameters: bool = False,
+    names: Names = None,
+    betas: tuple[float, float] | None = None,
+) -> None:
+    r"""Write the state of an optimizer to a file that both frameworks read; an earlier file is replaced when all is written.
+
+    The file holds of every parameter the debiased moments, the compensation and the number of updates, bit for bit. The
+    moments of optax.adam and optax.adamw are biased. They are divided in float64,
+
+        mu / (1-b1^t)        nu / (1-b2^t)
+
+    and rounded to the dtypes that they have: so not bit for bit.
+
+    Where tx is a chain, or wrapped: of `optax.masked`, `partition`, `inject_hyperparams`, `apply_if_finite`, `MultiSteps`
+    (between two updates), `compensated`, schedules and whatever keeps no state, the file holds all that a run needs to go on. A
+    transform that keeps something else is refused. Parameters that no Adam updates are not in the file, nor are the loss scale
+    and the values that `inject_hyperparams` keeps.
+
+    Args:
+        path: of the file to write.
+        tx: the transform whose state it is: penstock's, `optax.adam` or `optax.adamw`.
+        state: `TrainState(params, opt_state)`. Parameters are called by their paths, joined with dots: "blocks.0.w". Of a state
+            with a layer axis (`make_release_step`, `release_layers`) every layer is written by itself: "layers.0.w",
+            "layers.1.w" and so on of {"layers": {"w": ...}}. Arrays on devices of several processes are gathered one by one:
+            every process must call this, and the first writes.
+        parameters: write the parameters, too.
+        names: from the names here to those in the file: a mapping, or a function; see `core.portable_names`. A stack of layers
+            is "layers.w" here and "blocks.{layer}.w", or the like, in the file.
+        betas: (b1, b2) of optax.adam or optax.adamw, which do not tell theirs; penstock's transforms do.
+
+    Raises:
+        Refused: a transform keeps something that the file has no place for; the file cannot be written.
+        InvalidArgument: state is no TrainState of tx, or was donated; betas are wrong or missing; a name that does not fit.
+    """
+    opened = Opened.of(tx, state, betas)
+    entries = {}
+    for name, slot in opened.slots.items():
+        mu, nu, step = to_host(slot.arrays[Kind.EXP_AVG]), to_host(slot.arrays[Kind.EXP_AVG_SQ]), slot.step
+        dtypes = StateDtypes(mu.dtype.name, nu.dtype.name)
+        moments = without_bias(Moments(mu, nu), opened.betas, step, dtypes) if opened.betas and slot.biased else Moments(mu, nu)
+        kept = slot.arrays.get(Kind.COMPENSATION)
+        expected = slot.expected
+        entries[name] = ParameterState(
+            dtype=expected.dtype,
+            shape=expected.shape,
+            compensated=expected.compensated,
+            step=step,
+            **moments._asdict(),
+            compensation=None if kept is None else to_host(kept),
+            parameter=to_host(slot.parameter) if parameters else None,
+        )
+
+    def save() -> None:
+        whole = PortableState(opened.rule.name, opened.groups(), entries)
+        portable_file.save(path, rename(whole, opened.table(names)))
+
+    written_once(save)
+
+
+def import_state(
+    path: str | os.PathLike[str],
+    tx: optax.GradientTransformation,
+    state: TrainState,
+    *,
+    parameters: bool = False,
+    names: Names = None,
+    betas: tuple[float, float] | None = None,
+) -> TrainState:
+    r"""A train state with what `export_state`, of either frontend, has written. All of the file is checked first.
+
+    Training goes on bit for bit where the file came from this package in JAX. Moments of a lower dtype than tx keeps are
+    widened, which is exact; a parameter that the file has without compensation begins with nothing to make up for. For
+    optax.adam and optax.adamw the moments are multiplied by 1-b^t in float64 and rounded to the dtypes that they have there.
+    Counts of updates, those of schedules as well, become the file's.
+
+    Args:
+        path: of the file. Every process reads it.
+        tx: the transform, of the file's rule.
+        state: of tx, as `init_train_state` makes it. It says which arrays there are, their dtypes and where they lie; it stays
+            as it is and shares no memory with what is returned.
+        parameters: take the parameters from the file, too; those that no Adam updates stay. Otherwise they all are those of
+            `state`, which must be *of the same moment*: a compensation holds the lost digits of just those values.
+        names: from the names here to those in the file, as for `export_state`.
+        betas: as for `export_state`.
+
+    Raises:
+        Refused: tx keeps something that the file has no place for.
+        InvalidArgument: the file is damaged, or is not of this rule, model, dtypes or compensation; state is no TrainState of
+            tx, or was donated; parameters of one count that had different numbers of updates.
+    """
+    opened = Opened.of(tx, state, betas)
+    given = rename(portable_file.load(path), inverted(opened.table(names)))
+    expected = {name: slot.expected for name, slot in opened.slots.items()}
+    entries = matched(given, opened.rule.name, expected, parameters=parameters, arguments=("mu_dtype", "nu_dtype"))
+    arrays: dict[tuple[str, Kind], np.ndarray | None] = {}
+    for name, slot in opened.slots.items():
+        entry = entries[name]
+        moments = Moments(entry.exp_avg, entry.exp_avg_sq)
+        if opened.betas and slot.biased:
+            moments = with_bias(name, moments, opened.betas, entry.step, slot.dtypes)
+        arrays |= {(name, kind): array for kind, array in zip((Kind.EXP_AVG, Kind.EXP_AVG_SQ), moments, strict=True)}
+        arrays[name, Kind.COMPENSATION] = entry.compensation
+    steps = {name: entry.step for name, entry in entries.items()}
+
+    def value(role: Role, leaf: Any) -> np.ndarray | None:
+        """What an array becomes; None: it stays."""
+        if role.kind is Kind.COUNT:
+            return _count(role, leaf, steps)
+        return arrays.get((role.names[0], role.kind)) if role.names else None
+
+    # Everything is known before anything is put on a device.
+    values = [[value(role, leaf) for role, leaf in zipped(part, roles)] for part, roles in opened.parts]
+    states = [
+        jax.tree.unflatten(
+            jax.tree.structure(part.state),
+            [_new(array, leaf) for array, leaf in zip(of_part, jax.tree.leaves(part.state), strict=True)],
+        )
+        for (part, _), of_part in zip(opened.parts, values, strict=True)
+    ]
+    trees = [_with_parameters(part, entries if parameters else {}) for part, _ in opened.parts]
+    return _joined(state, [part for part, _ in opened.parts], trees, states)
+
+
+def _count(role: Role, leaf: Any, steps: dict[str, int]) -> np.ndarray | None:
+    found = sorted({steps[name] for name in role.names or steps})
+    if len(found) > 1 and not role.names:  # of no parameter, and of no use
+        return None
+    if len(found) > 1:
+        odd = next(name for name in role.names if steps[name] != steps[role.names[0]])
+        raise InvalidArgument(
+            f"{role.names[0]!r} has had {steps[role.names[0]]} updates and {odd!r} {steps[odd]}, but {role.where} counts those "
+            "of both; give each kind a transform of its own with optax.partition."
+        )
+    if found[0] > jnp.iinfo(leaf.dtype).max:
+        raise InvalidArgument(f"the file counts {found[0]} updates, more than {role.where}, {leaf.dtype}, can hold.")
+    return np.full(leaf.shape, found[0], leaf.dtype)
+
+
+def _new(array: np.ndarray | None, leaf: Any) -> Any:
+    return jnp.copy(leaf) if array is None else placed(array, leaf)
+
+
+def _with_parameters(part: Part, entries: dict[str, ParameterState]) -> PyTree:
+    def new(path: Any, leaf: Any) -> Any:
+        entry = entries.get(part.name(path))
+        return _new(None if entry is None else entry.parameter, leaf)
+
+    return jax.tree_util.tree_map_with_path(new, part.params)
+
+
+def _joined(state: TrainState, parts: list[Part], trees: list[PyTree], states: list[PyTree]) -> TrainState:
+    """The parts as the train state that they were."""
+    scale = jax.tree.map(jnp.copy, state.loss_scale)
+    if len(parts) == 1:
+        return TrainState(trees[0], states[0], scale)
+
+    def layers(found: list[PyTree]) -> PyTree:
+        stacks = {part.prefix: tree for part, tree in zip(parts[1:], found[1:], strict=True)}
+        return stacks[("layers",)] if ("layers",) in stacks else {prefix[1]: tree for prefix, tree in stacks.items()}
+
+    params = {"outer": trees[0], "layers": layers(trees)}
+    return TrainState(params, LayeredState(states[0], layers(states)), scale)

@@ -1,0 +1,127 @@
+"""``penstock convert``: what a file of training state holds; the same under other names, as another rule's, or with less."""
+
+from __future__ import annotations
+
+import argparse
+import pathlib
+import sys
+from importlib.util import find_spec
+from typing import TYPE_CHECKING, Any
+
+from ..core.errors import PenstockError
+from . import refuse
+
+if TYPE_CHECKING:
+    from ..core.portable_file import Description
+    from ..core.portable_names import Target
+
+WIDTH = 160  # characters, where the output is no terminal
+
+
+def add_parser(subparsers: Any) -> None:
+    """The command's arguments."""
+    parser = subparsers.add_parser(
+        "convert",
+        help="show or change a file of training state",
+        description="Read a file that export_state wrote. Without OUT, print what it holds (the arrays themselves are not "
+        "read). With OUT, check every byte of it, change what is asked for, and write it there. Exit status: 0, or 2 if the "
+        "file is damaged, the change is not possible, or OUT cannot be written; what was at OUT is then as it was.",
+    )
+    parser.add_argument("input", type=pathlib.Path, metavar="IN", help="the file")
+    parser.add_argument("output", type=pathlib.Path, nargs="?", metavar="OUT", help="write it there; IN itself is possible")
+    parser.add_argument("--names", type=pathlib.Path, metavar="TABLE.json", help="rename the parameters, as names= does")
+    parser.add_argument("--inverse", action="store_true", help="use the table from right to left")
+    parser.add_argument("--rule", metavar="NAME", help="declare the moments to be this rule's: stable_adamw, adamw or adam")
+    parser.add_argument(
+        "--drop-compensation", action="store_true", help="forget the digits that low-precision parameters cannot hold"
+    )
+    parser.add_argument("--without-parameters", action="store_true", help="leave the parameters out")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Show or convert; 0, or 2 if that cannot be done."""
+    changes = [name for name in ("names", "rule", "drop_compensation", "without_parameters") if getattr(arguments, name)]
+    if arguments.inverse and arguments.names is None:
+        return refuse("convert", "--inverse needs the table of --names.")
+    if arguments.output is None and changes:
+        return refuse("convert", f"--{changes[0].replace('_', '-')} changes the state; say with OUT where to write it.")
+    try:
+        return _show(arguments.input) if arguments.output is None else _convert(arguments)
+    except PenstockError as error:
+        return refuse("convert", str(error))
+
+
+def _convert(arguments: argparse.Namespace) -> int:
+    from ..core import portable_file, portable_state
+    from ..core.portable_names import inverted, rename
+
+    table = {} if arguments.names is None else _table(arguments.names)
+    state = portable_file.load(arguments.input)
+    state = rename(state, inverted(table) if arguments.inverse else table)
+    if arguments.rule is not None:
+        state = portable_state.with_rule(state, arguments.rule)
+    if arguments.drop_compensation:
+        state = portable_state.without_compensation(state)
+    if arguments.without_parameters:
+        state = portable_state.without_parameters(state)
+    portable_file.save(arguments.output, state)
+    print(f"written: {arguments.output} ({len(state.parameters)} parameters, rule {state.rule})")
+    return 0
+
+
+def _table(path: pathlib.Path) -> dict[str, Target]:
+    from ..core.errors import InvalidArgument
+    from ..core.portable_names import parse_table
+
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, ValueError) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise InvalidArgument(f"--names {str(path)!r} cannot be read: {reason}.") from error
+    return parse_table(text)
+
+
+def _show(path: pathlib.Path) -> int:
+    if find_spec("rich") is None:
+        return refuse("convert", "showing a file needs rich; install with: pip install 'penstock[parity]'")
+    from rich.console import Console
+
+    from ..core.portable_file import describe
+
+    description = describe(path)
+    console = Console(highlight=False, width=None if sys.stdout.isatty() else WIDTH)
+    console.print(_rows(description))
+    for number, group in enumerate(description.groups):
+        values = ", ".join(f"{_printable(name)} {value}" for name, value in group.hyperparameters.items()) or "none known"
+        console.print(f"group {number}, {len(group.parameters)} parameters: {values}", markup=False, soft_wrap=True)
+    held = all("parameter" in parameter.dtypes for parameter in description.parameters.values())
+    console.print(
+        f"rule {description.rule}, {len(description.parameters)} parameters, {'with' if held else 'without'} the parameters "
+        f"themselves, {description.nbytes} bytes",
+        markup=False,
+        soft_wrap=True,
+    )
+    return 0
+
+
+def _printable(name: str) -> str:
+    """A name that comes from a file must not steer the terminal."""
+    return name if name and name.isprintable() else repr(name)
+
+
+def _rows(description: Description) -> Any:
+    """A row a parameter."""
+    from rich.table import Table
+    from rich.text import Text
+
+    groups = {name: number for number, group in enumerate(description.groups) for name in group.parameters}
+    table = Table()
+    for heading in ("parameter", "shape", "dtype", "exp_avg", "exp_avg_sq", "compensation", "step", "group"):
+        table.add_column(heading, justify="right" if heading in ("step", "group") else "left")
+    for name, parameter in description.parameters.items():
+        shown = Text(_printable(name), overflow="fold")
+        moments = (parameter.dtypes["exp_avg"], parameter.dtypes["exp_avg_sq"])
+        lengths = " x ".join(map(str, parameter.shape)) or "scalar"
+        numbers = (str(parameter.step), str(groups[name]))
+        table.add_row(shown, lengths, parameter.dtype, *moments, parameter.compensated, *numbers)
+    return table

@@ -1,0 +1,115 @@
+"""`penstock convert`: it shows a file, changes it, and on a fault says a sentence and leaves everything as it was."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from tests.portable_support import contents, parameter, state
+
+from penstock.__main__ import main
+from penstock.core.portable_file import load, save
+from penstock.core.portable_state import PortableState
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def made() -> PortableState:
+    return state({"layers.w": parameter((3, 2, 4), ("bfloat16", "split"), seed=1), "b\x1b[2J": parameter((), seed=2)})
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    save(tmp_path / "in", made())
+    return tmp_path / "in"
+
+
+def test_it_shows_what_a_file_holds(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["convert", str(file)]) == 0
+    printed, wrong = capsys.readouterr()
+    assert wrong == ""
+    for part in ("layers.w", "3 x 2 x 4", "bfloat16", "split", "learning_rate 0.001", "rule adamw, 2 parameters, with the"):
+        assert part in printed
+    assert f"{file.stat().st_size} bytes" in printed
+    assert "\x1b[2J" not in printed  # a name does not steer the terminal
+    assert "b\\x1b[2J" in printed
+
+
+def test_without_changes_the_copy_is_the_same(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    target = file.with_name("out")
+    assert main(["convert", str(file), str(target)]) == 0
+    assert target.read_bytes() == file.read_bytes()
+    assert "(2 parameters, rule adamw)" in capsys.readouterr().out
+
+
+def test_names_there_and_back(file: Path) -> None:
+    table, there, back = (file.with_name(name) for name in ("table.json", "there", "back"))
+    table.write_text(json.dumps({"layers.w": {"name": "h.{layer}.weight", "transposed": True}}))
+    assert main(["convert", str(file), str(there), "--names", str(table)]) == 0
+    assert set(load(there).parameters) == {"h.0.weight", "h.1.weight", "h.2.weight", "b\x1b[2J"}
+    assert load(there).parameters["h.0.weight"].shape == (4, 2)
+    assert main(["convert", str(there), str(back), "--names", str(table), "--inverse"]) == 0
+    assert back.read_bytes() == file.read_bytes()
+
+
+def test_rule_compensation_and_parameters(file: Path) -> None:
+    arguments = ["--rule", "stable_adamw", "--drop-compensation", "--without-parameters"]
+    assert main(["convert", str(file), str(file), *arguments]) == 0  # onto itself
+    before = made()
+    expected = {
+        name: dataclasses.replace(one, compensated="none", compensation=None, parameter=None)
+        for name, one in before.parameters.items()
+    }
+    assert contents(load(file)) == contents(PortableState("stable_adamw", before.groups, expected))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (["nowhere"], "'nowhere' cannot be read: No such file or directory."),
+        (["nowhere", "out"], "'nowhere' cannot be read: No such file or directory."),
+        (["table", "out"], "'table' is no portable state that can be read"),
+        (["in", "--rule", "adam"], "--rule changes the state; say with OUT where to write it."),
+        (["in", "--without-parameters"], "--without-parameters changes the state; say with OUT"),
+        (["in", "out", "--inverse"], "--inverse needs the table of --names."),
+        (["in", "out", "--rule", "sgd"], "rule='sgd' is not known; it must be one of stable_adamw, adamw, adam."),
+        (["in", "out", "--names", "nowhere"], "--names 'nowhere' cannot be read: No such file or directory."),
+        (["in", "out", "--names", "in"], "--names 'in' cannot be read: "),
+        (["in", "out", "--names", "table"], "names has 'layer.w', and no parameter is called so; did you mean 'layers.w'"),
+        (["in", "out", "--names", "list"], "the table must be a JSON object"),
+        (["in", "below/out"], "'below/out' could not be written: No such file or directory; what was there is as it was."),
+        (["damaged", "out"], "the bytes of 'parameter/layers.w' are damaged."),
+    ],
+)
+def test_a_fault_is_one_sentence_and_status_2(
+    arguments: list[str], sentence: str, file: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(file.parent)
+    Path("out").write_text("mine")
+    Path("table").write_text('{"layer.w": "x"}')
+    Path("list").write_text("[]")
+    Path("damaged").write_bytes(file.read_bytes()[:-1] + bytes([file.read_bytes()[-1] ^ 1]))
+    assert main(["convert", *arguments]) == 2
+    printed, wrong = capsys.readouterr()
+    assert sentence in wrong
+    assert wrong.startswith("penstock convert: ")
+    assert wrong.count("\n") == 1
+    assert printed == ""
+    assert Path("out").read_text() == "mine"
+    assert sorted(path.name for path in Path().iterdir()) == ["damaged", "in", "list", "out", "table"]
+
+
+def test_it_needs_neither_framework(file: Path) -> None:
+    code = (
+        "import sys; sys.modules['torch'] = sys.modules['jax'] = None\n"
+        "from penstock.__main__ import main\n"
+        f"sys.exit(main(['convert', {str(file)!r}]) or main(['convert', {str(file)!r}, {str(file)!r}, '--drop-compensation']))"
+    )
+    environment = {"PYTHONPATH": str(ROOT / "src"), "PATH": ""}
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment, check=False)
+    assert done.returncode == 0, done.stderr
+    assert load(file).parameters["layers.w"].compensated == "none"

@@ -1,0 +1,329 @@
+"""Files that are damaged or lie: one sentence each, nothing of them is returned, and no memory that they only claim."""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+import random
+import tracemalloc
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from tests.portable_support import padded, parameter, put_together, state, taken_apart, text
+
+from penstock.core.errors import InvalidArgument
+from penstock.core.portable_file import describe, load, save
+from penstock.core.portable_safetensors import HEADER_LIMIT, Reader
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    path = tmp_path / "file"
+    save(path, state({"w": parameter((2,), ("bfloat16", "split"))}))
+    return path
+
+
+def refused(path: Path) -> str:
+    """The sentence that both `load` and `describe` raise."""
+    with pytest.raises(InvalidArgument) as raised:
+        load(path)
+    said = str(raised.value)
+    assert said.startswith(f"{str(path)!r} ")
+    assert said.endswith(".")
+    assert "\n" not in said
+    return said
+
+
+def test_a_truncated_file_is_refused_at_every_length(file: Path) -> None:
+    whole = file.read_bytes()
+    for length in range(len(whole)):
+        file.write_bytes(whole[:length])
+        refused(file)
+    file.write_bytes(whole + b"\0")
+    assert "its header speaks of" in refused(file)
+
+
+def test_every_flipped_byte_is_noticed(file: Path) -> None:
+    """In the length of the header, in the header, in the metadata, in the spaces after it, and in each array."""
+    whole = file.read_bytes()
+    generator = random.Random(6)
+    for place in range(len(whole)):
+        for mask in (1 << generator.randrange(8), generator.randrange(1, 256)):
+            damaged = bytearray(whole)
+            damaged[place] ^= mask
+            file.write_bytes(damaged)
+            refused(file)
+
+
+def test_blanks_of_another_kind_are_noticed(file: Path) -> None:
+    whole = file.read_bytes()
+    end = 8 + int.from_bytes(whole[:8], "little")
+    table, document, data = taken_apart(file)
+    document["groups"][0]["hyperparameters"]["a"] = 1.0
+    while True:  # until the header needs filling up
+        put_together(file, table, document, data)
+        whole = file.read_bytes()
+        end = 8 + int.from_bytes(whole[:8], "little")
+        if whole[end - 1 : end] == b" ":
+            break
+        document["groups"][0]["hyperparameters"]["a" * (1 + len(document["groups"][0]["hyperparameters"]))] = 1.0
+    load(file)
+    file.write_bytes(whole[: end - 1] + b"\n" + whole[end:])
+    assert "its header is damaged" in refused(file)
+
+
+Change = Callable[[dict[str, Any], dict[str, Any], dict[str, bytes]], None]
+
+
+def forged(file: Path, change: Change) -> None:
+    """The file with a change that its digests agree with."""
+    table, document, data = taken_apart(file)
+    arrays = {name: data[slice(*row["data_offsets"])] for name, row in table.items()}
+    change(table, document, arrays)
+    end = 0
+    for name, row in table.items():
+        row["data_offsets"] = [end, end := end + len(arrays[name])]
+    put_together(file, table, document, b"".join(arrays[name] for name in table))
+
+
+def test_forging_alone_changes_nothing(file: Path) -> None:
+    before = file.read_bytes()
+    forged(file, lambda table, document, arrays: None)
+    assert file.read_bytes() == before
+
+
+def missing(name: str) -> Change:
+    def change(table: dict[str, Any], document: dict[str, Any], arrays: dict[str, bytes]) -> None:
+        del table[name], arrays[name]
+
+    return change
+
+
+def array(name: str, dtype: str, shape: list[int], content: bytes) -> Change:
+    def change(table: dict[str, Any], document: dict[str, Any], arrays: dict[str, bytes]) -> None:
+        table[name], arrays[name] = {"dtype": dtype, "shape": shape}, content
+
+    return change
+
+
+def said(*path: str | int, value: Any) -> Change:
+    def change(table: dict[str, Any], document: dict[str, Any], arrays: dict[str, bytes]) -> None:
+        place: Any = document
+        for part in path[:-1]:
+            place = place[part]
+        place[path[-1]] = value
+
+    return change
+
+
+def floats(*values: float) -> bytes:
+    return np.array(values, np.float32).tobytes()
+
+
+W = {"dtype": "bfloat16", "shape": [2], "compensated": "split"}
+LIES: dict[str, tuple[Change, str]] = {
+    "version": (said("version", value=2), "it has version 2, and this penstock reads version 1"),
+    "version of no kind": (said("version", value=True), "it has version True"),
+    "no version": (lambda table, document, arrays: document.pop("version"), "it has version None"),
+    "missing moment": (missing("exp_avg/w"), "parameter 'w' has no exp_avg"),
+    "missing step": (missing("step/w"), "parameter 'w' has no step, one int64"),
+    "missing compensation": (missing("compensation/w"), "is 'split', but as an array it has none"),
+    "extra array": (array("exp_avg/v", "F32", [1], bytes(4)), "it has an array 'exp_avg/v', which belongs to no parameter"),
+    "extra field": (array("momentum/w", "F32", [1], bytes(4)), "it has an array 'momentum/w'"),
+    "wrong shape": (array("exp_avg/w", "BF16", [2, 1], bytes(4)), r"exp_avg of 'w' has shape (2, 1), the parameter has (2,)"),
+    "wrong dtype": (array("exp_avg/w", "I16", [2], bytes(4)), "exp_avg of 'w' has dtype int16"),
+    "dtype of k": (array("compensation/w", "BF16", [2], bytes(4)), "compensation of 'w' has dtype bfloat16; it must be int16"),
+    "dtype of p": (array("parameter/w", "F16", [2], bytes(4)), "parameter of 'w' has dtype float16; it must be bfloat16"),
+    "dtype of step": (array("step/w", "F64", [], bytes(8)), "parameter 'w' has no step, one int64"),
+    "unknown dtype": (array("exp_avg/w", "F4", [8], bytes(4)), "'exp_avg/w' has dtype 'F4'; known are F64"),
+    "dtype of no kind": (array("exp_avg/w", [], [8], bytes(4)), "'exp_avg/w' has dtype []"),
+    "negative shape": (array("exp_avg/w", "F32", [-1, -1], bytes(4)), "'exp_avg/w' has shape [-1, -1]"),
+    "shape of truths": (array("exp_avg/w", "F32", [True], bytes(4)), "'exp_avg/w' has shape [True]"),
+    "many axes": (array("exp_avg/w", "F32", [1] * 65, bytes(4)), "'exp_avg/w' has shape [1, 1"),
+    "not enough bytes": (array("exp_avg/w", "F32", [2], bytes(4)), "the place of 'exp_avg/w'"),
+    "nan": (array("exp_avg_sq/w", "F32", [2], floats(1, np.nan)), "exp_avg_sq of 'w' holds an infinity or a NaN"),
+    "negative": (array("exp_avg_sq/w", "F32", [2], floats(1, -1)), "exp_avg_sq of 'w' holds a negative number"),
+    "bad step": (array("step/w", "I64", [], b"\xff" * 8), "step of parameter 'w' is -1"),
+    "nan hyperparameter": (said("groups", 0, "hyperparameters", "beta1", value=float("nan")), "its header is damaged"),
+    "word for a number": (said("groups", 0, "hyperparameters", "beta1", value="high"), "'beta1' of group 0 is 'high'"),
+    "list for a number": (said("groups", 0, "hyperparameters", "beta1", value=[]), "'beta1' of group 0 is []"),
+    "unknown rule": (said("rule", value="sgd"), "rule='sgd' is not known"),
+    "rule of no kind": (said("rule", value=None), "the rule cannot be None"),
+    "groups of no kind": (said("groups", value={}), "the groups cannot be {}"),
+    "group of no kind": (said("groups", 0, value=[]), "a group cannot be []"),
+    "names of no kind": (said("groups", 0, "parameters", value="w"), "parameters of a group cannot be 'w'"),
+    "name of no kind": (said("groups", 0, "parameters", value=[["w"]]), "a parameter of a group cannot be ['w']"),
+    "in no group": (said("groups", value=[]), "every parameter must be in one group"),
+    "parameters of no kind": (said("parameters", value=["w"]), "the parameters cannot be ['w']"),
+    "parameter of no kind": (said("parameters", "w", value=3), "parameter 'w' cannot be 3"),
+    "unknown parameter": (said("parameters", "v", value=W), "parameter 'v' has no step"),
+    "unknown compensation": (said("parameters", "w", value={**W, "compensated": "ozaki"}), "compensation='ozaki' is not known"),
+    "unknown parameter dtype": (said("parameters", "w", value={**W, "dtype": "int8"}), "parameter 'w' has dtype int8"),
+    "another shape": (said("parameters", "w", value={**W, "shape": [3]}), "has shape (2,), the parameter has (3,)"),
+    "shape of no kind": (said("parameters", "w", value={**W, "shape": ["2"]}), "a length in the shape of parameter 'w'"),
+    "another entry": (said("executes", value="this"), "its document has other entries"),
+}
+
+
+@pytest.mark.parametrize("lie", LIES)
+def test_a_lie_that_its_digests_agree_with_is_one_sentence(file: Path, lie: str) -> None:
+    change, sentence = LIES[lie]
+    forged(file, change)
+    assert sentence in refused(file)
+    if lie not in ("nan", "negative", "bad step"):  # which only the arrays say
+        with pytest.raises(InvalidArgument):
+            describe(file)
+
+
+def test_digests_of_other_arrays_are_refused(file: Path) -> None:
+    table, document, data = taken_apart(file)
+    document["digests"].pop("exp_avg/w")
+    put_together(file, table, document, data, digests=False)
+    assert "do not have the same names" in refused(file)
+    document["digests"] = None
+    put_together(file, table, document, data, digests=False)
+    assert "do not have the same names" in refused(file)
+
+
+def test_duplicate_keys_are_refused(file: Path) -> None:
+    content = file.read_bytes()
+    row = text({"exp_avg/w": taken_apart(file)[0]["exp_avg/w"]})[1:-1].encode()
+    assert row in content
+    header = content[8 : 8 + int.from_bytes(content[:8], "little")].rstrip(b" ").replace(row, row + b"," + row)
+    header = padded(header.decode())
+    data = taken_apart(file)[2]
+    file.write_bytes(len(header).to_bytes(8, "little") + header + data)
+    assert "its header is damaged" in refused(file)
+
+
+def with_header(header: bytes, data: bytes = b"", *, length: int | None = None) -> bytes:
+    return (len(header) if length is None else length).to_bytes(8, "little") + header + data
+
+
+DEEP = 100_000
+HUGE: dict[str, bytes] = {
+    "header of 2^63 bytes": with_header(b"{}", length=2**63),
+    "header of 99 MB": with_header(b"{}", length=99_000_000),
+    "array of 4 TB": with_header(b'{"w":{"dtype":"F32","shape":[1099511627776],"data_offsets":[0,4398046511104]}}'),
+    "endless number": with_header(b'{"w":' + b"9" * 100_000 + b"}"),
+    "deep lists": with_header(b'{"w":' + b"[" * DEEP + b"]" * DEEP + b"}"),
+    "deep objects": with_header(b'{"w":' * DEEP + b"1" + b"}" * DEEP),
+    "no text": with_header(b'{"\xff":1}'),
+    "no object": with_header(b"[1,2,3]"),
+    "without metadata": with_header(b'{"w":{"dtype":"F32","shape":[1],"data_offsets":[0,4]}}', bytes(4)),
+    "metadata of no kind": with_header(b'{"__metadata__":[]}'),
+    "document of no kind": with_header(b'{"__metadata__":{"penstock":1}}'),
+    "document that is a list": with_header(b'{"__metadata__":{"penstock":"[]"}}'),
+    "deep document": with_header(b'{"__metadata__":{"penstock":"' + b"[" * DEEP + b'"}}'),
+    "digest of no kind": with_header(b'{"__metadata__":{"penstock":"{\\"version\\":1}","digest":[]}}'),
+    "surrogate": with_header(b'{"__metadata__":{"penstock":"{\\"version\\":1}"},"\\ud800":1}'),
+    "empty": b"",
+    "seven bytes": b"1234567",
+}
+
+
+@pytest.mark.parametrize("claim", HUGE)
+def test_what_a_file_only_claims_costs_no_memory(tmp_path: Path, claim: str) -> None:
+    path = tmp_path / "file"
+    path.write_bytes(HUGE[claim])
+    tracemalloc.start()
+    try:
+        refused(path)
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert peak < 1_000_000 + 50 * len(HUGE[claim])
+
+
+def test_a_header_of_more_bytes_than_one_can_have_is_not_read(tmp_path: Path) -> None:
+    """Here the file really has them; a hole takes no room on the disk."""
+    path = tmp_path / "file"
+    path.write_bytes(with_header(b"{}", length=2 * HEADER_LIMIT))
+    os.truncate(path, 3 * HEADER_LIMIT)
+    tracemalloc.start()
+    try:
+        assert "its header would have 200000000 bytes" in refused(path)
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert peak < 1_000_000
+
+
+@pytest.mark.parametrize("shape", [[2**40], [2**62, 2**62, 0], [2**63], [10**4000]])
+def test_a_huge_array_that_the_header_agrees_with_costs_no_memory(file: Path, shape: list[int]) -> None:
+    """The digests agree, too; only the bytes are not there, or there need be none."""
+
+    def change(table: dict[str, Any], document: dict[str, Any], arrays: dict[str, bytes]) -> None:
+        document["parameters"]["w"]["shape"] = shape
+        for name in ("exp_avg/w", "exp_avg_sq/w", "parameter/w", "compensation/w"):
+            table[name]["shape"] = shape
+            arrays[name] = b""
+
+    forged(file, change)
+    tracemalloc.start()
+    try:
+        refused(file)
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert peak < 1_000_000
+
+
+class Executed:
+    """A pickle of it makes a file when it is read."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return os.mkdir, (str(self.path),)
+
+
+def test_nothing_is_executed(tmp_path: Path) -> None:
+    path, trace = tmp_path / "file", tmp_path / "trace"
+    path.write_bytes(pickle.dumps(Executed(trace)))
+    refused(path)
+    assert not trace.exists()
+    pickle.loads(path.read_bytes())  # which does it
+    assert trace.exists()
+
+
+def test_what_is_no_file_is_refused(tmp_path: Path, file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert "it is not a regular file" in refused(tmp_path)
+    assert "cannot be read: No such file or directory" in refused(tmp_path / "nowhere")
+    assert "cannot be read: Not a directory" in refused(file / "below")
+    with pytest.raises(InvalidArgument, match="cannot be read: embedded null"):
+        load("a\0b")
+    os.mkfifo(tmp_path / "pipe")  # opening it would wait for ever
+    assert "it is not a regular file" in refused(tmp_path / "pipe")
+
+    def denied(*arguments: Any) -> Any:
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr("builtins.open", denied)
+    assert "cannot be read: Permission denied" in refused(file)
+
+
+def test_a_file_that_shrinks_while_it_is_read_is_refused(file: Path) -> None:
+    save(file, state({"w": parameter((10_000,))}))  # more than a buffer
+    with Reader(file) as reader:
+        os.truncate(file, file.stat().st_size - 4)
+        last = max(reader.entries, key=lambda name: reader.entries[name].start)
+        with pytest.raises(InvalidArgument, match="it ends too early"):
+            reader.read(last)
+
+
+def test_long_names_do_not_make_long_sentences(file: Path) -> None:
+    forged(file, array("exp_avg/" + "v" * 100_000, "F32", [1], bytes(4)))
+    assert len(refused(file)) < 600 + len(str(file))
+
+
+def test_the_json_in_these_files_is_the_one_the_library_writes(file: Path) -> None:
+    """The forgeries above are to fail for what they say, not for a blank more."""
+    content = file.read_bytes()
+    header = content[8 : 8 + int.from_bytes(content[:8], "little")]
+    assert padded(text(json.loads(header))) == header

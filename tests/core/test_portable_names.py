@@ -1,0 +1,221 @@
+"""Names between two sides: what a table does, its inverse undoes, and what cannot be is one sentence."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tests.portable_support import KINDS, contents, parameter, state
+
+from penstock.core.errors import InvalidArgument
+from penstock.core.portable_names import Names, Target, Transposed, inverted, parse_table, rename, table_of
+from penstock.core.portable_state import PortableGroup, PortableState
+
+SPLIT = ("bfloat16", "split")
+KAHAN = ("float16", "kahan")
+
+
+def stacked() -> PortableState:
+    """Three layers along a leading axis, in two groups, and two parameters that are no layers."""
+    parameters = {
+        "layers.w": parameter((3, 2, 4), SPLIT, seed=1, step=7),
+        "layers.cube": parameter((3, 2, 4, 5), KAHAN, seed=2, step=8),
+        "head": parameter((4, 2), seed=3),
+        "scale": parameter((), seed=4, held=False),
+    }
+    groups = (PortableGroup({"weight_decay": 0.1}, ("head", "layers.w")), PortableGroup({}, ("scale", "layers.cube")))
+    return PortableState("stable_adamw", groups, parameters)
+
+
+TABLES: dict[str, Names] = {
+    "none": None,
+    "names": {"head": "lm_head.weight"},
+    "swapped": {"head": "scale", "scale": "head"},
+    "a function": lambda name: f"model.{name}",
+    "a function that transposes": lambda name: Transposed(name) if name == "head" else name,
+    "transposed": {"head": Transposed("lm_head.weight")},
+    "axes": {"layers.cube": Transposed("cube", (2, 0, 3, 1)), "layers.w": Transposed("w", (1, 2, 0))},
+    "layers apart": {"layers.w": "h.{layer}.weight", "layers.cube": "h.{layer}.cube"},
+    "layers apart, transposed": {"layers.w": Transposed("h.{layer}.weight"), "layers.cube": Transposed("{layer}", (1, 2, 0))},
+}
+
+
+@pytest.mark.parametrize("names", TABLES)
+def test_there_and_back_is_bit_for_bit(names: str) -> None:
+    made = stacked()
+    there = rename(made, TABLES[names])
+    back = inverted(table_of(TABLES[names], made.parameters))
+    assert contents(rename(there, back)) == contents(made)
+    assert (contents(there) == contents(made)) == (names == "none")
+    # and in the other direction, from the layers that are apart
+    table = table_of(back, there.parameters)
+    assert contents(rename(rename(there, table), inverted(table))) == contents(there)
+
+
+@pytest.mark.parametrize("kind", KINDS, ids="-".join)
+def test_every_array_of_every_layer_is_where_it_should_be(kind: tuple[str, str]) -> None:
+    made = state({"layers.w": parameter((3, 2, 4), kind, seed=1, step=7)})
+    there = rename(made, {"layers.w": Transposed("h.{layer}.weight")})
+    assert there.groups[0].parameters == ("h.0.weight", "h.1.weight", "h.2.weight")
+    given = made.parameters["layers.w"]
+    for number in range(3):
+        one = there.parameters[f"h.{number}.weight"]
+        assert (one.step, one.shape, one.dtype, one.compensated) == (7, (4, 2), given.dtype, given.compensated)
+        assert set(one.arrays()) == set(given.arrays())
+        for field, array in one.arrays().items():
+            assert array.tobytes() == given.arrays()[field][number].T.tobytes()
+
+
+def test_axes_are_those_of_the_file() -> None:
+    given = np.asarray(stacked().parameters["layers.cube"].exp_avg)
+    there = rename(stacked(), {"layers.cube": Transposed("cube", (3, 0, 2, 1))}).parameters["cube"].exp_avg
+    assert there.tobytes() == given.transpose(3, 0, 2, 1).tobytes()
+
+
+def test_every_layer_can_have_another_name() -> None:
+    names = {f"blocks.{number}.w": parameter(seed=number, step=number) for number in range(12)}
+    made = state({**names, "blocks.x.w": parameter()})
+    there = rename(made, {"blocks.{layer}.w": Transposed("h.{layer}.weight")})
+    assert set(there.parameters) == {f"h.{number}.weight" for number in range(12)} | {"blocks.x.w"}
+    assert there.parameters["h.11.weight"].step == 11
+    back = inverted(table_of({"blocks.{layer}.w": Transposed("h.{layer}.weight")}, made.parameters))
+    assert contents(rename(there, back)) == contents(made)
+
+
+def test_a_table_leaves_out_what_keeps_its_name() -> None:
+    assert table_of({"a": "b", "c": "c"}, ["a", "c", "d"]) == {"a": "b"}
+    assert table_of(lambda name: name, ["a"]) == {}
+    assert table_of({"w.{layer}": "v.{layer}"}, ["w.0", "w.2", "w.03", "w.-1"]) == {"w.0": "v.0", "w.2": "v.2"}
+
+
+@settings(max_examples=60, deadline=None, derandomize=True)
+@given(st.data())
+def test_any_table_is_undone_by_its_inverse(data: st.DataObject) -> None:
+    shapes = data.draw(st.lists(st.sampled_from([(2, 3), (3, 2, 4), (1, 2), (2,)]), min_size=1, max_size=4))
+    made = state({f"p{n}": parameter(shape, SPLIT, seed=n) for n, shape in enumerate(shapes)})
+    order = data.draw(st.permutations(range(len(shapes))))
+    table: dict[str, Target] = {}
+    for n, shape in enumerate(shapes):
+        layered = data.draw(st.booleans())
+        name = f"p{order[n]}" + (".{layer}" if layered else "")
+        axes = data.draw(st.none() | st.permutations(range(len(shape) - layered)))
+        table[f"p{n}"] = data.draw(st.sampled_from([name, Transposed(name, None if axes is None else tuple(axes))]))
+    there = rename(made, table)
+    assert contents(rename(there, inverted(table_of(table, made.parameters)))) == contents(made)
+
+
+def layers(**changes: Any) -> PortableState:
+    """Two layers, the second with changes."""
+    return state({"h.0.w": parameter(), "h.1.w": dataclasses.replace(parameter(), **changes)})
+
+
+TOGETHER = {"h.{layer}.w": "w"}
+FAULTS: dict[str, tuple[Callable[[], PortableState], Names, str]] = {
+    "unknown": (stacked, {"heads": "x"}, "names has 'heads', and no parameter is called so; did you mean 'head'"),
+    "unknown layers": (stacked, {"blocks.{layer}.w": "x"}, "names has 'blocks.{layer}.w', and no parameter is called so"),
+    "in an empty state": (lambda: state({}), {"w": "x"}, "names has 'w', and no parameter is called so; there are none."),
+    "two become one": (stacked, {"head": "x", "scale": "x"}, "names makes one of several parameters: 'x'"),
+    "one becomes what another is": (stacked, {"head": "scale"}, "names makes one of several parameters: 'scale'"),
+    "a layer becomes what another is": (stacked, {"layers.w": "h.{layer}", "head": "h.1"}, "several parameters: 'h.1'"),
+    "a function makes one": (stacked, lambda name: "x", "names makes one of several parameters: 'x'"),
+    "a function gives nothing": (stacked, lambda name: None, "names gives None for 'layers.w'; it must be a name"),
+    "a number": (stacked, {"head": 3}, "names gives 3 for 'head'; it must be a name, or Transposed"),
+    "two layers": (stacked, {"layers.w": "{layer}.{layer}"}, "'{layer}.{layer}'; a name can have {layer} once"),
+    "said twice": (
+        layers,
+        {"h.{layer}.w": "x", "h.0.w": "y"},
+        "says twice what 'h.0.w' becomes, under 'h.{layer}.w' and",
+    ),
+    "no layers": (stacked, {"scale": "{layer}.scale"}, "'scale' has shape (): no layers along a leading axis"),
+    "nought layers": (
+        lambda: state({"w": parameter((0, 2))}),
+        {"w": "{layer}.w"},
+        "'w' has shape (0, 2): no layers along a leading axis",
+    ),
+    "other axes": (stacked, {"head": Transposed("x", (0, 2, 1))}, "axes=(0, 2, 1) cannot be those of 'head', of shape (4, 2)"),
+    "a layer's axes": (stacked, {"layers.w": Transposed("{layer}", (0, 2, 1))}, "of shape (2, 4) (without layers)"),
+    "a gap": (
+        lambda: state({"h.0.w": parameter(), "h.2.w": parameter()}),
+        TOGETHER,
+        "'h.{layer}.w' cannot be stacked: there is a layer 2, but no layer 1",
+    ),
+    "steps": (lambda: layers(step=4), TOGETHER, "step of 'h.1.w' is 4, of 'h.0.w' 3; keep the layers apart"),
+    "shapes": (
+        lambda: state({"h.0.w": parameter(), "h.1.w": parameter((3, 2))}),
+        TOGETHER,
+        "shape of 'h.1.w' is (3, 2), of 'h.0.w' (2, 3)",
+    ),
+    "dtypes": (
+        lambda: state({"h.0.w": parameter(), "h.1.w": parameter(kind=("float64", "none"))}),
+        TOGETHER,
+        "dtype of exp_avg of 'h.1.w' is float64, of 'h.0.w' float32",
+    ),
+    "moments": (
+        lambda: layers(exp_avg_sq=np.ones((2, 3))),
+        TOGETHER,
+        "dtype of exp_avg_sq of 'h.1.w' is float64, of 'h.0.w' float32",
+    ),
+    "compensations": (
+        lambda: state({"h.0.w": parameter(kind=("bfloat16", "none")), "h.1.w": parameter(kind=SPLIT)}),
+        TOGETHER,
+        "dtype of compensation of 'h.1.w' is int16, of 'h.0.w' None",
+    ),
+    "parameters": (lambda: layers(parameter=None), TOGETHER, "dtype of parameter of 'h.1.w' is None, of 'h.0.w' float32"),
+    "groups": (
+        lambda: dataclasses.replace(layers(), groups=(PortableGroup({}, ("h.0.w",)), PortableGroup({}, ("h.1.w",)))),
+        TOGETHER,
+        "group of 'h.1.w' is 1, of 'h.0.w' 0",
+    ),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_what_cannot_be_is_one_sentence(fault: str) -> None:
+    make, names, sentence = FAULTS[fault]
+    with pytest.raises(InvalidArgument) as raised:
+        rename(make(), names)
+    assert sentence in str(raised.value)
+
+
+def test_what_cannot_lead_back_is_refused() -> None:
+    with pytest.raises(InvalidArgument, match="several parameters: 'x'"):
+        inverted({"a": "x", "b": Transposed("x")})
+    with pytest.raises(InvalidArgument, match="must be a permutation"):
+        Transposed("x", (0, 0))
+
+
+def test_a_table_as_json() -> None:
+    table: dict[str, Target] = {"a": "b", "c": Transposed("d"), "e": Transposed("f", (1, 0)), "g": "h", "i": "j"}
+    content = {
+        "a": "b",
+        "c": {"name": "d", "transposed": True},
+        "e": {"name": "f", "transposed": [1, 0]},
+        "g": {"name": "h", "transposed": False},
+        "i": {"name": "j"},
+    }
+    assert parse_table(json.dumps(content)) == table
+
+
+@pytest.mark.parametrize(
+    ("text", "sentence"),
+    [
+        ("", "the table is no JSON"),
+        ("[" * 100_000, "the table is no JSON"),
+        ("[]", "the table must be a JSON object"),
+        ('{"a": 1}', "the table gives 1 for 'a'"),
+        ('{"a": {"transposed": true}}', "it must be a name, or"),
+        ('{"a": {"name": "b", "transpose": true}}', "it must be a name, or"),
+        ('{"a": {"name": "b", "transposed": [0.5]}}', "it must be a name, or"),
+        ('{"a": {"name": "b", "transposed": [1, 1]}}', "must be a permutation"),
+        ('{"a": "b", "a": "c"}', "the table has 'a' twice"),
+    ],
+)
+def test_what_is_no_table_is_one_sentence(text: str, sentence: str) -> None:
+    with pytest.raises(InvalidArgument, match=sentence):
+        parse_table(text)

@@ -1,0 +1,81 @@
+"""Portable state of sharded parameters: the file is that of whole ones, and what comes out of it lies where it lay."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from tests.jax_support import float64
+from tests.processes_support import in_two_processes
+from tests.sharding_support import LAYOUTS, ROWS, WIDTH, programs, rows, spread
+from tests.walk_support import STACK, TX, batch, parameters
+
+from penstock.jax_frontend import export_state, import_state, init_train_state, make_release_step
+
+
+@pytest.fixture(autouse=True)
+def in_float64() -> Iterator[None]:
+    with float64():
+        yield
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_over_eight_devices(tmp_path: Path, layout: str) -> None:
+    params, data = parameters("bfloat16", width=WIDTH), rows(batch(ROWS))
+    step, state = make_release_step(STACK, TX), init_train_state(TX, spread(params, layout))
+    state, _ = step(state, data)
+    files = [tmp_path / name for name in ("sharded", "whole")]
+    export_state(files[0], TX, state, parameters=True)
+    whole = import_state(files[0], TX, init_train_state(TX, params), parameters=True)
+    export_state(files[1], TX, whole, parameters=True)
+    assert files[0].read_bytes() == files[1].read_bytes()
+    fresh = init_train_state(TX, spread(jax.tree.map(jnp.ones_like, params), layout))
+    found = import_state(files[1], TX, fresh, parameters=True)
+    for a, b, place in zip(jax.tree.leaves(found), jax.tree.leaves(state), jax.tree.leaves(fresh), strict=True):
+        assert a.sharding == place.sharding
+        assert np.asarray(a).tobytes() == np.asarray(b).tobytes()
+    goes_on, compiled = step(state, data)[0], programs()
+    assert_equal(step(found, data)[0], goes_on)
+    assert programs() == compiled
+
+
+def assert_equal(one: object, other: object) -> None:
+    for a, b in zip(jax.tree.leaves(one), jax.tree.leaves(other), strict=True):
+        assert np.asarray(a).tobytes() == np.asarray(b).tobytes()
+
+
+SCRIPT = """
+from pathlib import Path
+
+import numpy as np
+from penstock.core.errors import Refused
+from penstock.jax_frontend import export_state, import_state, init_train_state
+from tests.processes_support import spread
+from tests.walk_support import TX, parameters
+
+params, path = parameters("bfloat16", width=8), Path(sys.argv[3])
+alone = init_train_state(TX, params)
+state = init_train_state(TX, spread(params))
+assert not state.params["layers"]["up"].is_fully_addressable
+export_state(path, TX, state, parameters=True)
+content = path.read_bytes()  # it is there when the call returns, in both processes
+found = import_state(path, TX, init_train_state(TX, spread(jax.tree.map(np.ones_like, params))), parameters=True)
+for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(state), strict=True):
+    assert a.sharding == b.sharding
+    for one, other in zip(a.addressable_shards, b.addressable_shards, strict=True):
+        assert np.asarray(one.data).tobytes() == np.asarray(other.data).tobytes()
+try:
+    export_state(path.parent / "nowhere" / "state", TX, state)
+except Refused as error:
+    assert ("first process" in str(error)) == (jax.process_index() == 1), error
+    print("refused")
+"""
+
+
+def test_over_two_processes(tmp_path: Path) -> None:
+    """Nobody holds a whole array. Where the first process cannot write, the other does not wait for ever."""
+    in_two_processes(SCRIPT, "refused", str(tmp_path / "state"))

@@ -1,0 +1,242 @@
+"""State that crosses frameworks: the section's laws, the faults that break them, and a model with names of its own."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+import torch
+from tests.jax_support import float64
+from tests.portable_support import KINDS
+
+from penstock import jax_frontend, torch_frontend
+from penstock.core.portable_names import Transposed
+from penstock.core.rules import RULES
+from penstock.jax_frontend.portable import transfer
+from penstock.parity import backends
+from penstock.parity.compare import Row
+from penstock.parity.conversion import ROUTES, Conversion, ConversionCase
+
+CHOSEN = backends.choose(["eager", "jax", "walk"])[0]
+
+
+def found(case: ConversionCase) -> dict[str, Row]:
+    """The rows of one case by their quantities."""
+    rows = Conversion().run(CHOSEN, [case], (), lambda name, part: None)
+    return {row.quantity: row for row in rows}
+
+
+def case(route: tuple[str, str], rule: str, dtype: str, compensated: str) -> ConversionCase:
+    name = f"conversion/{'-'.join(route)}/{rule}/{dtype}/{compensated}"
+    return next(each for each in Conversion().cases(quick=False) if each.name == name)
+
+
+TURNS = [
+    (ROUTES[number % len(ROUTES)], list(RULES)[number % len(RULES)], *kind) for number, kind in enumerate([*KINDS, KINDS[4]])
+]
+"""Every dtype and compensation; routes and rules take turns."""
+
+
+@pytest.mark.parametrize(("route", "rule", "dtype", "compensated"), TURNS)
+def test_the_laws_hold(route: tuple[str, str], rule: str, dtype: str, compensated: str) -> None:
+    rows = found(case(route, rule, dtype, compensated))
+    arrays = ["parameter", "exp_avg", "exp_avg_sq", *([] if compensated == "none" else ["compensation"])]
+    expected = {"file", *(f"{array}, {law}" for array in arrays for law in ("there", "back"))}
+    assert set(rows) == expected | {"parameter", "exp_avg", "exp_avg_sq"}
+    assert {rows[quantity].relative_bound for quantity in expected} == {0.0}
+    assert all(row.within for row in rows.values()), [row for row in rows.values() if not row.within]
+    if dtype == "float64":
+        assert rows["parameter"].relative_error <= 1e-9
+
+
+def test_every_case_is_visited_and_progress_is_told() -> None:
+    section = Conversion()
+    cases = section.cases(quick=True)
+    told: list[str] = []
+    rows = list(section.run(CHOSEN, cases, (), lambda name, part: told.append(name)))
+    assert len(told) == section.parts(cases, CHOSEN)
+    assert {row.case for row in rows} == {each.name for each in cases}
+    assert all(row.within for row in rows)
+    assert {each.name for each in cases} < {each.name for each in section.cases(quick=False)}
+
+
+def altered(**changed: Callable[[Any], Any]) -> Callable[..., Any]:
+    """What the JAX frontend takes from a file, changed by field."""
+
+    def matched(*arguments: Any, **options: Any) -> Any:
+        entries = real(*arguments, **options)
+        return {
+            name: dataclasses.replace(entry, **{field: change(getattr(entry, field)) for field, change in changed.items()})
+            for name, entry in entries.items()
+        }
+
+    real = transfer.matched
+    return matched
+
+
+FAULTS = {
+    "step counted once more": (altered(step=lambda step: step + 1), {"file", "parameter"}),
+    "compensation left behind": (altered(compensation=np.zeros_like), {"file", "compensation, there", "compensation, back"}),
+    "moment debiased twice": (altered(exp_avg=lambda m: m * 2), {"file", "exp_avg, there", "exp_avg, back"}),
+    "second moment negligently rounded": (
+        altered(exp_avg_sq=lambda v: v.astype("float16").astype(v.dtype)),
+        {"file", "exp_avg_sq, there", "exp_avg_sq, back"},
+    ),
+    "parameter of another moment": (
+        altered(parameter=lambda p: np.roll(p, 1)),
+        {"file", "parameter, there", "parameter, back", "parameter"},
+    ),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_planted_fault_is_found(monkeypatch: pytest.MonkeyPatch, fault: str) -> None:
+    matched, broken = FAULTS[fault]
+    monkeypatch.setattr(transfer, "matched", matched)
+    low = "compensation" in fault
+    rows = found(case(("torch", "jax"), "stable_adamw", "bfloat16" if low else "float32", "split" if low else "none"))
+    assert broken <= {quantity for quantity, row in rows.items() if not row.within}
+
+
+def test_what_raises_is_a_broken_row(monkeypatch: pytest.MonkeyPatch) -> None:
+    def failing(*arguments: Any, **options: Any) -> Any:
+        raise OSError("no space")
+
+    monkeypatch.setattr(transfer, "matched", failing)
+    (row,) = found(case(("torch", "jax"), "adamw", "float32", "none")).values()
+    assert row.failure == "OSError: no space"
+    assert not row.within
+
+
+# -- a model with names, layouts and gradients of its own ----------------------------------------------------------------
+
+LAYERS, WIDTH = 3, 6
+NAMES = {
+    "layers.kernel": Transposed("blocks.{layer}.linear.weight"),
+    "layers.bias": "blocks.{layer}.linear.bias",
+    "outer.head": Transposed("head.weight"),
+}
+"""From the JAX model's names to the PyTorch model's."""
+
+SETTINGS: dict[str, Any] = {"eps": 1e-7, "weight_decay": 0.1}
+RATE, BETAS = 3e-3, (0.8, 0.99)
+
+
+def data(step: int) -> np.ndarray:
+    return np.random.default_rng(step).normal(size=(4, WIDTH))
+
+
+class TorchModel(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        generator = np.random.default_rng(0)
+        self.blocks = torch.nn.ModuleList(torch.nn.ModuleDict({"linear": torch.nn.Linear(WIDTH, WIDTH)}) for _ in range(LAYERS))
+        self.head = torch.nn.Linear(WIDTH, 2, bias=False)
+        self.double()
+        with torch.no_grad():
+            for parameter in self.parameters():
+                parameter.copy_(torch.from_numpy(generator.normal(size=parameter.shape) / WIDTH**0.5))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = x + torch.tanh(block["linear"](x))  # type: ignore[index]
+        return self.head(x).pow(2).mean()
+
+
+def jax_parameters(model: TorchModel) -> dict[str, Any]:
+    def stacked(field: str) -> jax.Array:
+        return jnp.stack([jnp.array(getattr(block["linear"], field).detach().numpy().T) for block in model.blocks])
+
+    head = jnp.array(model.head.weight.detach().numpy().T)
+    return {"outer": {"head": head}, "layers": {"kernel": stacked("weight"), "bias": stacked("bias")}}
+
+
+STACK = jax_frontend.LayerStack(
+    lambda outer, x: x,
+    lambda layer, x: x + jnp.tanh(x @ layer["kernel"] + layer["bias"]),
+    lambda outer, x, batch: jnp.mean((x @ outer["head"]) ** 2),
+)
+
+
+class InTorch:
+    """The model in PyTorch: released where the optimizer is penstock's."""
+
+    def __init__(self, make: Callable[..., torch.optim.Optimizer]) -> None:
+        self.model = TorchModel()
+        self.optimizer = make(self.model.parameters(), lr=RATE, betas=BETAS, **SETTINGS)
+        if isinstance(self.optimizer, torch_frontend.AdamW | torch_frontend.StableAdamW):
+            torch_frontend.release_gradients(self.model, self.optimizer)
+
+    def steps(self, numbers: range) -> None:
+        for number in numbers:
+            self.model(torch.from_numpy(data(number))).backward()
+            self.optimizer.step()
+            self.optimizer.zero_grad()
+
+    def save(self, path: Path) -> None:
+        torch_frontend.export_state(path, self.optimizer, self.model, parameters=True)
+
+    def load(self, path: Path) -> None:
+        torch_frontend.import_state(path, self.optimizer, self.model, parameters=True)
+
+    def parameters(self) -> dict[str, Any]:
+        return jax_parameters(self.model)
+
+
+class InJax:
+    """The same model in JAX, walked; Optax's own transform is used where the optimizer is not penstock's."""
+
+    def __init__(self, make: Callable[..., Any]) -> None:
+        self.tx = make(RATE, b1=BETAS[0], b2=BETAS[1], **SETTINGS)
+        self.betas = BETAS if make is optax.adamw else None
+        self.step = jax_frontend.make_release_step(STACK, self.tx)
+        self.state = jax_frontend.init_train_state(self.tx, jax_parameters(TorchModel()))
+
+    def steps(self, numbers: range) -> None:
+        for number in numbers:
+            self.state, _ = self.step(self.state, jnp.array(data(number)))
+
+    def save(self, path: Path) -> None:
+        jax_frontend.export_state(path, self.tx, self.state, parameters=True, names=NAMES, betas=self.betas)
+
+    def load(self, path: Path) -> None:
+        state = jax_frontend.init_train_state(self.tx, jax.tree.map(jnp.zeros_like, self.state.params))
+        self.state = jax_frontend.import_state(path, self.tx, state, parameters=True, names=NAMES, betas=self.betas)
+
+    def parameters(self) -> dict[str, Any]:
+        return self.state.params
+
+
+PAIRS = {
+    "stable_adamw": (torch_frontend.StableAdamW, jax_frontend.stable_adamw, 1e-9),
+    "from torch.optim": (torch.optim.AdamW, jax_frontend.adamw, 1e-9),
+    "to optax": (torch_frontend.AdamW, optax.adamw, 1e-9),
+}
+
+
+@pytest.mark.parametrize("pair", PAIRS)
+def test_a_model_that_changes_framework_in_the_middle_is_one_that_does_not(tmp_path: Path, pair: str) -> None:
+    """50 + 50 steps in both directions against 100 in either framework, in float64."""
+    in_torch, in_jax, bound = PAIRS[pair]
+    with float64():
+        through: dict[Any, Any] = {}
+        for side, make in ((InTorch, in_torch), (InJax, in_jax)):
+            run: Any = side(make)
+            run.steps(range(50))
+            run.save(tmp_path / side.__name__)
+            run.steps(range(50, 100))
+            through[side] = run.parameters()
+        for start, end, make in ((InTorch, InJax, in_jax), (InJax, InTorch, in_torch)):
+            changed: Any = end(make)
+            changed.load(tmp_path / start.__name__)
+            changed.steps(range(50, 100))
+            for unchanged in through.values():
+                for a, b in zip(jax.tree.leaves(changed.parameters()), jax.tree.leaves(unchanged), strict=True):
+                    assert np.linalg.norm(a - b) <= bound * np.linalg.norm(b)

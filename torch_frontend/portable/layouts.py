@@ -1,0 +1,155 @@
+"""How optimizers keep what the portable state holds: penstock's as it is, torch.optim's with biased moments."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from ...core import compensation as compensations
+from ...core.dtypes import StateDtypes, state_dtypes
+from ...core.errors import InvalidArgument, Refused
+from ...core.moments import Moments
+from ...core.portable_bias import with_bias, without_bias
+from ...core.portable_match import Expected
+from ...core.portable_state import ParameterState
+from ..array_ops import dtype_name
+from ..groups import Group, check_group, check_parameter, hyperparameters, moment_dtypes
+from ..optimizers import ReleasableOptimizer
+from ..state import initial_state
+from .arrays import laid_out_as
+
+MOST_STEPS = 2**24
+"""torch counts steps in float32: the next one would not be counted."""
+
+
+class OwnLayout:
+    """StableAdamW, AdamW and Adam of this package: debiased moments, and a compensation."""
+
+    def __init__(self, optimizer: ReleasableOptimizer) -> None:
+        self._optimizer = optimizer
+        self.rule = optimizer.rule.name
+
+    def require_closed(self, call: str) -> None:
+        """Raise `Refused` in the middle of a step under release."""
+        if self._optimizer.release is not None:
+            self._optimizer.release.require_closed(call)
+
+    def check(self, group: Group) -> None:
+        """Raise if a group cannot be optimized so; as at its construction."""
+        check_group(self._optimizer.rule, group)
+
+    def initial(self, group: Group, parameter: Tensor) -> dict[str, Tensor]:
+        """The state of a parameter that was never updated."""
+        return initial_state(group, parameter, hyperparameters(group))
+
+    def expected(self, group: Group, parameter: Tensor) -> Expected:
+        """What is kept for a parameter."""
+        name = dtype_name(parameter.dtype)
+        moments = moment_dtypes(group, name, hyperparameters(group))
+        return Expected(name, tuple(parameter.shape), compensations.resolve(group["compensation"], name), *moments)
+
+    def debiased(self, group: Group, parameter: Tensor, moments: Moments, step: int) -> Moments:
+        """Moments as the portable state has them, of those that are kept."""
+        return moments
+
+    def kept(self, group: Group, name: str, entry: ParameterState) -> ParameterState:
+        """The entry as it is kept. Raises `InvalidArgument` where that is not possible."""
+        return entry
+
+    def step_place(self, group: Group, parameter: Tensor) -> torch.device:
+        """Where the number of updates is counted."""
+        return parameter.device if group["capturable"] else torch.device("cpu")
+
+    def new_state(self, group: Group, name: str, parameter: Tensor, entry: ParameterState) -> dict[str, Tensor]:
+        """The tensors of `optimizer.state` for a parameter.
+
+        Raises:
+            InvalidArgument: the optimizer cannot keep it.
+        """
+        if entry.step > MOST_STEPS:
+            raise InvalidArgument(f"step of {name!r} is {entry.step}; torch's optimizers count to {MOST_STEPS}.")
+        entry = self.kept(group, name, entry)
+        arrays: dict[str, np.ndarray] = {"exp_avg": entry.exp_avg, "exp_avg_sq": entry.exp_avg_sq}
+        if entry.compensation is not None:
+            arrays["compensation"] = entry.compensation
+        step = torch.tensor(float(entry.step), dtype=torch.float32, device=self.step_place(group, parameter))
+        return {"step": step, **{key: laid_out_as(parameter, array) for key, array in arrays.items()}}
+
+
+class TorchLayout(OwnLayout):
+    """torch.optim.AdamW and Adam: biased moments in the parameter's dtype, no compensation."""
+
+    def __init__(self, optimizer: torch.optim.AdamW | torch.optim.Adam) -> None:
+        groups = optimizer.param_groups
+        if any(group["amsgrad"] for group in groups):
+            raise Refused("amsgrad=True keeps a third moment, which penstock's rules do not have; use amsgrad=False.")
+        always = isinstance(optimizer, torch.optim.AdamW)
+        rules = {"adamw" if always or group.get("decoupled_weight_decay", False) else "adam" for group in groups}
+        if len(rules) > 1:
+            raise Refused(
+                "decoupled_weight_decay differs between groups, and a file is of one rule; use an optimizer for each."
+            )
+        (self.rule,) = rules
+        for group in groups:
+            for parameter in group["params"]:
+                check_parameter(parameter)
+
+    def require_closed(self, call: str) -> None:
+        """torch.optim's step is never open."""
+
+    def check(self, group: Group) -> None:
+        """Raise `InvalidArgument` for hyperparameters out of range, or that torch.optim does not have."""
+        if group["decouple_lr"]:
+            raise InvalidArgument("the state's decouple_lr=True is penstock's alone; import it with hyperparameters=False.")
+        hyperparameters(group)
+
+    def initial(self, group: Group, parameter: Tensor) -> dict[str, Tensor]:
+        """See `OwnLayout`."""
+        zeros = {key: torch.zeros_like(parameter, memory_format=torch.preserve_format) for key in Moments._fields}
+        return {"step": torch.zeros(()), **zeros}
+
+    def expected(self, group: Group, parameter: Tensor) -> Expected:
+        """See `OwnLayout`. The moments may have any dtype: they are rounded after the bias is put back."""
+        return Expected(dtype_name(parameter.dtype), tuple(parameter.shape), "none", None, None)
+
+    def debiased(self, group: Group, parameter: Tensor, moments: Moments, step: int) -> Moments:
+        """See `OwnLayout`. In the dtypes in which penstock's optimizer of these parameters would keep them."""
+        betas = _betas(group)
+        return without_bias(moments, betas, step, state_dtypes(dtype_name(parameter.dtype), betas[1]))
+
+    def kept(self, group: Group, name: str, entry: ParameterState) -> ParameterState:
+        """See `OwnLayout`."""
+        moments = Moments(entry.exp_avg, entry.exp_avg_sq)
+        biased = with_bias(name, moments, _betas(group), entry.step, StateDtypes(entry.dtype, entry.dtype))
+        return dataclasses.replace(entry, **biased._asdict())
+
+    def step_place(self, group: Group, parameter: Tensor) -> torch.device:
+        """See `OwnLayout`."""
+        return parameter.device if group["capturable"] or group["fused"] else torch.device("cpu")
+
+
+def _betas(group: Mapping[str, Any]) -> tuple[float, float]:
+    beta1, beta2 = group["betas"]
+    return float(beta1), float(beta2)
+
+
+def layout_of(optimizer: Optimizer) -> OwnLayout:
+    """How this optimizer keeps its state.
+
+    Raises:
+        InvalidArgument, Refused, UnsupportedTensor: it is one that has no portable state.
+    """
+    if isinstance(optimizer, ReleasableOptimizer):
+        return OwnLayout(optimizer)
+    if isinstance(optimizer, (torch.optim.AdamW, torch.optim.Adam)):
+        return TorchLayout(optimizer)
+    raise InvalidArgument(
+        f"optimizer={type(optimizer).__name__} has no portable state; give one of penstock's, torch.optim.AdamW or "
+        "torch.optim.Adam (of a wrapper, the optimizer inside)."
+    )

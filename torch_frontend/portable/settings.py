@@ -1,0 +1,88 @@
+"""The hyperparameters of a group, to and from the names of `core.hyperparameters.Hyperparameters`."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from typing import Any
+
+from torch import Tensor
+
+from ...core.errors import InvalidArgument
+from ...core.portable_state import PortableGroup
+from ..groups import Group
+
+Portable = Mapping[str, float | bool | None]
+
+NEEDED = ("learning_rate", "beta1", "beta2", "eps", "weight_decay")
+
+
+def portable_settings(group: Mapping[str, Any]) -> dict[str, float | bool | None]:
+    """The hyperparameters as they are now; waits for the device where they are tensors."""
+    beta1, beta2 = group["betas"]
+    decoupled = bool(group.get("decouple_lr", False))
+    return {
+        "learning_rate": float(group["lr"]),
+        "beta1": float(beta1),
+        "beta2": float(beta2),
+        "eps": float(group["eps"]),
+        "weight_decay": float(group["weight_decay"]),
+        "decouple_lr": decoupled,
+        "max_lr": float(group["max_lr"]) if decoupled else None,
+        "maximize": bool(group["maximize"]),
+    }
+
+
+def group_settings(groups: Collection[PortableGroup], names: Collection[str], number: int) -> dict[str, Any]:
+    """The settings of group `number`, by torch's names, from the groups of a state.
+
+    Raises:
+        InvalidArgument: the state has none, or several for the parameters called `names`.
+    """
+    found = [group.hyperparameters for group in groups if not set(names).isdisjoint(group.parameters)]
+    if any(other != found[0] for other in found):
+        raise InvalidArgument(
+            f"the parameters of group {number} have different hyperparameters in the state; construct the optimizer with its "
+            f"{len(groups)} groups, or import with hyperparameters=False."
+        )
+    given = found[0] if found else {}
+    missing = [name for name in NEEDED if given.get(name) is None]
+    if names and missing:
+        raise InvalidArgument(
+            f"the state does not hold {', '.join(missing)} of group {number}: who exported it could not know them; import with "
+            "hyperparameters=False, and set them."
+        )
+    return _torch_settings(given) if names else {}
+
+
+def _torch_settings(given: Portable) -> dict[str, Any]:
+    settings: dict[str, Any] = {
+        "lr": given["learning_rate"],
+        "betas": (given["beta1"], given["beta2"]),
+        "eps": given["eps"],
+        "weight_decay": given["weight_decay"],
+        "decouple_lr": bool(given.get("decouple_lr")),
+        "maximize": bool(given.get("maximize")),
+    }
+    if settings["decouple_lr"]:
+        settings["max_lr"] = given.get("max_lr")
+    return settings
+
+
+def candidate(group: Group, settings: Mapping[str, Any]) -> Group:
+    """A copy of a group with other settings, to be looked at before the group is changed."""
+    return {"decouple_lr": False, "max_lr": None, **group, **settings}
+
+
+def assign(group: Group, settings: Mapping[str, Any]) -> None:
+    """Change those settings that the group has. Tensors stay the tensors they are: a CUDA graph may read them."""
+    for key, value in settings.items():
+        if isinstance(group.get(key), Tensor):
+            group[key].fill_(value)
+        elif key == "betas":
+            group[key] = tuple(_filled(part, new) for part, new in zip(group[key], value, strict=True))
+        elif key in group:
+            group[key] = value
+
+
+def _filled(old: Any, value: float) -> Any:
+    return old.fill_(value) if isinstance(old, Tensor) else value

@@ -1,0 +1,166 @@
+"""`export_state` and `import_state`."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import numpy as np
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from ...core import portable_file
+from ...core.moments import Moments
+from ...core.portable_match import matched
+from ...core.portable_names import Names, inverted, rename, table_of
+from ...core.portable_state import ParameterState, PortableGroup, PortableState
+from ..communication.shards import is_sharded
+from ..groups import Group
+from .arrays import fill, to_array
+from .layouts import OwnLayout, layout_of
+from .naming import named_groups
+from .ranks import together, writes
+from .settings import assign, candidate, group_settings, portable_settings
+
+
+def export_state(
+    path: str | os.PathLike[str],
+    optimizer: Optimizer,
+    model: nn.Module,
+    *,
+    parameters: bool = False,
+    names: Names = None,
+) -> None:
+    r"""Write the state of an optimizer to a file that both frameworks read; an earlier file is replaced when all is written.
+
+    The file holds of every parameter the debiased moments, the compensation and the number of updates, bit for bit; a
+    parameter that was never updated has zeros. torch.optim's moments are biased. They are divided in float64,
+
+        exp_avg / (1-beta1^t)        exp_avg_sq / (1-beta2^t)
+
+    and rounded to the dtypes in which this package keeps them: so not bit for bit.
+
+    Args:
+        path: of the file to write.
+        optimizer: of this package, `torch.optim.AdamW` or `torch.optim.Adam`.
+        model: that it trains; parameters are called as in `model.named_parameters()`, without the names of wrappers (compiled,
+            DistributedDataParallel). Sharded parameters (FSDP2, DTensor) are gathered one by one: every process must call this,
+            and the first writes. Of a replicated model one process calls it.
+        parameters: write the optimizer's parameters, too. Buffers, and parameters that the optimizer does not have, are in the
+            model's own checkpoint only.
+        names: from the names here to those in the file: a mapping, or a function; see `core.portable_names`.
+
+    Raises:
+        Refused: in the middle of a step under release; amsgrad; the file cannot be written.
+        InvalidArgument: the optimizer has no portable state, or parameters that are not the model's; a name that does not fit.
+    """
+    sharded = _sharded(optimizer)
+    layout, named = together(
+        sharded, lambda: _opened(optimizer, model, "export_state()"), same=lambda o: (_told(o), parameters)
+    )
+    alone = writes(sharded)
+    entries: dict[str, ParameterState] = {}
+    for group, members in zip(optimizer.param_groups, named, strict=True):
+        for name, parameter in members.items():
+            state = optimizer.state.get(parameter) or layout.initial(group, parameter)
+            arrays = {key: to_array(state[key]) for key in (*Moments._fields, "compensation") if key in state}
+            if parameters:
+                arrays["parameter"] = to_array(parameter)
+            if alone:
+                entries[name] = _entry(layout, group, parameter, int(state["step"]), arrays)
+
+    def save() -> None:
+        if alone:
+            groups = [
+                PortableGroup(portable_settings(group), tuple(sorted(members)))
+                for group, members in zip(optimizer.param_groups, named, strict=True)
+                if members
+            ]
+            state = PortableState(layout.rule, tuple(groups), entries)
+            portable_file.save(path, rename(state, table_of(names, list(entries))))
+
+    together(sharded, save)
+
+
+def import_state(
+    path: str | os.PathLike[str],
+    optimizer: Optimizer,
+    model: nn.Module,
+    *,
+    parameters: bool = False,
+    hyperparameters: bool = False,
+    names: Names = None,
+) -> None:
+    r"""Put a state that `export_state`, of either frontend, has written into an optimizer. All of it is checked first.
+
+    Training goes on bit for bit where the file came from this package in PyTorch. Moments of a lower dtype than the
+    optimizer's are widened, which is exact; a parameter that the file has without compensation begins with nothing to make
+    up for. For torch.optim the moments are multiplied by 1-beta^t, of its own betas, in float64, and rounded to the parameter's
+    dtype.
+
+    Args:
+        path: of the file. Every process that trains the model reads it.
+        optimizer: as for `export_state`, of the file's rule; its state is replaced.
+        model: that it trains. Each process takes its part of sharded parameters.
+        parameters: take the parameters from the file, too. Otherwise load the model's checkpoint *of the same moment*: a
+            compensation holds the lost digits of just those values.
+        hyperparameters: set the groups' lr, betas, eps, weight_decay, decouple_lr, max_lr and maximize to those in the file. A
+            scheduler has its own state, and writes lr again.
+        names: from the names here to those in the file, as for `export_state`.
+
+    Raises:
+        InvalidArgument: the file is damaged, or is not of this rule, model, dtypes or compensation; nothing was changed.
+        Refused: in the middle of a step under release; another process failed; nothing was changed.
+    """
+    sharded = _sharded(optimizer)
+
+    def prepare() -> tuple[list[tuple[Tensor, dict[str, Tensor], np.ndarray | None]], list[dict[str, Any]]]:
+        layout, named = _opened(optimizer, model, "import_state()")
+        table = table_of(names, [name for members in named for name in members])
+        state = rename(portable_file.load(path), inverted(table))
+        settings: list[dict[str, Any]] = [{} for _ in named]
+        if hyperparameters:
+            settings = [group_settings(state.groups, members, number) for number, members in enumerate(named)]
+        groups = [candidate(group, new) for group, new in zip(optimizer.param_groups, settings, strict=True)]
+        for group in groups:
+            layout.check(group)
+        placed = {name: (group, p) for group, members in zip(groups, named, strict=True) for name, p in members.items()}
+        expected = {name: layout.expected(group, parameter) for name, (group, parameter) in placed.items()}
+        entries = matched(state, layout.rule, expected, parameters=parameters)
+        ready = []
+        for name, (group, parameter) in placed.items():
+            new_state = layout.new_state(group, name, parameter, entries[name])
+            ready.append((parameter, new_state, entries[name].parameter if parameters else None))
+        return ready, settings
+
+    ready, settings = together(sharded, prepare, same=lambda prepared: prepared[1])
+    for group, new in zip(optimizer.param_groups, settings, strict=True):
+        assign(group, new)
+    for parameter, new_state, array in ready:
+        optimizer.state[parameter] = new_state
+        if array is not None:
+            fill(parameter, array)
+
+
+def _sharded(optimizer: Optimizer) -> bool:
+    return any(is_sharded(parameter) for group in getattr(optimizer, "param_groups", ()) for parameter in group["params"])
+
+
+def _opened(optimizer: Optimizer, model: nn.Module, call: str) -> tuple[OwnLayout, list[dict[str, Tensor]]]:
+    """How the optimizer keeps its state, and its parameters by group and name."""
+    layout = layout_of(optimizer)
+    layout.require_closed(call)
+    return layout, named_groups(optimizer, model)
+
+
+def _told(opened: tuple[OwnLayout, list[dict[str, Tensor]]]) -> Any:
+    layout, named = opened
+    return layout.rule, [[(name, tuple(parameter.shape)) for name, parameter in members.items()] for members in named]
+
+
+def _entry(layout: OwnLayout, group: Group, parameter: Tensor, step: int, arrays: dict[str, np.ndarray]) -> ParameterState:
+    expected = layout.expected(group, parameter)
+    moments = layout.debiased(group, parameter, Moments(arrays.pop("exp_avg"), arrays.pop("exp_avg_sq")), step)
+    return ParameterState(
+        dtype=expected.dtype, shape=expected.shape, compensated=expected.compensated, step=step, **moments._asdict(), **arrays
+    )
