@@ -14,7 +14,6 @@ from .parts import Parts
 @torch.no_grad()
 def close_step(parts: Parts) -> None:
     """optimizer.step(): flush what waits, and close the step. What can be refused is, before a parameter is changed."""
-    parts.launches.flush()
     parts.hooks.check()
     if parts.lifecycle.strict:
         parts.settings.check()
@@ -59,7 +58,6 @@ def discard(parts: Parts) -> None:
     Raises:
         Refused: step() was not called, and a gradient that is not finite was used. The step is closed.
     """
-    parts.launches.flush()
     propagates = parts.optimizer.on_nonfinite == "propagate"
     overflow_was_used = propagates and parts.released and parts.conditioning.overflow_published
     parts.conditioning.withdraw()

@@ -33,7 +33,9 @@ class Launches:
 
     Where the backend updates many tensors in one launch, small gradients wait for each other, out of `.grad` and in the
     ledger. They are used when the next one has no room left, before anything else happens to their parameters, and in any
-    case before the backward pass ends. Every update is that of a tensor by itself, so when it comes changes no bit.
+    case before the backward pass ends. Every update is that of a tensor by itself, so when it comes changes no bit. (Whoever
+    reads a parameter in the backward in which it is updated, after its gradient has come, may find the value of before: that
+    of the plain optimizer.)
 
     Each device has a queue of its own, as autograd has a thread and streams of its own for each.
     """
