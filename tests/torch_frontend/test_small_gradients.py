@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from tests.torch_support import OPTIMIZERS, batches, gone, loss_of, same_parameters, snapshot, train, unchanged
+from tests.torch_support import OPTIMIZERS, batches, gone, loss_of, same_parameters, snapshot, spoil, train, unchanged
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -288,10 +288,6 @@ def nobody_waits(monkeypatch: pytest.MonkeyPatch) -> Callable[[bool], None]:
     for name in ("item", "tolist", "__bool__", "__int__", "__float__"):
         monkeypatch.setattr(Tensor, name, refusing(name, getattr(Tensor, name)))
     return lambda state: on.update(now=state)
-
-
-def spoil(parameter: Tensor) -> None:
-    parameter.register_hook(lambda gradient: gradient * float("nan"))
 
 
 @pytest.mark.parametrize("batched", [False, True])
