@@ -157,10 +157,13 @@ class ReleasableOptimizer(Optimizer):
 
     def group_of(self, parameter: Tensor) -> Group:
         """The live group of a parameter: load_state_dict replaces the group dicts, so none is ever kept."""
+        return self._groups()[parameter]
+
+    def _groups(self) -> dict[Tensor, Group]:
         identities = [id(group) for group in self.param_groups]
         if self._group_map is None or self._group_map[0] != identities:
             self._group_map = (identities, {p: group for group in self.param_groups for p in group["params"]})
-        return self._group_map[1][parameter]
+        return self._group_map[1]
 
     def _parameters(self) -> list[Tensor]:
         return [parameter for group in self.param_groups for parameter in group["params"]]
@@ -245,17 +248,22 @@ class ReleasableOptimizer(Optimizer):
         """
         updates: list[tuple[TensorSlot, Tensor]] = []
         shards: list[tuple[Tensor, TensorSlot]] = []
-        known: dict[int, Hyperparameters] = {}
-        for parameter, gradient, action in tasks:
-            slot, here = self._slot(parameter, known), local(gradient)
-            if action.steps and self.rule.clips_update and is_sharded(parameter):
+        steps: list[Tensor] = []
+        clips = self.rule.clips_update
+        slots = self._slots([parameter for parameter, _, _ in tasks])
+        for (parameter, gradient, action), slot in zip(tasks, slots, strict=True):
+            here = local(gradient)
+            update = action is Action.UPDATE
+            if update or action.steps:
+                steps.append(slot.state["step"])
+            if clips and is_sharded(parameter) and (update or action.steps):
                 if here is not None and action is not Action.APPLY:
                     self._backend.accumulate(slot, here, first=action.first)
                 shards.append((parameter, slot))
+            elif update:
+                updates.append((slot, here))
             elif action is Action.APPLY:
                 self._backend.apply(slot)
-            elif action is Action.UPDATE:
-                updates.append((slot, here))
             else:
                 (self._backend.update if action.steps else self._backend.accumulate)(slot, here, first=action.first)
         applied: Sequence[Tensor] = ()
@@ -267,7 +275,7 @@ class ReleasableOptimizer(Optimizer):
         elif updates:
             self._backend.update_all(updates)
         self._apply_shards(shards)
-        _advance([self.state[parameter]["step"] for parameter, _, action in tasks if action.steps], applied)
+        _advance(steps, applied)
         self._skipped.add_unapplied(applied)
         return applied
 
@@ -285,8 +293,8 @@ class ReleasableOptimizer(Optimizer):
             Nothing of nothing; else one number, 1 where it was done, 0 where it was left out, 0-d on a device.
         """
         assert isinstance(self._backend, ChecksOnDevice)
-        known: dict[int, Hyperparameters] = {}
-        pairs = [(self._slot(parameter, known), gradient) for parameter, gradient in ready]
+        slots = self._slots([parameter for parameter, _ in ready])
+        pairs = [(slot, gradient) for slot, (_, gradient) in zip(slots, ready, strict=True)]
         if not pairs:
             return ()
         applied = self._backend.update_all_if_finite(pairs)
@@ -310,25 +318,38 @@ class ReleasableOptimizer(Optimizer):
             known = self._validated[id(group)] = (now, hyperparameters(group))
         return known[1]
 
-    def _slot(self, parameter: Tensor, known: dict[int, Hyperparameters] | None = None) -> TensorSlot:
-        """What an update of the parameter reads and writes. `known` spares looking at a group again for each parameter."""
-        group = self.group_of(parameter)
-        known = {} if known is None else known
-        if id(group) not in known:
-            known[id(group)] = self._hyperparameters(group)
-        current = known[id(group)]
-        name = dtype_name(parameter.dtype)
-        compensation = compensations.resolve(group["compensation"], name)
-        state = self.state[parameter]
-        if not state:
-            fresh = init_state(torch_ops, parameter, moment_dtypes(group, name, current), compensation)
-            place = parameter.device if group["capturable"] else "cpu"
-            state["step"] = torch.zeros((), dtype=torch.float32, device=place)
-            state["exp_avg"], state["exp_avg_sq"] = fresh.exp_avg, fresh.exp_avg_sq
-            if fresh.compensation is not None:
-                state["compensation"] = fresh.compensation
-        here = LocalState(state) if is_sharded(parameter) else state
-        return TensorSlot(local(parameter), here, compensation, self.rule, current, group["capturable"])
+    def _slot(self, parameter: Tensor) -> TensorSlot:
+        """What an update of the parameter reads and writes."""
+        return self._slots([parameter])[0]
+
+    def _slots(self, parameters: Iterable[Tensor]) -> list[TensorSlot]:
+        """Those of many, where a group is looked at once."""
+        groups, slots = self._groups(), []
+        known: dict[tuple[int, torch.dtype], tuple[Hyperparameters, str, bool]] = {}
+        for parameter in parameters:
+            group = groups[parameter]
+            key = (id(group), parameter.dtype)
+            if key not in known:
+                compensation = compensations.resolve(group["compensation"], dtype_name(parameter.dtype))
+                known[key] = (self._hyperparameters(group), compensation, group["capturable"])
+            current, compensation, capturable = known[key]
+            state = self.state[parameter]
+            if not state:
+                self._init_state(parameter, state, group, current, compensation)
+            here = LocalState(state) if is_sharded(parameter) else state
+            slots.append(TensorSlot(local(parameter), here, compensation, self.rule, current, capturable))
+        return slots
+
+    def _init_state(
+        self, parameter: Tensor, state: dict[str, Any], group: Group, current: Hyperparameters, compensation: str
+    ) -> None:
+        dtypes = moment_dtypes(group, dtype_name(parameter.dtype), current)
+        fresh = init_state(torch_ops, parameter, dtypes, compensation)
+        place = parameter.device if group["capturable"] else "cpu"
+        state["step"] = torch.zeros((), dtype=torch.float32, device=place)
+        state["exp_avg"], state["exp_avg_sq"] = fresh.exp_avg, fresh.exp_avg_sq
+        if fresh.compensation is not None:
+            state["compensation"] = fresh.compensation
 
     # -- state ----------------------------------------------------------------------------------------------------------
 

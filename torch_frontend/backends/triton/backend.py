@@ -218,15 +218,20 @@ class TritonBackend:
 def _alike(pairs: Sequence[tuple[TensorSlot, Tensor]]) -> list[list[Job]]:
     """The tensors that one launch can update together. Empty ones have nothing to update."""
     found: dict[Key, list[Job]] = {}
+    last: Key = ()
+    jobs: list[Job] = []
     for slot, gradient in pairs:
         given = operands(slot, gradient)
-        if given.parameter.numel() == 0:  # a shard may be empty where its parameter is not
-            continue
+        g, m, v, p, k = _five(given)
+        addresses = [g.data_ptr(), m.data_ptr(), v.data_ptr(), p.data_ptr(), k.data_ptr()]
         number = None if slot.capturable else slot.step_number
-        addresses = [tensor.data_ptr() for tensor in _five(given)]
-        dtypes = (gradient.dtype, given.exp_avg.dtype, given.exp_avg_sq.dtype, given.parameter.dtype, given.kept.dtype)
-        key = (id(slot.hyperparameters), number, slot.compensation, given.parameter.device, dtypes)
-        found.setdefault((*key, alignment(given, addresses)), []).append(Job(slot, given, addresses))
+        where = (p.get_device(), alignment(given, addresses))
+        key = (id(slot.hyperparameters), number, slot.compensation, *where, g.dtype, m.dtype, v.dtype, p.dtype, k.dtype)
+        if p.numel() == 0:  # a shard may be empty where its parameter is not
+            continue
+        if key != last:  # most follow others that are alike, and need no hash
+            last, jobs = key, found.setdefault(key, [])
+        jobs.append(Job(slot, given, addresses))
     return list(found.values())
 
 
