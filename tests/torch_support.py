@@ -49,6 +49,11 @@ def train(
         after_step()
 
 
+def spoil(parameter: Tensor) -> None:
+    """Its gradients are NaN from now on."""
+    parameter.register_hook(lambda gradient: gradient * float("nan"))
+
+
 def same_parameters(one: nn.Module, other: nn.Module) -> bool:
     """Bit for bit."""
     pairs = zip(one.parameters(), other.parameters(), strict=True)

@@ -88,7 +88,7 @@ def group_kernel(
     wide = TYPES[storage.wide][0]
     constants = {
         "PHASES": "both", "CLIP": True, "L2": False, "MAXIMIZE": False, "COMPENSATION": storage.compensation,
-        "STEP_ON_DEVICE": False, "ALIGNMENT": 16, "HINTS": chosen.hints, "WIDE": TYPES[storage.wide][1],
+        "EACH": False, "STEP_ON_DEVICE": False, "ALIGNMENT": 16, "HINTS": chosen.hints, "WIDE": TYPES[storage.wide][1],
         "G": TYPES[storage.parameter][1], "M": TYPES[storage.exp_avg][1], "V": TYPES[storage.exp_avg_sq][1],
         "P": TYPES[storage.parameter][1], "K": TYPES[storage.kept][1],
     } | changes  # fmt: skip

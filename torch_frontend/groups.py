@@ -14,7 +14,7 @@ from ..core.errors import InvalidArgument, UnsupportedTensor
 from ..core.hyperparameters import RANGES, Hyperparameters, check_number
 from ..core.rules import Rule
 from .array_ops import dtype_name
-from .communication.shards import check_placements, placements
+from .communication.shards import PLAIN, check_placements, placements
 
 NAMES = {"learning_rate": "lr", "beta1": "betas[0]", "beta2": "betas[1]"}
 """How torch spells the hyperparameters."""
@@ -132,6 +132,8 @@ def check_gradient(parameter: Tensor, gradient: Tensor) -> None:
         )
     if gradient.is_complex():
         raise UnsupportedTensor(f"the gradient of a parameter of shape {tuple(parameter.shape)} is complex; it must be real.")
+    if type(gradient) in PLAIN and type(parameter) in PLAIN:
+        return
     if placements(gradient) != placements(parameter):
         raise UnsupportedTensor(
             f"the gradient of a parameter of shape {tuple(parameter.shape)} lies as "

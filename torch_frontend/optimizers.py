@@ -18,8 +18,8 @@ from ..core.rules import ADAM, ADAMW, STABLE_ADAMW, Rule
 from . import state as saved_state
 from .array_ops import dtype_name
 from .backends import ChecksOnDevice, TensorSlot, select_backend
-from .clipping import gradient_norm, is_finite
 from .communication.shards import LocalState, is_sharded, local, sum_over_shards
+from .finiteness import SkipCount, all_finite
 from .groups import Group, check_gradient, check_group, fingerprint, hyperparameters
 
 if TYPE_CHECKING:
@@ -36,8 +36,7 @@ class ReleasableOptimizer(Optimizer):
     """
 
     rule: ClassVar[Rule]
-    _skipped: int
-    _skipped_on_device: Tensor | None  # counted where nobody waits for it
+    _skipped: SkipCount
     _opt_called: bool  # what a scheduler looks for before it complains about the order of calls
     _step_supports_amp_scaling = False  # GradScaler then unscales the gradients before step(), as for any optimizer
 
@@ -97,11 +96,20 @@ class ReleasableOptimizer(Optimizer):
 
         Reading it waits for the device where only that knows: backend="triton" with capturable=True.
         """
-        return self._skipped + (0 if self._skipped_on_device is None else int(self._skipped_on_device))
+        return self._skipped.total
 
     @skipped.setter
     def skipped(self, count: int) -> None:
-        self._skipped, self._skipped_on_device = count, None
+        self._skipped = SkipCount(count)
+
+    def count_skipped(self, count: int = 1) -> None:
+        """So many more; nobody waits for the device."""
+        self._skipped.add(count)
+
+    @property
+    def launches_together(self) -> bool:
+        """Whether the backend updates many small tensors at the cost of one."""
+        return self._backend.one_launch
 
     @property
     def optimizer_accumulation(self) -> bool:
@@ -148,10 +156,13 @@ class ReleasableOptimizer(Optimizer):
 
     def group_of(self, parameter: Tensor) -> Group:
         """The live group of a parameter: load_state_dict replaces the group dicts, so none is ever kept."""
+        return self._groups()[parameter]
+
+    def _groups(self) -> dict[Tensor, Group]:
         identities = [id(group) for group in self.param_groups]
         if self._group_map is None or self._group_map[0] != identities:
             self._group_map = (identities, {p: group for group in self.param_groups for p in group["params"]})
-        return self._group_map[1][parameter]
+        return self._group_map[1]
 
     def _parameters(self) -> list[Tensor]:
         return [parameter for group in self.param_groups for parameter in group["params"]]
@@ -185,18 +196,15 @@ class ReleasableOptimizer(Optimizer):
         ready = [(p, p.grad) for p in self._parameters() if p.grad is not None]
         for parameter, gradient in ready:
             check_gradient(parameter, gradient)
-        backend = self._backend
-        checks = self.on_nonfinite == "skip" and isinstance(backend, ChecksOnDevice)
-        checks = checks and all(group["capturable"] for group in self.param_groups) and not any(is_sharded(p) for p, _ in ready)
-        if self.on_nonfinite != "propagate" and not checks and not all_finite(gradient for _, gradient in ready):
+        if self.checks_on_device(parameter for parameter, _ in ready):
+            self.update_if_all_finite(ready)
+            return loss
+        if self.on_nonfinite != "propagate" and not all_finite(gradient for _, gradient in ready):
             if self.on_nonfinite == "raise":
                 raise NonFiniteGradient("a gradient holds an infinity or a NaN; the step was not taken.")
-            self.skipped += 1
+            self.count_skipped()
             return loss
-        if isinstance(backend, ChecksOnDevice) and checks:
-            self._update_if_finite(backend, ready)
-        else:
-            self.perform_all([(parameter, gradient, Action.UPDATE) for parameter, gradient in ready])
+        self.perform_all([(parameter, gradient, Action.UPDATE) for parameter, gradient in ready])
         return loss
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -218,47 +226,80 @@ class ReleasableOptimizer(Optimizer):
         for group in self.param_groups:
             self._hyperparameters(group)
 
-    def perform_all(self, tasks: Sequence[tuple[Tensor, Tensor | None, Action]]) -> None:
+    def checks_on_device(self, parameters: Iterable[Tensor]) -> bool:
+        """Whether the device itself leaves out what is to be skipped, so that nobody has to wait for it."""
+        checks = self.on_nonfinite == "skip" and isinstance(self._backend, ChecksOnDevice)
+        return checks and all(group["capturable"] for group in self.param_groups) and not any(map(is_sharded, parameters))
+
+    def perform_all(
+        self, tasks: Sequence[tuple[Tensor, Tensor | None, Action]], *, if_finite: bool = False
+    ) -> Sequence[Tensor]:
         """Actions on parameters; what they need from other processes comes in one exchange for all of them.
 
         Args:
             tasks: parameter, gradient, action. The parameter is of this optimizer; the gradient of its shape, or None for
                 `Action.APPLY`, and is left as it is; the action is one of those that use the gradient or step.
+            if_finite: every action is `Action.UPDATE`, and those whose gradient is not finite are left out, where
+                `checks_on_device` of all parameters holds.
+
+        Returns:
+            With if_finite, of each task: 1 where it was done, 0 where it was left out, 0-d on the device.
         """
         updates: list[tuple[TensorSlot, Tensor]] = []
         shards: list[tuple[Tensor, TensorSlot]] = []
-        known: dict[int, Hyperparameters] = {}
-        for parameter, gradient, action in tasks:
-            slot, here = self._slot(parameter, known), local(gradient)
-            if action.steps and self.rule.clips_update and is_sharded(parameter):
+        steps: list[Tensor] = []
+        clips = self.rule.clips_update
+        slots = self._slots([parameter for parameter, _, _ in tasks])
+        for (parameter, gradient, action), slot in zip(tasks, slots, strict=True):
+            here = local(gradient)
+            update = action is Action.UPDATE
+            if update or action.steps:
+                steps.append(slot.state["step"])
+            if clips and is_sharded(parameter) and (update or action.steps):
                 if here is not None and action is not Action.APPLY:
                     self._backend.accumulate(slot, here, first=action.first)
                 shards.append((parameter, slot))
+            elif update:
+                updates.append((slot, here))
             elif action is Action.APPLY:
                 self._backend.apply(slot)
-            elif action is Action.UPDATE:
-                updates.append((slot, here))
             else:
                 (self._backend.update if action.steps else self._backend.accumulate)(slot, here, first=action.first)
-        if len(updates) == 1:
+        applied: Sequence[Tensor] = ()
+        if if_finite:
+            assert isinstance(self._backend, ChecksOnDevice)
+            applied = self._backend.update_each_if_finite(updates)
+        elif len(updates) == 1:
             self._backend.update(*updates[0], first=True)
         elif updates:
             self._backend.update_all(updates)
         self._apply_shards(shards)
-        _advance([self.state[parameter]["step"] for parameter, _, action in tasks if action.steps])
+        _advance(steps, applied)
+        self._skipped.add_unapplied(applied)
+        return applied
 
     def perform(self, parameter: Tensor, gradient: Tensor | None, action: Action) -> None:
         """`perform_all` of one."""
         self.perform_all([(parameter, gradient, action)])
 
-    def _update_if_finite(self, backend: ChecksOnDevice, ready: Sequence[tuple[Tensor, Tensor]]) -> None:
-        """Update all or, where a gradient is not finite, none: the device decides, and nobody waits for it."""
-        known: dict[int, Hyperparameters] = {}
-        pairs = [(self._slot(parameter, known), gradient) for parameter, gradient in ready]
-        if pairs:
-            applied = backend.update_all_if_finite(pairs)
-            self._skipped_on_device = (1 - applied) + (0 if self._skipped_on_device is None else self._skipped_on_device)
-            _advance([slot.state["step"] for slot, _ in pairs], applied)
+    def update_if_all_finite(self, ready: Sequence[tuple[Tensor, Tensor]]) -> Sequence[Tensor]:
+        """Update all or, where a gradient is not finite, none: the device decides, where `checks_on_device` holds.
+
+        Args:
+            ready: parameter and gradient.
+
+        Returns:
+            Nothing of nothing; else one number, 1 where it was done, 0 where it was left out, 0-d on a device.
+        """
+        assert isinstance(self._backend, ChecksOnDevice)
+        slots = self._slots([parameter for parameter, _ in ready])
+        pairs = [(slot, gradient) for slot, (_, gradient) in zip(slots, ready, strict=True)]
+        if not pairs:
+            return ()
+        applied = self._backend.update_all_if_finite(pairs)
+        _advance([slot.state["step"] for slot, _ in pairs], [applied] * len(pairs))
+        self._skipped.add_unapplied([applied])
+        return [applied]
 
     def _apply_shards(self, shards: Sequence[tuple[Tensor, TensorSlot]]) -> None:
         """The step of tensors whose clip factor depends on shards elsewhere: sums of squares travel, in one exchange."""
@@ -276,19 +317,27 @@ class ReleasableOptimizer(Optimizer):
             known = self._validated[id(group)] = (now, hyperparameters(group))
         return known[1]
 
-    def _slot(self, parameter: Tensor, known: dict[int, Hyperparameters] | None = None) -> TensorSlot:
-        """What an update of the parameter reads and writes. `known` spares looking at a group again for each parameter."""
-        group = self.group_of(parameter)
-        known = {} if known is None else known
-        if id(group) not in known:
-            known[id(group)] = self._hyperparameters(group)
-        current = known[id(group)]
-        compensation = compensations.resolve(group["compensation"], dtype_name(parameter.dtype))
-        state = self.state[parameter]
-        if not state:
-            state.update(saved_state.initial_state(group, parameter, current))
-        here = LocalState(state) if is_sharded(parameter) else state
-        return TensorSlot(local(parameter), here, compensation, self.rule, current, group["capturable"])
+    def _slot(self, parameter: Tensor) -> TensorSlot:
+        """What an update of the parameter reads and writes."""
+        return self._slots([parameter])[0]
+
+    def _slots(self, parameters: Iterable[Tensor]) -> list[TensorSlot]:
+        """Those of many, where a group is looked at once."""
+        groups, slots = self._groups(), []
+        known: dict[tuple[int, torch.dtype], tuple[Hyperparameters, str, bool]] = {}
+        for parameter in parameters:
+            group = groups[parameter]
+            key = (id(group), parameter.dtype)
+            if key not in known:
+                compensation = compensations.resolve(group["compensation"], dtype_name(parameter.dtype))
+                known[key] = (self._hyperparameters(group), compensation, group["capturable"])
+            current, compensation, capturable = known[key]
+            state = self.state[parameter]
+            if not state:
+                state.update(saved_state.initial_state(group, parameter, current))
+            here = LocalState(state) if is_sharded(parameter) else state
+            slots.append(TensorSlot(local(parameter), here, compensation, self.rule, current, capturable))
+        return slots
 
     # -- state ----------------------------------------------------------------------------------------------------------
 
@@ -333,32 +382,26 @@ class ReleasableOptimizer(Optimizer):
         super().__setstate__(state)
         self._group_map = None
         self._validated = {}
-        self._skipped_on_device = None
+        if isinstance(self.__dict__.get("_skipped"), int):
+            self.skipped = self.__dict__["_skipped"]
         if backend is not None:  # a copy or an unpickled optimizer: hooks are on the parameters of the original
             self.release = None
             self._backend = select_backend(backend, self._parameters())
 
 
-def _advance(steps: list[Tensor], applied: Tensor | None = None) -> None:
-    """Count an update of each tensor: by one, or by `applied`, which is 0 where the device skipped it."""
-    by_device: dict[torch.device, list[Tensor]] = {}
-    for step in steps:
-        by_device.setdefault(step.device, []).append(step)
+def _advance(steps: Sequence[Tensor], applied: Sequence[Tensor] = ()) -> None:
+    """Count an update of each tensor: by one, or by its number of `applied`, which is 0 where the device skipped it."""
+    by_device: dict[torch.device, list[int]] = {}
+    for position, step in enumerate(steps):
+        by_device.setdefault(step.device, []).append(position)
     for device, here in by_device.items():
         # As a list of tensors: a number would be made a tensor for each of them on a CPU, and one tensor be waited for.
-        amount = torch.ones((), device=device) if applied is None else applied.to(device, non_blocking=True)
-        torch._foreach_add_(here, [amount] * len(here))  # pyright: ignore[reportPrivateImportUsage]  (documented: Foreach Operations)
-
-
-def finite(gradients: Sequence[Tensor]) -> list[bool]:
-    """Of each gradient, whether no element is an infinity or a NaN, in any shard of it. Waits for the device."""
-    faults = [(~is_finite(gradient, gradient_norm(gradient))).float() for gradient in gradients]
-    return [not bool(count) for count in sum_over_shards(gradients, faults)]
-
-
-def all_finite(gradients: Iterable[Tensor]) -> bool:
-    """Whether no element of any is an infinity or a NaN. Waits for the device."""
-    return all(finite(list(gradients)))
+        if applied:
+            amounts = [applied[i].to(device, non_blocking=True) for i in here]
+        else:
+            amounts = [torch.ones((), device=device)] * len(here)
+        counts = [steps[i] for i in here]
+        torch._foreach_add_(counts, amounts)  # pyright: ignore[reportPrivateImportUsage]  (documented: Foreach Operations)
 
 
 class StableAdamW(ReleasableOptimizer):
@@ -386,7 +429,7 @@ class StableAdamW(ReleasableOptimizer):
         backend: "auto", "triton", "compiled" or "eager". What "auto" picked is in `.backend`.
         on_nonfinite: a gradient with an infinity or a NaN: "propagate" it, "skip" the step and count it in `.skipped`, or
             "raise" before anything is changed. The last two wait for the device, except that backend="triton" with
-            capturable=True skips a step() without anybody waiting.
+            capturable=True skips without anybody waiting: a step(), and under release a gradient.
         maximize: ascend.
         capturable: keep the step counts on the parameters' device, so that a step can be captured in a CUDA graph.
         gradient_release: for `prepare_for_gradient_release`; new code calls `release_gradients` instead.

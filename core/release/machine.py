@@ -12,6 +12,9 @@ STATE      into the moments, free                          update, free  no: Ada
 MEASURE    norm and finiteness, free                       the same      changes nothing
 PAUSE      keep the gradient, as without release           the same      yes
 =========  ==============================================  ============  =======================
+
+"Update, free" may be put off: a small gradient waits, in the ledger, for a few others, so that one launch updates them all
+(`GradientReady.batched`, then `Launch`). The numbers do not depend on it.
 """
 
 from __future__ import annotations
@@ -37,6 +40,7 @@ class Status(enum.Enum):
 
     IDLE = "idle"  # no gradient of this group came yet
     HELD = "held"  # its gradient is alive and waits
+    QUEUED = "queued"  # its gradient is the whole one, alive, and waits for the launch that it shares with others
     ACCUMULATED = "accumulated"  # micro-batches of this group are in the moments, the parameter waits
     RELEASED = "released"  # updated in this group
 
@@ -46,6 +50,7 @@ class Action(enum.Enum):
 
     NOTHING = "nothing"
     KEEP = "keep"  # leave the gradient where it is
+    QUEUE = "queue"  # take the gradient: a `Launch` that comes before anybody looks uses it
     MEASURE = "measure"  # take its norm and finiteness, then free it
     ACCUMULATE_FIRST = "accumulate_first"  # into decayed moments, then free it
     ACCUMULATE = "accumulate"  # into the moments, then free it
@@ -57,7 +62,7 @@ class Action(enum.Enum):
     @property
     def frees(self) -> bool:
         """Whether no gradient is left afterwards."""
-        return self not in (Action.NOTHING, Action.KEEP)
+        return self not in (Action.NOTHING, Action.KEEP, Action.QUEUE)
 
     @property
     def steps(self) -> bool:
@@ -76,10 +81,17 @@ class GradientReady:
 
     last: no other micro-batch of this group follows.
     finite: False if it must not be used, because it holds an infinity or a NaN and such gradients are skipped.
+    batched: an update with it may wait for a few others.
     """
 
     last: bool = True
     finite: bool = True
+    batched: bool = False
+
+
+@dataclasses.dataclass(frozen=True)
+class Launch:
+    """What is queued is used. It comes before any other event of a queued tensor, and before the backward pass ends."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -98,7 +110,7 @@ class ZeroGrad:
     """optimizer.zero_grad(): gradients that wait are discarded, and the group closes."""
 
 
-Event = GradientReady | Step | ZeroGrad
+Event = GradientReady | Launch | Step | ZeroGrad
 
 
 @dataclasses.dataclass(frozen=True)
@@ -121,9 +133,14 @@ def decide(policy: Policy, status: Status, event: Event, *, strict: bool = True)
 
     Raises:
         Refused: the event makes an exact result impossible; nothing was changed.
+        ValueError: a tensor is queued and something else than its launch comes, or the reverse: the frontend is at fault.
     """
     if isinstance(event, GradientReady):
         return _gradient_ready(policy, status, event, strict)
+    if isinstance(event, Launch) != (status is Status.QUEUED):
+        raise ValueError(f"{event} of a tensor that is {status.value}: what is queued must be launched first, and only that")
+    if isinstance(event, Launch):
+        return Decision(Action.UPDATE, _updated(strict))
     if isinstance(event, Step):
         return _step(status, event, strict)
     return _zero_grad(status, strict)
@@ -134,6 +151,8 @@ def _gradient_ready(policy: Policy, status: Status, event: GradientReady, strict
         return Decision(Action.MEASURE, status)
     if policy is Policy.PAUSE:
         return Decision(Action.KEEP, Status.HELD if status is Status.IDLE else status)
+    if status is Status.QUEUED:
+        raise ValueError("a gradient of a tensor that is queued: what is queued must be launched first")
     if status is Status.RELEASED and strict:
         raise Refused(
             "it was already updated in this step, and another gradient arrived before optimizer.step(). "
@@ -143,16 +162,22 @@ def _gradient_ready(policy: Policy, status: Status, event: GradientReady, strict
     last = event.last or policy is Policy.RELEASE
     if policy is Policy.HOLD and not last:
         return Decision(Action.KEEP, Status.HELD)
-    updated = Status.RELEASED if strict else Status.IDLE
+    updated = _updated(strict)
     if status is Status.ACCUMULATED:
         used = Action.UPDATE_LAST if last else Action.ACCUMULATE
         unused = Action.APPLY if last else Action.DISCARD
     else:
         used = Action.UPDATE if last else Action.ACCUMULATE_FIRST
         unused = Action.DISCARD
+    if event.finite and event.batched and used is Action.UPDATE:
+        return Decision(Action.QUEUE, Status.QUEUED)
     if event.finite:
         return Decision(used, updated if last else Status.ACCUMULATED)
     return Decision(unused, updated if last else status)
+
+
+def _updated(strict: bool) -> Status:
+    return Status.RELEASED if strict else Status.IDLE
 
 
 def _step(status: Status, event: Step, strict: bool) -> Decision:

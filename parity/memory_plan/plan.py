@@ -42,6 +42,7 @@ class InPlaceKernels:
     """Stands in for a backend whose kernels update in place and allocate nothing; it does nothing at all."""
 
     name = "kernels"
+    one_launch = False  # nothing waits: a gradient is gone when its kernel is launched
 
     def update_all(self, pairs: Sequence[tuple[TensorSlot, Tensor]], *, grad_scale: Tensor | None = None) -> None:
         """See `Backend`."""

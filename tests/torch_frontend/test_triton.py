@@ -28,6 +28,7 @@ ROOT = Path(__file__).resolve().parents[2]
 INTERPRETED = [
     "tests/torch_frontend/triton_interpreter/test_specification.py",
     "tests/torch_frontend/triton_interpreter/test_launches.py",
+    "tests/torch_frontend/triton_interpreter/test_release_launches.py",
     "tests/torch_frontend/test_combinations.py",
 ]
 

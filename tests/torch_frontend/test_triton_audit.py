@@ -143,12 +143,14 @@ def test_audit_of_the_launch_for_one_tensor(name: str, storage: Storage, action:
     [
         (group_kernel, (), {"PHASES": "write", "CLIP": False}),
         (group_kernel, ("applied_ptr",), {"PHASES": "measure", "STEP_ON_DEVICE": True}),
+        (group_kernel, ("applied_ptr",), {"PHASES": "measure", "EACH": True, "STEP_ON_DEVICE": True}),
         (group_kernel, ("applied_ptr",), {"PHASES": "write", "STEP_ON_DEVICE": True}),
+        (group_kernel, ("applied_ptr",), {"PHASES": "write", "EACH": True, "STEP_ON_DEVICE": True}),
         (group_kernel, ("numbers", "grad_scale_ptr"), {"STEP_ON_DEVICE": True, "MAXIMIZE": True}),
         (tensor_kernel, ("step_ptr", "applied_ptr", "grad_scale_ptr"), {"CLIP": False, "L2": True}),
         (tensor_kernel, ("square_before", "numbers"), {"FIRST": False}),
     ],
-    ids=["adamw", "measure", "write", "capturable", "adam-checked", "last-micro-batch"],
+    ids=["adamw", "measure", "measure-each", "write", "write-each", "capturable", "adam-checked", "last-micro-batch"],
 )
 def test_audit_of_the_other_forms_of_a_launch(kernel, present: tuple[str, ...], changes: dict) -> None:
     audit = compile_or_skip(kernel, SPLIT, HOPPER, present, **changes)

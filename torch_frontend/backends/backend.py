@@ -68,6 +68,8 @@ class Backend(Protocol):
     """
 
     name: str
+    one_launch: bool
+    """Whether `update_all` of many small tensors costs the host about as much as `update` of one."""
 
     def update_all(self, pairs: Sequence[tuple[TensorSlot, Tensor]], *, grad_scale: Tensor | None = None) -> None:
         """`update`, with first=True, of many tensors at once."""
@@ -90,12 +92,18 @@ class Backend(Protocol):
 class ChecksOnDevice(Protocol):
     """A backend that leaves everything as it is when a gradient is not finite, without the host knowing.
 
-    Both functions return a 0-d float32 tensor on the device: 1 where the update was applied, 0 where it was skipped. It is
-    what "step" has to be advanced by. Nothing is written before every gradient was looked at.
+    What is returned is 0-d float32 on the device: 1 where the update was applied, 0 where it was skipped. It is what "step"
+    has to be advanced by. Nothing is written to a tensor before all of what decides about it was looked at.
     """
 
     def update_all_if_finite(self, pairs: Sequence[tuple[TensorSlot, Tensor]], *, grad_scale: Tensor | None = None) -> Tensor:
         """`Backend.update_all`, of all tensors or of none."""
+        ...
+
+    def update_each_if_finite(
+        self, pairs: Sequence[tuple[TensorSlot, Tensor]], *, grad_scale: Tensor | None = None
+    ) -> list[Tensor]:
+        """`Backend.update_all`, of those tensors whose own gradient is finite."""
         ...
 
     def update_if_finite(self, slot: TensorSlot, gradient: Tensor, *, grad_scale: Tensor | None = None) -> Tensor:

@@ -41,6 +41,7 @@ class CompiledBackend:
     """See `Backend`."""
 
     name = "compiled"
+    one_launch = False
 
     def __init__(self) -> None:
         self._eager = EagerBackend()

@@ -31,6 +31,7 @@ class EagerBackend:
     """See `Backend`."""
 
     name = "eager"
+    one_launch = False
 
     def update_all(self, pairs: Sequence[tuple[TensorSlot, Tensor]], *, grad_scale: Tensor | None = None) -> None:
         """See `Backend`."""

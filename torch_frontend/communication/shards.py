@@ -11,9 +11,13 @@ from torch import Tensor
 from ...core.errors import UnsupportedTensor
 
 
+PLAIN = (Tensor, torch.nn.Parameter)
+"""Classes of tensors that are no shard of another: most tensors, of which nothing more needs to be asked."""
+
+
 def is_sharded(tensor: Any) -> bool:
     """Whether the tensor is a DTensor. Asked of its methods: importing DTensor takes a second that most do not need."""
-    return hasattr(tensor, "to_local")
+    return type(tensor) not in PLAIN and hasattr(tensor, "to_local")
 
 
 def local(tensor: Any) -> Any:

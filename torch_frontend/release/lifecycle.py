@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from torch import Tensor
 
@@ -63,17 +63,41 @@ class Lifecycle:
         except Refused as refusal:
             raise Refused(f"{self._describe(parameter)}: {refusal}") from None
 
-    def carry_out(self, decided: Sequence[tuple[Tensor, Tensor | None, Decision]]) -> None:
-        """Do it: of each parameter its gradient, ready to be used as it is, and what is to be done."""
+    def carry_out(self, decided: Sequence[tuple[Tensor, Tensor | None, Decision]], *, check: str = "") -> Sequence[Tensor]:
+        """Do it: of each parameter its gradient, ready to be used as it is, and what is to be done.
+
+        Args:
+            decided: as above. A gradient that is queued is taken out of `.grad`, and comes again with its `Launch`.
+            check: "each": an update whose gradient is not finite is left out; "all": all are, if one is not; by the device
+                (`ReleasableOptimizer.checks_on_device`), and all that is decided are updates.
+
+        Returns:
+            With check, 1 where it was done, 0 where it was left out, of each or of all, 0-d on the device.
+        """
         tasks = [(parameter, gradient, decision.action) for parameter, gradient, decision in decided]
         used = [task for task in tasks if task[2].steps or task[2] in (Action.ACCUMULATE, Action.ACCUMULATE_FIRST)]
+        applied: Sequence[Tensor] = ()
+        if check == "all":
+            applied = self._optimizer.update_if_all_finite([(p, g) for p, g, _ in used if g is not None])
+        elif used:
+            applied = self._optimizer.perform_all(used, if_finite=check == "each")
         if used:
-            self._optimizer.perform_all(used)
             self._optimizer._opt_called = True
         for parameter, _, decision in decided:
-            if decision.action.frees:
+            if self.status(parameter) is Status.QUEUED:  # its gradient is not in `.grad`, where another may be
+                self.ledger.free(parameter)
+            elif decision.action is Action.QUEUE:
+                parameter.grad = None
+            elif decision.action.frees:
                 self.free(parameter)
             self._status[parameter] = decision.status
+        return applied
+
+    def give_back(self, gradients: Mapping[Tensor, Tensor]) -> None:
+        """What was queued could not be used: it is held in `.grad`."""
+        for parameter, gradient in gradients.items():
+            parameter.grad = gradient if parameter.grad is None else gradient + parameter.grad
+            self._status[parameter] = Status.HELD
 
     def waiting(self) -> dict[Tensor, Tensor | None]:
         """The parameters that a step() has to look at, with the gradients that wait in `.grad`."""

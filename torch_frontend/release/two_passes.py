@@ -2,33 +2,42 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import contextlib
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor
 from torch.utils.checkpoint import CheckpointFunction
 
-from ...core.errors import PenstockError, Refused
+from ...core.errors import NonFiniteGradient, PenstockError, Refused
 from .graph import Graph
 from .guard import SetAside
+from .measurement import Measurement
+from .parts import Parts
 
-if TYPE_CHECKING:
-    from .release import Release
 
-
-def two_passes(release: Release, loss: Tensor, seed: Tensor, keep_bytes: int) -> None:
+def two_passes(parts: Parts, loss: Tensor, seed: Tensor, keep_bytes: int) -> None:
     """The backward of a guarded loss.
 
     The first pass adds nothing to the gradients of leaves that are not released: the second does. If the measured gradient
     must not be used, there is no second one, and those leaves get what the first gave them.
 
     Args:
-        release: measures, and updates.
+        parts: measure, and update.
         loss: 0-d, with its graph.
         seed: what backward() came with.
         keep_bytes: gradients of that many bytes may stay alive between the passes. The second need not compute them again.
     """
-    hooks = release.hooks
+    parts.launches.flush()
+    if parts.released or parts.conditioning.overflow_to_be_judged:
+        raise Refused(
+            "a second guarded backward() before optimizer.step(): the first has taken its gradient for the whole one, for "
+            "its norm and for whether it is finite. Add the losses up, and guard their sum; or use accumulation='hold'. "
+            "optimizer.step() or optimizer.zero_grad() closes a step."
+        )
+    parts.conditioning.withdraw()
+    parts.attach()
+    hooks = parts.hooks
     for parameter in hooks.parameters:
         if parameter.grad is not None:
             raise Refused(
@@ -43,7 +52,7 @@ def two_passes(release: Release, loss: Tensor, seed: Tensor, keep_bytes: int) ->
         keep_bytes = 0
     aside = SetAside(foreign)
     try:
-        with release.measuring(keep_bytes) as measured:
+        with _measuring(parts, keep_bytes) as measured:
             torch.autograd.backward(loss, seed, retain_graph=True)
         for parameter in hooks.parameters:
             if parameter.grad is not None and parameter not in measured.kept:  # no hook freed it
@@ -51,14 +60,14 @@ def two_passes(release: Release, loss: Tensor, seed: Tensor, keep_bytes: int) ->
                 raise hooks.lost(parameter)
     except BaseException:
         aside.restore()
-        release.forget(hooks.parameters)
+        parts.forget(hooks.parameters)
         raise
-    with release.updating(measured) as usable:
+    with _updating(parts, measured) as usable:
         if not usable:
             aside.restore(add=True)
             return
         if not graph.leaves.issuperset(measured.parameters):  # some are hidden, and would be computed again
-            release.forget(measured.kept)
+            parts.forget(measured.kept)
             measured.kept.clear()
         left_over = [parameter for parameter in measured.parameters if parameter not in measured.kept]
         aside.restore(add=not left_over)
@@ -66,7 +75,34 @@ def two_passes(release: Release, loss: Tensor, seed: Tensor, keep_bytes: int) ->
             others = [leaf for leaf in graph.leaves & foreign if leaf.requires_grad]
             _second_pass(loss, seed, [*left_over, *others] if measured.kept else None)
         for parameter in list(measured.kept):
-            release.deliver([parameter])
+            parts.deliver([parameter])
+
+
+@contextlib.contextmanager
+def _measuring(parts: Parts, keep_bytes: int) -> Iterator[Measurement]:
+    """Gradients in this context are measured, and freed but for the first that fit into keep_bytes."""
+    judge = parts.optimizer.on_nonfinite != "propagate" or parts.conditioning.scaler is not None
+    measured = parts.measurement = Measurement(judge=judge, keep_bytes=keep_bytes)
+    try:
+        yield measured
+        parts.communication.flush(always=True)
+        if parts.optimizer.on_nonfinite == "raise" and parts.conditioning.scaler is None and not measured.finite:
+            raise NonFiniteGradient("a gradient holds an infinity or a NaN; nothing was updated.")
+    finally:
+        parts.measurement = None
+        parts.arrivals.end_pass()
+
+
+@contextlib.contextmanager
+def _updating(parts: Parts, measured: Measurement) -> Iterator[bool]:
+    """Gradients in this context are those that were measured, and are used; False if they must not be."""
+    with parts.conditioning.decide(measured) as finite:
+        if not finite:
+            parts.forget(measured.kept)
+            parts.nonfinite.count()
+        yield finite
+        if finite:
+            parts.finish_round(always=True)
 
 
 def _second_pass(loss: Tensor, seed: Tensor, inputs: list[Tensor] | None) -> None:

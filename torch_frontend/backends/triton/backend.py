@@ -44,10 +44,11 @@ class TritonBackend:
     """See `Backend`, and `ChecksOnDevice`.
 
     update_all() is one launch for each parameter group (more where dtypes, devices or step counts differ within it). Under
-    release a tensor is one launch: its gradient is freed when the hook returns, so that no later one can be waited for.
+    release a large tensor is one launch, and small ones, which a launch costs more than their update, wait for each other.
     """
 
     name = "triton"
+    one_launch = True
 
     def __init__(self) -> None:
         if interpreted():
@@ -75,6 +76,23 @@ class TritonBackend:
             self._launch_group(jobs, "write", flags[_device(jobs)], grad_scale, square)
         return applied
 
+    def update_each_if_finite(
+        self, pairs: Sequence[tuple[TensorSlot, Tensor]], *, grad_scale: Tensor | None = None
+    ) -> list[Tensor]:
+        """See `ChecksOnDevice`. Of several alike two launches, of one by itself one."""
+        if len(pairs) == 1:
+            return [self.update_if_finite(*pairs[0], grad_scale=grad_scale)]
+        applied: dict[int, Tensor] = {}
+        for jobs in _alike(pairs):
+            flags = torch.ones(len(jobs), dtype=torch.float32, device=_device(jobs))
+            squares = self._launch_group(jobs, "measure", flags, grad_scale, each=True)
+            self._launch_group(jobs, "write", flags, grad_scale, squares, each=True)
+            applied |= zip((id(job.slot) for job in jobs), flags.unbind(), strict=True)
+        return [
+            applied[id(slot)] if id(slot) in applied else torch.ones((), device=slot.parameter.device)  # empty: nothing to do
+            for slot, _ in pairs
+        ]
+
     def _launch_group(
         self,
         jobs: Sequence[Job],
@@ -82,6 +100,8 @@ class TritonBackend:
         applied: Tensor | None,
         grad_scale: Tensor | None,
         squares: Tensor | None = None,
+        *,
+        each: bool = False,
     ) -> Tensor:
         """One launch; the mean squares, which "write" takes from "measure"."""
         slot, lead, lead_addresses = jobs[0]
@@ -99,7 +119,7 @@ class TritonBackend:
                 squares = torch.empty(len(jobs), dtype=wide, device=device)
             buffer, arguments = numbers_of(slot, wide, device, scratch)
             compiled_in = _options(slot, chosen, lead, lead_addresses)
-            compiled_in |= {"PHASES": phases, "STEP_ON_DEVICE": slot.capturable}
+            compiled_in |= {"PHASES": phases, "EACH": each, "STEP_ON_DEVICE": slot.capturable}
             programs = tables.ticket_count
             if phases == "both":
                 programs = min(programs, properties.multiprocessors * chosen.programs)
@@ -198,15 +218,20 @@ class TritonBackend:
 def _alike(pairs: Sequence[tuple[TensorSlot, Tensor]]) -> list[list[Job]]:
     """The tensors that one launch can update together. Empty ones have nothing to update."""
     found: dict[Key, list[Job]] = {}
+    last: Key = ()
+    jobs: list[Job] = []
     for slot, gradient in pairs:
         given = operands(slot, gradient)
-        if given.parameter.numel() == 0:  # a shard may be empty where its parameter is not
-            continue
+        g, m, v, p, k = _five(given)
+        addresses = [g.data_ptr(), m.data_ptr(), v.data_ptr(), p.data_ptr(), k.data_ptr()]
         number = None if slot.capturable else slot.step_number
-        addresses = [tensor.data_ptr() for tensor in _five(given)]
-        dtypes = (gradient.dtype, given.exp_avg.dtype, given.exp_avg_sq.dtype, given.parameter.dtype, given.kept.dtype)
-        key = (id(slot.hyperparameters), number, slot.compensation, given.parameter.device, dtypes)
-        found.setdefault((*key, alignment(given, addresses)), []).append(Job(slot, given, addresses))
+        where = (p.get_device(), alignment(given, addresses))
+        key = (id(slot.hyperparameters), number, slot.compensation, *where, g.dtype, m.dtype, v.dtype, p.dtype, k.dtype)
+        if p.numel() == 0:  # a shard may be empty where its parameter is not
+            continue
+        if key != last:  # most follow others that are alike, and need no hash
+            last, jobs = key, found.setdefault(key, [])
+        jobs.append(Job(slot, given, addresses))
     return list(found.values())
 
 

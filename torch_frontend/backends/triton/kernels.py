@@ -236,7 +236,7 @@ def update_group(
     items, tensors, partials, squares, counters, item_count, tensor_count, applied_ptr, grad_scale_ptr,
     numbers, first1, log1, first2, log2, lr, eps, floor, decay,
     PHASES: tl.constexpr, CLIP: tl.constexpr, L2: tl.constexpr, MAXIMIZE: tl.constexpr, COMPENSATION: tl.constexpr,
-    STEP_ON_DEVICE: tl.constexpr, ALIGNMENT: tl.constexpr, HINTS: tl.constexpr,
+    EACH: tl.constexpr, STEP_ON_DEVICE: tl.constexpr, ALIGNMENT: tl.constexpr, HINTS: tl.constexpr,
     G: tl.constexpr, M: tl.constexpr, V: tl.constexpr, P: tl.constexpr, K: tl.constexpr, WIDE: tl.constexpr,
     TILES: tl.constexpr, BLOCK: tl.constexpr, TAIL: tl.constexpr,
 ):  # fmt: skip
@@ -252,7 +252,8 @@ def update_group(
         squares: WIDE, a mean square for each tensor; written by measure, read by write.
         counters: int32, zero: ticket, programs that have left, then for each tensor items arrived and whether its mean
             square is ready. They are zero again at the end.
-        applied_ptr: float32 0-d, or None. Measure puts 0 there if a gradient is not finite; write does nothing then.
+        applied_ptr: float32, or None: one number for all tensors, or with EACH one for each. Measure puts 0 there if a
+            gradient is not finite; write does nothing then.
         grad_scale_ptr: 0-d, or None: a factor of every gradient.
         numbers: None, and the scalars are arguments; or WIDE, `NUMBERS` of them.
         PHASES: "measure", "write", or "both" with tickets.
@@ -283,13 +284,16 @@ def update_group(
         step_ptr = tl.load(row + 5).to(tl.pointer_type(tl.float32))
         n = tl.load(row + 6)
         base = item.to(tl.int64) * (TILES * BLOCK)
+        flag_ptr = applied_ptr
+        if EACH:
+            flag_ptr += tensor
         arrived = counters + 2 + tensor * 2
         complement2 = debiased_complement(first2, log2, step_ptr, STEP_ON_DEVICE, WIDE)
         if PHASES != "write" and phase == 0:
             slot = tl.load(row + 7)
             count = tl.load(row + 8).to(tl.int32)
             partial = _measured_item(
-                g_ptr, v_ptr, p_ptr, k_ptr, base, n, applied_ptr, grad_scale_ptr, complement2, floor, decay,
+                g_ptr, v_ptr, p_ptr, k_ptr, base, n, flag_ptr, grad_scale_ptr, complement2, floor, decay,
                 True, L2, MAXIMIZE, COMPENSATION, WIDE, KEEP, TILES, BLOCK, TAIL,
             )  # fmt: skip
             if CLIP:
@@ -302,8 +306,8 @@ def update_group(
             if PHASES == "both":
                 _wait(arrived + 1)
             usable = True
-            if applied_ptr is not None:
-                usable = tl.load(applied_ptr) != 0.0
+            if flag_ptr is not None:
+                usable = tl.load(flag_ptr) != 0.0
             if usable:
                 eta = lr
                 if CLIP:

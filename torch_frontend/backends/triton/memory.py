@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import functools
-import operator
 from collections.abc import Hashable, MutableMapping, Sequence
 from typing import Any, NamedTuple
 
@@ -12,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ....core.errors import Refused, UnsupportedTensor
-from ...communication.shards import local
+from ...communication.shards import PLAIN, local
 from ..backend import TensorSlot
 from .availability import dense
 
@@ -25,9 +23,6 @@ CAPTURES = 4
 
 REMEMBERED = 64
 """Sets of constants on a device."""
-
-PLAIN = (Tensor, torch.nn.Parameter)
-"""Classes of tensors that are no shard of another."""
 
 
 class Operands(NamedTuple):
@@ -66,8 +61,9 @@ def operands(slot: TensorSlot, gradient: Tensor | None) -> Operands:
 
 
 def alignment(given: Operands, addresses: Sequence[int]) -> int:
-    """Bytes that every address is a multiple of: those of the widest access, or only those of the narrowest element."""
-    if functools.reduce(operator.or_, addresses) % WIDEST == 0:
+    """Bytes that each of the five addresses is a multiple of: those of the widest access, or only those of the narrowest element."""
+    gradient, exp_avg, exp_avg_sq, parameter, kept = addresses
+    if (gradient | exp_avg | exp_avg_sq | parameter | kept) % WIDEST == 0:
         return WIDEST
     return min(tensor.element_size() for tensor in given if tensor is not None)
 

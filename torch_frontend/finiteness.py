@@ -1,0 +1,50 @@
+"""Gradients with an infinity or a NaN: found, and counted where they were not used."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import torch
+from torch import Tensor
+
+from .clipping import gradient_norm, is_finite
+from .communication.shards import sum_over_shards
+
+
+def finite(gradients: Sequence[Tensor]) -> list[bool]:
+    """Of each gradient, whether no element is an infinity or a NaN, in any shard of it. Waits for the device."""
+    faults = [(~is_finite(gradient, gradient_norm(gradient))).float() for gradient in gradients]
+    return [not bool(count) for count in sum_over_shards(gradients, faults)]
+
+
+def all_finite(gradients: Iterable[Tensor]) -> bool:
+    """Whether no element of any is an infinity or a NaN. Waits for the device."""
+    return all(finite(list(gradients)))
+
+
+class SkipCount:
+    """How often something was not used, on the host and, where nobody waits for it, on the device."""
+
+    def __init__(self, count: int = 0) -> None:
+        self._here = count
+        self._there: Tensor | None = None
+
+    def add(self, count: int = 1) -> None:
+        """The host knows of so many."""
+        self._here += count
+
+    def add_unapplied(self, applied: Iterable[Tensor]) -> None:
+        """The device knows: 0-d float32, each 0 where it was not used, else 1."""
+        by_device: dict[torch.device, list[Tensor]] = {}
+        for flag in applied:
+            by_device.setdefault(flag.device, []).append(flag)
+        for device, flags in by_device.items():
+            if self._there is None:
+                self._there = torch.zeros((), dtype=torch.float64, device=device)
+            skipped = len(flags) - torch.stack(flags).sum()
+            self._there.add_(skipped.to(self._there.device, non_blocking=True))  # in place: a captured graph goes on counting
+
+    @property
+    def total(self) -> int:
+        """So many. Waits for the device where only that knows."""
+        return self._here + (0 if self._there is None else int(self._there))
