@@ -14,7 +14,7 @@ from collections.abc import Iterable, Iterator, Mapping
 
 import numpy as np
 
-from ..core.compensation import resolve
+from ..core.compensation import possible, resolve
 from ..core.dtypes import LOW_PRECISION, StateDtypes, compute_dtype, state_dtypes
 from ..core.errors import InvalidArgument
 from ..core.hyperparameters import Hyperparameters
@@ -148,9 +148,8 @@ def storages(dtype: str, kept: str) -> tuple[Storage, ...]:
     """Ways to keep a parameter of a dtype: `kept` is that of `Setting.storages`."""
     if kept == "default":
         return (Storage(resolve("auto", dtype), None),)
-    compensations = {"bfloat16": ("none", "kahan", "split"), "float16": ("none", "kahan")}.get(dtype, ("none",))
     states = (None, compute_dtype(dtype)) if kept == "all" and dtype in LOW_PRECISION else (None,)
-    return tuple(Storage(compensation, state) for compensation in compensations for state in states)
+    return tuple(Storage(compensation, state) for compensation in possible(dtype) for state in states)
 
 
 def all_cases() -> Iterator[Case]:

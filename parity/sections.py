@@ -9,6 +9,7 @@ from ..core.errors import InvalidArgument
 from .backends.protocol import Backend
 from .cases import matches
 from .compare import Finding
+from .conversion import Conversion
 from .differences import Differences
 from .events import Events
 from .frameworks import Frameworks
@@ -70,8 +71,8 @@ SECTIONS: tuple[Section, ...] = (
     Memory(),
     Trajectories(),
     Frameworks(),
+    Conversion(),
     Differences(),
-    # the next one
 )
 """In the order in which they run."""
 

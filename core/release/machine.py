@@ -173,7 +173,8 @@ def _gradient_ready(policy: Policy, status: Status, event: GradientReady, strict
         return Decision(Action.QUEUE, Status.QUEUED)
     if event.finite:
         return Decision(used, updated if last else Status.ACCUMULATED)
-    return Decision(unused, updated if last else status)
+    # What is discarded waits no more; micro-batches that are in the moments still do.
+    return Decision(unused, updated if last else Status.ACCUMULATED if status is Status.ACCUMULATED else Status.IDLE)
 
 
 def _updated(strict: bool) -> Status:

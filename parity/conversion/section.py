@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-import math
-from collections.abc import Callable, Iterator, Sequence
-
-import numpy as np
+from collections.abc import Iterator, Sequence
 
 from ...core.compensation import resolve
 from ...core.dtypes import PARAMETER_DTYPES
 from ...core.rules import RULES
 from ..backends.protocol import Backend
-from ..cases import SETTINGS, Case, Problem, storages
-from ..compare import Row, rows
+from ..cases import Case, Problem, storages
+from ..compare import Finding, Refusal, failed, identical, rows
+from ..progress import Progress
+from ..settings import SETTINGS
 from ..truth import truths
 from .routes import BACKENDS, HALF, ROUTES, ConversionCase, travel
 
@@ -34,7 +33,7 @@ class Conversion:
         for dtype in PARAMETER_DTYPES:
             for turn, rule in enumerate(RULES.values()):
                 problem = Problem(SETTING, rule, dtype)
-                for storage in storages(dtype, state_dtypes=False):
+                for storage in storages(dtype, "compensations"):
                     if not quick:
                         found += [ConversionCase(route, Case(problem, storage)) for route in ROUTES]
                     elif storage.compensation == resolve("auto", dtype):
@@ -52,8 +51,8 @@ class Conversion:
         backends: Sequence[Backend],
         cases: Sequence[ConversionCase],
         steps: Sequence[int],
-        progress: Callable[[str, str], None],
-    ) -> Iterator[Row]:
+        progress: Progress,
+    ) -> Iterator[Finding]:
         """See `Section`. A route runs where the backends of both its ends were chosen."""
         chosen = {backend.name for backend in backends}
         for problem, group in itertools.groupby(cases, key=lambda each: each.case.problem):
@@ -63,25 +62,17 @@ class Conversion:
             for conversion in members:
                 end = BACKENDS[conversion.route[1]]
                 progress(conversion.name, end)
-                if not {BACKENDS[side] for side in conversion.route} <= chosen:
+                missing = [BACKENDS[side] for side in conversion.route if BACKENDS[side] not in chosen]
+                if missing:
+                    for name in sorted({BACKENDS[side] for side in conversion.route} & chosen):
+                        yield Refusal(conversion.name, name, f"its other end is {missing[0]}, which does not run")
                     continue
                 try:
                     promises, held = travel(conversion)
                 except Exception as error:
-                    yield _failed(conversion.name, end, f"{type(error).__name__}: {error}")
+                    yield failed(conversion.name, end, HALF, f"{type(error).__name__}: {error}", "state")
                     continue
                 for promise in promises:
-                    yield _identical(conversion.name, end, promise.quantity, promise.one, promise.other)
+                    yield identical(conversion.name, end, HALF, promise.quantity, promise.one, promise.other)
                 for row in rows(conversion.case, end, held, truth):
                     yield dataclasses.replace(row, case=conversion.name)
-
-
-def _identical(case: str, backend: str, quantity: str, one: np.ndarray, other: np.ndarray) -> Row:
-    bits = np.dtype(f"u{one.dtype.itemsize}")
-    count = int(np.count_nonzero(one.view(bits) != other.view(bits)))
-    return Row(case, backend, HALF, quantity, count / max(one.size, 1), 0.0, count, 0.0, math.inf if count else 0.0)
-
-
-def _failed(case: str, backend: str, failure: str) -> Row:
-    nan = math.nan
-    return Row(case, backend, HALF, "state", nan, nan, nan, nan, nan, failure)

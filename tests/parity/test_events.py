@@ -233,9 +233,8 @@ def sequences(draw: st.DrawFn) -> EventSequence:
             final = number == count - 1
             tensors = draw(some_of())
             bad = draw(some_of(tensors, least=0)) if kind in ("skip", "scale") and draw(st.booleans()) else ()
-            # A pass that is not the last of its step, where nothing accumulates, has to be paused. Where micro-batches go
-            # into the moments, one that is paused must not be skipped later: its tensor would count as waiting for ever.
-            may_pause = kind == "plain" or (kind == "skip" and accumulation == "hold")
+            # A pass that is not the last of its step, where nothing accumulates, has to be paused.
+            may_pause = kind in ("plain", "skip")
             paused = not final and (accumulation is None or (may_pause and draw(st.integers(0, 2)) == 0))
             factor = draw(st.sampled_from([0.01, 1.0, 30.0]))
             group.append(Backward(tensors, factor, bad, paused, last=final and draw(st.booleans())))
