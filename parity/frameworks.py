@@ -27,8 +27,8 @@ from .settings import SETTINGS
 from .truth import Truth, truths
 
 TORCH, JAX = "eager", "jax"
-SETTING = next(setting for setting in SETTINGS if setting.name == "shapes")
-"""Tensors of odd shapes, 0-d and zero-size among them."""
+SETTING, QUICK_SETTING = (next(setting for setting in SETTINGS if setting.name == name) for name in ("shapes", "B"))
+"""Tensors of odd shapes, 0-d and zero-size among them; in a quick run the matrix whose programs are compiled already."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,8 +51,9 @@ class Frameworks:
 
     def cases(self, *, quick: bool) -> Sequence[Pair]:
         """See `Section`."""
+        setting = QUICK_SETTING if quick else SETTING
         return [
-            Pair(Case(Problem(SETTING, rule, dtype), Storage(resolve("auto", dtype), None)))
+            Pair(Case(Problem(setting, rule, dtype), Storage(resolve("auto", dtype), None)))
             for dtype in PARAMETER_DTYPES
             for rule in RULES.values()
         ]

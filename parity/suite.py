@@ -91,6 +91,13 @@ def run_sections(
         watch.stop()
         rows = [finding for finding in found if isinstance(finding, Row)]
         refusals = [finding for finding in found if isinstance(finding, Refusal)]
+        visited = {finding.case for finding in found}
+        refusals += [
+            Refusal(case.name, backend.name, "it takes no part in this section")
+            for case in cases
+            if case.name not in visited
+            for backend in backends
+        ]
         results.append(SectionResult(section, rows, refusals, dict(watch.seconds)))
     names = [backend.name for backend in backends]
     peers = frozenset(backend.name for backend in backends if is_peer(backend))

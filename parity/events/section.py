@@ -46,14 +46,16 @@ class Events:
         """See `Section`."""
         for case in cases:
             progress(case.name, "reference")
-            true = functools.cache(functools.partial(truth, case))
+            clips = case.sequence.max_norm is not None
+            norms = {backend.norm_eps if clips else 0.0 for backend in backends if isinstance(backend, RunsEvents)}
+            true = {norm_eps: truth(case, norm_eps) for norm_eps in norms}
             for backend in backends:
                 progress(case.name, backend.name)
                 reason = refusal(backend, case)
                 if reason is not None:
                     yield Refusal(case.name, backend.name, reason)
                 elif isinstance(backend, RunsEvents):
-                    yield from run_case(backend.name, backend, case, true(backend.norm_eps))
+                    yield from run_case(backend.name, backend, case, true[backend.norm_eps if clips else 0.0])
 
 
 def _turns(pairs: Sequence[tuple[Rule, str]]) -> Iterator[tuple[Rule, str]]:

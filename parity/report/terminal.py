@@ -93,7 +93,7 @@ def differences(title: str, rows: Sequence[Row]) -> Table:
     pairs_go_down = len(pairs) > len(places)
     made.add_column("backends" if pairs_go_down else "case, steps", no_wrap=True)
     for name in places if pairs_go_down else pairs:
-        made.add_column(escape(name), justify="right")
+        made.add_column(escape(name.replace("/", "\n").replace(", ", "\n")), justify="right")
     for line in pairs if pairs_go_down else places:
         keys = [(line, place) for place in places] if pairs_go_down else [(pair, line) for pair in pairs]
         made.add_row(escape(line), *(" ".join(cells.get(key, ["-"])) for key in keys))

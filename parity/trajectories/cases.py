@@ -47,7 +47,7 @@ PROGRAMS = (
 )
 """What is run by a backend that compiles a program a case, which takes three to five seconds."""
 
-QUICK_PROGRAMS = {"release/adam/float32": "walk", "clip/stable_adamw/float32": "jax"}
+QUICK_PROGRAMS = {"clip/stable_adamw/float32": "jax"}
 """What of it a quick run has, and for which backend."""
 
 

@@ -21,12 +21,13 @@ BOTH = [TorchBackend("eager"), JaxBackend()]
 
 
 def rows(pattern: str, steps: tuple[int, ...] = (1, 3)) -> list[Row]:
-    cases = [case for case in Frameworks().cases(quick=True) if pattern in case.name]
+    cases = [case for case in Frameworks().cases(quick=False) if pattern in case.name]
     return [row for row in Frameworks().run(BOTH, cases, steps, silent) if isinstance(row, Row)]
 
 
-def test_every_rule_and_dtype_has_a_pair_with_the_default_compensation() -> None:
-    cases = Frameworks().cases(quick=True)
+@pytest.mark.parametrize("quick", [False, True])
+def test_every_rule_and_dtype_has_a_pair_with_the_default_compensation(quick: bool) -> None:
+    cases = Frameworks().cases(quick=quick)
     rules, dtypes = ("stable_adamw", "adamw", "adam"), ("float64", "float32", "bfloat16", "float16")
     assert {pair.name for pair in cases} == {f"frameworks/{rule}/{dtype}" for rule in rules for dtype in dtypes}
     kept = {pair.case.problem.dtype: pair.case.storage.compensation for pair in cases}
@@ -69,7 +70,7 @@ def test_where_arrays_cannot_cross_they_are_compared_through_the_host_and_that_i
         raise BufferError("on another device")
 
     monkeypatch.setattr("torch.utils.dlpack.from_dlpack", elsewhere)
-    pair = Frameworks().cases(quick=True)[0]
+    pair = Frameworks().cases(quick=False)[0]
     told, *found = Frameworks().run(BOTH, [pair], (1,), silent)
     assert isinstance(told, Refusal)
     assert told.reason.endswith("as DLPack cannot cross: BufferError: on another device")
@@ -77,7 +78,7 @@ def test_where_arrays_cannot_cross_they_are_compared_through_the_host_and_that_i
 
 
 def test_what_raises_is_a_broken_row_and_one_framework_alone_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    pair: Pair = Frameworks().cases(quick=True)[0]
+    pair: Pair = Frameworks().cases(quick=False)[0]
     for backend, other in zip(BOTH, reversed(BOTH), strict=True):
         (found,) = Frameworks().run([backend], [pair], (1,), silent)
         assert found == Refusal(pair.name, backend.name, f"it is compared with {other.name}, which does not run")
