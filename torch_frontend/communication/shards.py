@@ -10,7 +10,6 @@ from torch import Tensor
 
 from ...core.errors import UnsupportedTensor
 
-
 PLAIN = (Tensor, torch.nn.Parameter)
 """Classes of tensors that are no shard of another: most tensors, of which nothing more needs to be asked."""
 
