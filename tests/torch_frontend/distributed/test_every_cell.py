@@ -1,10 +1,12 @@
 """Every cell of the table of combinations that several processes can have: trained, and compared with stock DDP.
 
-With StableAdamW, whose shards have to meet, in one backend: `test_combinations_over_ranks` has the others.
+With StableAdamW, whose shards have to meet, in one backend: `test_combinations_over_ranks` has the others. The cells of the
+Triton backend are visited in processes of Triton's interpreter, started by `test_triton`, and only they.
 """
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
 from tests.torch_frontend.distributed.engines import ENGINES, THREE
@@ -14,10 +16,12 @@ from torch import Tensor, nn
 
 from penstock.core.combinations import AXES, Combination, Kind, table
 from penstock.torch_frontend import StableAdamW, release_gradients
+from penstock.torch_frontend.backends.triton.availability import interpreted
 
 pytestmark = pytest.mark.xdist_group("distributed")
 
-STEPS = 3
+BACKEND = "triton" if interpreted() else "eager"
+STEPS = 2 if interpreted() else 3
 MAX_NORM = 0.3
 LEARNING_RATE = 0.05
 
@@ -27,7 +31,7 @@ BOUNDS = {torch.float32: 1e-5, torch.bfloat16: STEPS * 2.0**-8}
 
 def cells(engine: str, accumulation: str) -> list[Combination]:
     """Those that are not refused; the refused ones are visited where no processes are needed."""
-    found = [c for c, verdict in table() if verdict.kind is not Kind.REFUSED and c.backend == "eager"]
+    found = [c for c, verdict in table() if verdict.kind is not Kind.REFUSED and c.backend == BACKEND]
     return [c for c in found if (c.communication, c.accumulation) == (engine, accumulation)]
 
 
@@ -38,7 +42,8 @@ def build(c: Combination) -> tuple[Net, torch.dtype]:
 
 def run(c: Combination, model: nn.Module, dtype: torch.dtype, release_it: bool) -> list[Tensor]:
     """The loop that everybody writes. With accumulation="state" one micro-batch a step, where it is exact."""
-    optimizer = StableAdamW(model.parameters(), lr=LEARNING_RATE, compensation=c.compensation, backend=c.backend)
+    backend = c.backend if release_it else "eager"
+    optimizer = StableAdamW(model.parameters(), lr=LEARNING_RATE, compensation=c.compensation, backend=backend)
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**6, growth_interval=2, enabled=c.loss_scaling == "dynamic")
     count = 2 if c.accumulation == "hold" else 1
     now = {"last": False}
@@ -78,6 +83,7 @@ def clip(c: Combination, parameters: list[Tensor]) -> None:
             torch.nn.utils.clip_grad_norm_([parameter], MAX_NORM)
 
 
+@np.errstate(all="ignore")  # numpy, which interprets the kernels, warns where a device does not
 def visit(engine: str, accumulation: str) -> int:
     for c in cells(engine, accumulation):
         model, dtype = build(c)

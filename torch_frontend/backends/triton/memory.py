@@ -61,7 +61,7 @@ def operands(slot: TensorSlot, gradient: Tensor | None) -> Operands:
 
 
 def alignment(given: Operands, addresses: Sequence[int]) -> int:
-    """Bytes that each of the five addresses is a multiple of: those of the widest access, or only those of the narrowest element."""
+    """Bytes that all five addresses are multiples of: those of the widest access, or only those of the narrowest element."""
     gradient, exp_avg, exp_avg_sq, parameter, kept = addresses
     if (gradient | exp_avg | exp_avg_sq | parameter | kept) % WIDEST == 0:
         return WIDEST

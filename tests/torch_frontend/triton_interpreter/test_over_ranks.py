@@ -1,0 +1,133 @@
+"""The kernels over processes: shards of DTensors, and small averaged gradients that share a launch."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from tests.torch_frontend.distributed import test_sharded_optimizers as shards
+from tests.torch_frontend.distributed.conftest import ranks  # noqa: F401  (a fixture)
+from tests.torch_frontend.distributed.models import (
+    Net,
+    assert_bitwise,
+    assert_ranks_equal,
+    data,
+    ddp,
+    parameters_of,
+    sharded,
+    train,
+    whole,
+)
+from tests.torch_frontend.distributed.processes import Ranks
+from torch import nn
+
+from penstock.torch_frontend import Adam, AdamW, StableAdamW, release_gradients
+from penstock.torch_frontend.backends.triton import kernels
+
+pytestmark = pytest.mark.xdist_group("distributed")
+
+quietly = np.errstate(all="ignore")  # numpy, which interprets the kernels, warns where a device does not
+OPTIONS = {"lr": 1e-2, "weight_decay": 0.1, "backend": "triton"}
+
+
+@quietly
+def equals_ddp(rule: type, dtype: torch.dtype, bound: float) -> None:
+    shards.equals_ddp(rule, dtype, "triton", bound)
+
+
+@pytest.mark.parametrize(
+    ("rule", "dtype", "bound"),
+    [(StableAdamW, torch.float32, 1e-6), (AdamW, torch.float32, 1e-6), (Adam, torch.bfloat16, 6 * 2.0**-9)],
+    ids=lambda value: getattr(value, "__name__", str(value)),
+)
+def test_a_step_on_shards_equals_whole_tensors(ranks: Ranks, rule: type, dtype: torch.dtype, bound: float) -> None:  # noqa: F811
+    """Against the eager backend, whose square root may round otherwise; in bfloat16 that is a rounding a step."""
+    ranks.run(equals_ddp, rule, dtype, bound)
+
+
+@quietly
+def released_equals_plain(rule: type, dtype: torch.dtype, capturable: bool) -> None:
+    found = []
+    for released in (False, True):
+        model = sharded(Net(dtype))
+        optimizer = rule(model.parameters(), capturable=capturable, **OPTIONS)
+        if released:
+            release_gradients(model, optimizer)
+        train(model, optimizer, range(3))
+        assert_ranks_equal(parameters_of(model), "FSDP2 with release")
+        found.append(parameters_of(model) + [whole(x) for p in model.parameters() for x in optimizer.state[p].values()])
+    assert_bitwise(*found, "FSDP2 with release")
+
+
+@pytest.mark.parametrize("rule", [StableAdamW, AdamW], ids=lambda rule: rule.__name__)
+def test_released_shards_equal_a_step_bit_for_bit(ranks: Ranks, rule: type) -> None:  # noqa: F811
+    ranks.run(released_equals_plain, rule, torch.bfloat16, rule is StableAdamW)
+
+
+def spoil_on_one_rank(parameter: Any) -> None:
+    if torch.distributed.get_rank() == 1:
+        parameter.grad.to_local()[0] = float("nan")
+
+
+@quietly
+def shards_skip_everywhere() -> None:
+    """What the device would decide of one shard, the others have to know: the host asks them."""
+    for released in (False, True):
+        model = sharded(Net())
+        optimizer = StableAdamW(model.parameters(), on_nonfinite="skip", capturable=True, **OPTIONS)
+        model.first.bias.register_post_accumulate_grad_hook(spoil_on_one_rank)
+        if released:
+            release_gradients(model, optimizer)
+        before = parameters_of(model)
+        (model(data(0)) ** 2).mean().backward()
+        optimizer.step()
+        skipped = {"first.bias"} if released else {name for name, _ in model.named_parameters()}
+        for (name, _), old, new in zip(model.named_parameters(), before, parameters_of(model), strict=True):
+            assert torch.equal(old, new) == (name in skipped), name
+        assert optimizer.skipped == 1
+
+
+def test_a_shard_that_is_not_finite_skips_on_every_rank(ranks: Ranks) -> None:  # noqa: F811
+    ranks.run(shards_skip_everywhere)
+
+
+class Wide(nn.Module):
+    """Two matrices, and vectors that are small beside them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.Sequential(nn.Linear(6, 48), nn.LayerNorm(48), nn.Tanh(), nn.Linear(48, 48), nn.LayerNorm(48))
+
+    def forward(self, x: torch.Tensor, skip: bool = False) -> torch.Tensor:
+        return self.layers(x)
+
+
+@quietly
+def averaged_gradients_share_launches() -> list[int]:
+    launched, original = [], kernels.update_group
+
+    class Counted:
+        def __getitem__(self, grid):
+            launched.append(1)
+            return original[grid]
+
+    plain, model = ddp(Wide()), Wide()
+    optimizers = [StableAdamW(m.parameters(), **OPTIONS) for m in (plain, model)]
+    train(plain, optimizers[0], range(2))
+    release = release_gradients(model, optimizers[1])
+    kernels.update_group = Counted()
+    try:
+        train(model, optimizers[1], range(2))
+    finally:
+        kernels.update_group = original
+    assert_bitwise(parameters_of(model), parameters_of(plain), "release over a process group")
+    assert release.ledger.live == 0
+    return launched
+
+
+def test_averaged_gradients_that_are_small_share_a_launch(ranks: Ranks) -> None:  # noqa: F811
+    """Six vectors of 192 bytes each, where three have room."""
+    assert ranks.run(averaged_gradients_share_launches) == [[1] * 4] * 2
