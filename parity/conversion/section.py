@@ -14,7 +14,7 @@ from ..cases import Case, Problem, storages
 from ..compare import Finding, Refusal, failed, identical, rows
 from ..progress import Progress
 from ..settings import SETTINGS
-from ..truth import truths
+from ..truth import Truth, truths
 from .routes import BACKENDS, HALF, ROUTES, ConversionCase, travel
 
 SETTING = next(setting for setting in SETTINGS if setting.name == "shapes")
@@ -47,32 +47,33 @@ class Conversion:
         return len({each.case.problem for each in cases}) + len(cases)
 
     def run(
-        self,
-        backends: Sequence[Backend],
-        cases: Sequence[ConversionCase],
-        steps: Sequence[int],
-        progress: Progress,
+        self, backends: Sequence[Backend], cases: Sequence[ConversionCase], steps: Sequence[int], progress: Progress
     ) -> Iterator[Finding]:
-        """See `Section`. A route runs where the backends of both its ends were chosen."""
+        """See `Section`. A route runs where the backends of both its ends were chosen; the report has it under the second's."""
         chosen = {backend.name for backend in backends}
         for problem, group in itertools.groupby(cases, key=lambda each: each.case.problem):
             members = list(group)
             progress(members[0].name, "reference")
             (truth,) = truths(problem, list({each.case.storage for each in members}), [2 * HALF]).values()
             for conversion in members:
-                end = BACKENDS[conversion.route[1]]
+                start, end = (BACKENDS[side] for side in conversion.route)
                 progress(conversion.name, end)
-                missing = [BACKENDS[side] for side in conversion.route if BACKENDS[side] not in chosen]
-                if missing:
-                    for name in sorted({BACKENDS[side] for side in conversion.route} & chosen):
-                        yield Refusal(conversion.name, name, f"its other end is {missing[0]}, which does not run")
-                    continue
-                try:
-                    promises, held = travel(conversion)
-                except Exception as error:
-                    yield failed(conversion.name, end, HALF, f"{type(error).__name__}: {error}", "state")
-                    continue
-                for promise in promises:
-                    yield identical(conversion.name, end, HALF, promise.quantity, promise.one, promise.other)
-                for row in rows(conversion.case, end, held, truth):
-                    yield dataclasses.replace(row, case=conversion.name)
+                if {start, end} <= chosen:
+                    yield from _findings(conversion, end, truth)
+                elif chosen & {start, end}:
+                    (there,) = chosen & {start, end}
+                    (missing,) = {start, end} - chosen
+                    yield Refusal(conversion.name, there, f"it exchanges state with {missing}, which does not run")
+
+
+def _findings(conversion: ConversionCase, backend: str, truth: Truth) -> Iterator[Finding]:
+    """What one route shows. What it raises becomes a broken row, and the suite goes on."""
+    try:
+        promises, held = travel(conversion)
+    except Exception as error:
+        yield failed(conversion.name, backend, HALF, f"{type(error).__name__}: {error}", "state")
+        return
+    for promise in promises:
+        yield identical(conversion.name, backend, HALF, promise.quantity, promise.one, promise.other)
+    for row in rows(conversion.case, backend, held, truth):
+        yield dataclasses.replace(row, case=conversion.name)
