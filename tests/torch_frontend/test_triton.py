@@ -46,7 +46,8 @@ def python(*arguments: str, **variables: str) -> subprocess.CompletedProcess[str
 def test_in_the_interpreter(tests: str) -> None:
     """Kernels are interpreted in a process from its start or not at all, so these tests have one of their own."""
     pytest.importorskip("triton")
-    done = python("-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "-p", "no:xdist", tests, TRITON_INTERPRET="1")
+    alone = ("-p", "no:cacheprovider", "-p", "no:xdist", "-o", "markers=xdist_group: which pytest-xdist would know")
+    done = python("-m", "pytest", "-q", "-x", *alone, tests, TRITON_INTERPRET="1")
     assert done.returncode == 0, done.stdout[-8000:] + done.stderr[-2000:]
     assert " passed" in done.stdout
 
