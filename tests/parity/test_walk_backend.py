@@ -12,7 +12,7 @@ DEFAULTS = "B/stable_adamw/*/state-default"
 
 
 @pytest.mark.parametrize(
-    "pattern", [DEFAULTS, "decay/adamw/float32/*", "shapes/adam/float32/*", "A/adam/bfloat16/split/state-float32"]
+    "pattern", [DEFAULTS, "decay/adamw/float32/*", "shapes/adam/float32/*", "B/adam/bfloat16/split/state-float32"]
 )
 def test_the_walk_is_within_every_bound(pattern: str) -> None:
     rows = run(["walk"], pattern, [1, 100])
