@@ -35,6 +35,9 @@ NOT_QUICK = {"compiled": "compiling takes seconds a case; leave out --quick, or 
 QUICK: dict[str, Backend] = {"walk": WalkBackend(quick=True)}
 """Backends of which a quick run takes a quicker variant, unless they are asked for."""
 
+UNNAMED: dict[str, Backend] = {"walk": WalkBackend(every_storage=False)}
+"""Backends of which any run takes a variant with fewer cases, unless they are asked for."""
+
 
 def register(backend: Backend) -> None:
     """Add an optimizer of your own to the suite; from then on every run has it, and ``--backend`` knows its name.
@@ -69,7 +72,7 @@ def choose(names: Iterable[str] | None, *, quick: bool = False) -> tuple[list[Ba
 
     Args:
         names: as ``--backend`` takes them. With None, the Triton kernels are left out where there is no GPU for them.
-        quick: with names None, leave out those of `NOT_QUICK`, and take those of `QUICK`.
+        quick: with names None, leave out those of `NOT_QUICK`, and take those of `QUICK`; otherwise of `UNNAMED`.
 
     Raises:
         InvalidArgument: an unknown name.
@@ -77,7 +80,7 @@ def choose(names: Iterable[str] | None, *, quick: bool = False) -> tuple[list[Ba
     """
     if names is None:
         reasons = {name: _left_out(backend, quick) for name, backend in _BACKENDS.items()}
-        quicker = QUICK if quick else {}
+        quicker = QUICK if quick else UNNAMED
         return (
             [quicker.get(name, _BACKENDS[name]) for name, reason in reasons.items() if reason is None],
             {name: reason for name, reason in reasons.items() if reason is not None},

@@ -31,6 +31,9 @@ MIDDLE = 1
 NOT_QUICK = "compiling takes a second a case; leave out --quick, or name the backend with --backend walk"
 """Why a quick run leaves a case out."""
 
+NOT_UNNAMED = "compiling takes seconds a case, and jax has it; name the backend with --backend walk"
+"""Why a run that does not name the backend leaves a case out."""
+
 SPIKE_EVERY, CALM = 3, 1 / 16
 """The neighbours' gradients are multiplied by the second one but for every third step, when StableAdamW clips the
 neighbours, and would clip the middle layer with them if it took its mean over the stack."""
@@ -106,18 +109,28 @@ class WalkBackend(JaxBackend):
             schedules, the default dtypes of the moments, and the default compensation; every rule in float32, and
             StableAdamW, whose mean must not be over the stack, in the other dtypes. Of event sequences in-state
             accumulation, which no other backend of JAX has; of the memory policies clipping, which needs most.
+        every_storage: otherwise leave out explicit state dtypes, and compensations but the default one where there are
+            several tensors: the transforms are those of "jax", and the walk does not look into them.
     """
 
     name = "walk"
 
-    def __init__(self, quick: bool = False) -> None:
+    def __init__(self, quick: bool = False, every_storage: bool = True) -> None:
         self.quick = quick
+        self.every_storage = every_storage
 
     def refuses(self, case: Case) -> str | None:
         """See `Backend`."""
         if self.quick and not self._is_quick(case):
             return NOT_QUICK
+        if not (self.every_storage or self._is_usual(case)):
+            return NOT_UNNAMED
         return super().refuses(case)
+
+    def _is_usual(self, case: Case) -> bool:
+        if case.storage.state_dtype is not None:
+            return False
+        return case.problem.setting.tensors == "matrix" or case.storage.compensation == resolve("auto", case.problem.dtype)
 
     def _is_quick(self, case: Case) -> bool:
         problem = case.problem

@@ -12,7 +12,7 @@ DEFAULTS = "B/stable_adamw/*/state-default"
 
 
 @pytest.mark.parametrize(
-    "pattern", [DEFAULTS, "decay/adamw/float32/*", "shapes/adam/float32/*", "A/adam/bfloat16/split/state-float32"]
+    "pattern", [DEFAULTS, "decay/adamw/float32/*", "shapes/adam/float32/*", "B/adam/bfloat16/split/state-float32"]
 )
 def test_the_walk_is_within_every_bound(pattern: str) -> None:
     rows = run(["walk"], pattern, [1, 100])
@@ -38,3 +38,12 @@ def test_a_quick_run_takes_every_rule_and_every_dtype_with_its_default_compensat
 def test_a_quick_run_that_names_it_leaves_nothing_out() -> None:
     (backend,) = choose(["walk"], quick=True)[0]
     assert all(backend.refuses(case) is None for case in select(None))
+
+
+def test_a_run_that_does_not_name_it_leaves_storages_to_jax() -> None:
+    (usual,) = (backend for backend in choose(None)[0] if backend.name == "walk")
+    run_here = [case for case in select(None) if usual.refuses(case) is None]
+    assert {case.storage.state_dtype for case in run_here} == {None}
+    kinds = {(case.problem.dtype, case.storage.compensation) for case in run_here if case.problem.setting.name == "B"}
+    assert kinds == {(case.problem.dtype, case.storage.compensation) for case in select("B/*")}
+    assert {case.problem.setting.name for case in run_here} == {case.problem.setting.name for case in select(None)}
