@@ -57,8 +57,8 @@ class Description:
 def save(path: Path, state: PortableState) -> None:
     """Write a state; equal states make equal bytes.
 
-    The file is written beside `path` under a temporary name (PATH.XXXXXXXX.tmp), brought to the disk and renamed, so that at
-    every moment the old one or the new one is there, whole. A process that is killed can leave the temporary one behind.
+    The file is written in a temporary folder beside `path` (PATH.XXXXXXXX.tmp), brought to the disk and renamed, so that at
+    every moment the old one or the new one is there, whole. A process that is killed can leave the folder behind.
 
     Args:
         path: of the file. What is there is replaced; a link is followed.

@@ -76,23 +76,33 @@ def taken_apart(path: Path) -> tuple[dict[str, Any], dict[str, Any], bytes]:
     content = path.read_bytes()
     end = 8 + int.from_bytes(content[:8], "little")
     table = json.loads(content[8:end])
-    return table, json.loads(table.pop("__metadata__")["penstock"]), content[end:]
+    return table, json.loads(table.pop("__metadata__")["penstock"])["document"], content[end:]
 
 
 def text(value: Any) -> str:
     return json.dumps(value, separators=(",", ":"), ensure_ascii=False)
 
 
-def padded(header: str) -> bytes:
-    return header.encode() + b" " * (-len(header.encode()) % 8)
+def signed(document: Any) -> str:
+    """The text of the metadata, with a right digest."""
+
+    def sorted_text(value: Any) -> str:
+        return json.dumps(value, separators=(",", ":"), ensure_ascii=False, sort_keys=True)
+
+    digest = hashlib.sha256(sorted_text(document).encode()).hexdigest()
+    return sorted_text({"digest": digest, "document": document})
 
 
-def put_together(path: Path, table: dict[str, Any], document: dict[str, Any], data: bytes, *, digests: bool = True) -> None:
-    """A file with a right digest of its header, and right ones of its arrays unless they are the fault."""
+def with_header(header: str | bytes, data: bytes = b"", *, length: int | None = None) -> bytes:
+    """A file with this header, filled up with spaces, whatever it says."""
+    header = header.encode() if isinstance(header, str) else header
+    header += b" " * (-len(header) % 8)
+    return (len(header) if length is None else length).to_bytes(8, "little") + header + data
+
+
+def put_together(path: Path, table: dict[str, Any], document: Any, data: bytes, *, digests: bool = True) -> None:
+    """A file with a right digest of its document, and right ones of its arrays unless they are the fault."""
     if digests:
-        begin = {name: row["data_offsets"] for name, row in table.items() if isinstance(row, dict)}
+        begin = {name: row["data_offsets"] for name, row in table.items()}
         document["digests"] = {name: hashlib.sha256(data[slice(*place)]).hexdigest() for name, place in begin.items()}
-    metadata = {"penstock": json.dumps(document, separators=(",", ":"), ensure_ascii=False, sort_keys=True)}
-    digest = hashlib.sha256(padded(text({"__metadata__": metadata, **table}))).hexdigest()
-    header = padded(text({"__metadata__": {**metadata, "digest": digest}, **table}))
-    path.write_bytes(len(header).to_bytes(8, "little") + header + data)
+    path.write_bytes(with_header(text({"__metadata__": {"penstock": signed(document)}, **table}), data))

@@ -82,7 +82,7 @@ def test_rule_compensation_and_parameters(file: Path) -> None:
         (["in", "out", "--names", "table"], "names has 'layer.w', and no parameter is called so; did you mean 'layers.w'"),
         (["in", "out", "--names", "list"], "the table must be a JSON object"),
         (["in", "below/out"], "'below/out' could not be written: No such file or directory; what was there is as it was."),
-        (["damaged", "out"], "the bytes of 'parameter/layers.w' are damaged."),
+        (["damaged", "out"], "the bytes of 'compensation/layers.w' are damaged."),
     ],
 )
 def test_a_fault_is_one_sentence_and_status_2(
