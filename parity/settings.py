@@ -133,7 +133,7 @@ _DECAY_TOO = Schedule(decay_rises=True)
 _BIASES = Group(("bias",), lr=10.0, weight_decay=0.0, complements=(0.5, 2.0))
 
 SETTINGS = (
-    Setting("A", lr=1e-3, weight_decay=0.01),
+    Setting("A", lr=1e-3, weight_decay=0.01, longest=100, storages="compensations"),
     Setting("B", lr=1e-4, weight_decay=0.1),
     Setting("decay", lr=1e-4, weight_decay=0.1, gradients="vanishing", storages="compensations"),
     # the hyperparameters and tensors of B: its compiled programs serve these, too
@@ -187,6 +187,7 @@ SETTINGS = (
         lr=1e-3,
         weight_decay=0.01,
         tensors="large",
+        gradients="spiked",
         longest=3,
         storages="default",
         dtypes=("float32", "bfloat16"),
