@@ -126,22 +126,22 @@ class Case:
     def quick(self) -> bool:
         """Whether a quick run has it.
 
-        B and decay try every rule, dtype and compensation, B full-precision moments without compensation, too. The others
-        come with the default compensation, those of several tensors for every rule in float32, and in the other dtypes for
-        StableAdamW only, whose mean is over a tensor; schedules and groups in float32 only. The large tensor comes once. A
-        is left out: its learning rate and decay are those of shapes, its tensor is B's.
+        B and decay try every rule, dtype and compensation, B of StableAdamW full-precision moments without compensation,
+        too. The others come with the default compensation, those of several tensors for every rule in float32, and in
+        float64 and bfloat16 for StableAdamW only, whose mean is over a tensor; schedules and groups in float32 only, both at
+        once. The large tensor comes once. A is left out: its learning rate and decay are those of shapes, its tensor is B's.
         """
         problem, storage = self.problem, self.storage
         setting = problem.setting
         if setting.name in ("B", "decay"):
-            return storage.state_dtype is None or storage.compensation == "none"
-        if setting.name == "A" or storage not in storages(problem.dtype, "default"):
+            return storage.state_dtype is None or (problem.rule.clips_update and storage.compensation == "none")
+        if setting.name in ("A", "groups", "schedule") or storage not in storages(problem.dtype, "default"):
             return False
         if setting.tensors == "matrix" and not problem.needs:
             return True
         if problem.dtype == "float32":
             return problem.rule.clips_update or setting.tensors != "large"
-        return problem.rule.clips_update and setting.tensors == "odd shapes"
+        return problem.rule.clips_update and setting.tensors == "odd shapes" and problem.dtype != "float16"
 
 
 def storages(dtype: str, kept: str) -> tuple[Storage, ...]:

@@ -89,13 +89,29 @@ def numbers(problem: Problem, held: Mapping[str, Held]) -> dict[str, np.ndarray]
 
     A kahan pair stands for p + k, taken exactly. A split pair (bfloat16 p, int16 k) stands for the float32 number whose
     bits are p's, followed by sixteen zeros, plus k.
+
+    Raises:
+        InvalidArgument: a tensor is missing, or an array is not of its shape, or a parameter not in the problem's dtype.
     """
+    _check(problem, held)
     found = {"parameter": problem.flatten({name: _number(tensor) for name, tensor in held.items()})}
     for quantity in ("exp_avg", "exp_avg_sq"):
         arrays = {name: getattr(tensor, quantity) for name, tensor in held.items()}
         if all(array is not None for array in arrays.values()):
             found[quantity] = problem.flatten(arrays)
     return found
+
+
+def _check(problem: Problem, held: Mapping[str, Held]) -> None:
+    if held.keys() != problem.setting.shapes.keys():
+        raise InvalidArgument(f"held() has the tensors {sorted(held)}; it must have {sorted(problem.setting.shapes)}.")
+    for name, shape in problem.setting.shapes.items():
+        for field, array in held[name]._asdict().items():
+            if array is not None and array.shape != shape:
+                raise InvalidArgument(f"{field} of {name!r} has the shape {list(array.shape)}; it must have {list(shape)}.")
+        dtype = held[name].parameter.dtype.name
+        if dtype != problem.dtype:
+            raise InvalidArgument(f"parameter of {name!r} has become {dtype}; it must stay {problem.dtype}.")
 
 
 def rows(case: Case, backend: str, held: Mapping[str, Held], truth: Truth) -> list[Row]:
@@ -125,15 +141,22 @@ def against(
     Args:
         case_name, backend, steps, quantity: as in `Row`.
         value, true: flat float64 arrays of one size.
-        bound: what they may be apart. Where the true number is not finite, the other must not be finite either.
+        bound: what they may be apart. Where the true number is not finite, the other must not be finite either, and
+            nothing is added to the norm.
         unit: see `Unit`.
+
+    Raises:
+        InvalidArgument: the bound of a finite number is not finite, so that nothing could break it.
     """
     with np.errstate(invalid="ignore", over="ignore"):
         finite = np.isfinite(true)
         error = np.where(finite, np.abs(value - true), np.where(np.isfinite(value), np.inf, 0.0))
         ratio = np.where(error == 0.0, 0.0, np.inf)
         np.divide(error, bound.elements, out=ratio, where=bound.elements > 0.0)
+    if not np.isfinite(bound.elements[finite]).all() or math.isnan(bound.norm):
+        raise InvalidArgument(f"bound of {quantity} is not finite; nothing could break it.")
     norm = float(np.linalg.norm(true[finite])) or 1.0
+    norm_bound = bound.norm if finite.all() else min(bound.norm, float(np.linalg.norm(bound.elements[finite])))
     # a NaN is the worst element of all
     worst = int(np.argmax(np.where(np.isnan(ratio), np.inf, ratio)))
     last_place = unit(true[worst])
@@ -143,7 +166,7 @@ def against(
         steps,
         quantity,
         float(np.linalg.norm(error)) / norm,
-        min(bound.norm / norm, promised(case_name)) if quantity == "parameter" else bound.norm / norm,
+        min(norm_bound / norm, promised(case_name)) if quantity == "parameter" else norm_bound / norm,
         float(error[worst] / last_place),
         float(bound.elements[worst] / last_place),
         float(ratio[worst]),

@@ -12,7 +12,8 @@ from ..core.array_ops import numpy_dtype
 from ..core.dtypes import compute_dtype
 
 SEED = 20240229
-SPIKE_EVERY = 61  # steps; noisy gradients are then 30 times their usual size, so that StableAdamW clips
+SPIKE_EVERY = 61  # steps; noisy gradients are then ...
+SPIKE = 30.0  # ... times their usual size, so that StableAdamW clips
 
 NONFINITE_AT = 3  # the step
 NONFINITE = ((7, np.nan), (-9, np.inf), (510, -np.inf))
@@ -29,7 +30,14 @@ def noise(generator: np.random.Generator, shape: tuple[int, int], dtype: str) ->
     values = generator.standard_normal(shape)
     values += 0.3  # a drift, so that parameters travel
     values *= np.exp(generator.uniform(np.log(1e-4), 0.0, shape[1]))  # the square of 1e-4 is zero in float16
-    values[SPIKE_EVERY - 1 :: SPIKE_EVERY] *= 30.0
+    values[SPIKE_EVERY - 1 :: SPIKE_EVERY] *= SPIKE
+    return values
+
+
+def spiked(generator: np.random.Generator, shape: tuple[int, int], dtype: str) -> np.ndarray:
+    """Noise for a few steps, of which the last is a spike."""
+    values = noise(generator, shape, dtype)
+    values[-1] *= SPIKE
     return values
 
 
@@ -63,7 +71,7 @@ def nonfinite(generator: np.random.Generator, shape: tuple[int, int], dtype: str
 
 
 KINDS: MappingProxyType[str, Callable[[np.random.Generator, tuple[int, int], str], np.ndarray]] = MappingProxyType(
-    {kind.__name__: kind for kind in (noise, vanishing, constant, denormal, huge, nonfinite)}
+    {kind.__name__: kind for kind in (noise, spiked, vanishing, constant, denormal, huge, nonfinite)}
 )
 """By name: from a generator, (steps, elements) and the dtype of the case to its gradients, not rounded yet."""
 

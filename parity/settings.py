@@ -204,6 +204,7 @@ SETTINGS = (
         lr=1e-3,
         weight_decay=0.01,
         tensors="large",
+        gradients="spiked",
         longest=3,
         storages="default",
         dtypes=("float32", "bfloat16"),

@@ -7,6 +7,7 @@ import time
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+from ..core.errors import InvalidArgument, Refused
 from . import backends as registry
 from .backends.protocol import Backend, is_peer
 from .cases import STEP_COUNTS
@@ -61,18 +62,28 @@ def run(backends: Iterable[str] | None = None, cases: str | None = None, steps: 
     """Run the suite; for use from Python.
 
     Args:
-        backends: names; None takes all that are available.
+        backends: names; None takes all that are available, without peers, whose rows are no verdict.
         cases: a shell pattern, one part of a case's name, or the name of a section; None takes all.
-        steps: the numbers of updates after which to compare plain updates, each in 1 ... 2000.
+        steps: the numbers of updates after which to compare plain updates, each at least 1; a case that is shorter stops at
+            its own end.
 
     Returns:
-        A row for every case, backend, number of steps and quantity. A case that a backend refuses has none.
+        A row for every case, backend, number of steps and quantity: at least one. A case that a backend refuses has none.
 
     Raises:
-        InvalidArgument: an unknown backend, or a pattern that matches no case.
-        Refused: a backend that was named is not available.
+        InvalidArgument: an unknown backend, a pattern that matches no case, or a number of steps that is none.
+        Refused: a backend that was named is not available, or the backends refuse every one of the cases.
     """
-    return run_sections(registry.choose(backends)[0], select(cases), steps).rows
+    steps = list(steps)
+    if not steps or any(not isinstance(count, int) or count < 1 for count in steps):
+        raise InvalidArgument(f"steps={steps} must be numbers of updates from 1 on, such as [1, 100].")
+    chosen = registry.choose(backends)[0]
+    rows = run_sections(
+        chosen if backends is not None else [each for each in chosen if not is_peer(each)], select(cases), steps
+    ).rows
+    if not rows:
+        raise Refused("the backends refuse every one of these cases; choose others with backends=... or cases=...")
+    return rows
 
 
 def run_sections(

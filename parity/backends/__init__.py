@@ -9,7 +9,7 @@ from .interpreted_triton import TritonBackend
 from .jax_transforms import JaxBackend
 from .jax_walk import WalkBackend
 from .optax_adapter import optax_transform
-from .peers import PEERS
+from .peers import PEERS, QUICK_OPTAX
 from .protocol import Backend, Held, Run
 from .specification import NumpyBackend
 from .torch_adapter import torch_optimizer
@@ -32,11 +32,9 @@ _BACKENDS: dict[str, Backend] = {
 NOT_QUICK = {"compiled": "compiling takes seconds a case; leave out --quick, or name it with --backend compiled"}
 """Backends that a quick run leaves out unless they are asked for, and why."""
 
-QUICK: dict[str, Backend] = {"walk": WalkBackend(quick=True)}
-"""Backends of which a quick run takes a quicker variant, unless they are asked for."""
-
-UNNAMED: dict[str, Backend] = {"walk": WalkBackend(every_storage=False)}
-"""Backends of which any run takes a variant with fewer cases, unless they are asked for."""
+USUAL: dict[str, Backend] = {"walk": WalkBackend("usual")}
+QUICK: dict[str, Backend] = {"walk": WalkBackend("quick"), "optax": QUICK_OPTAX}
+"""Backends of which a run, or a quick run, takes a quicker variant, unless they are asked for."""
 
 
 def register(backend: Backend) -> None:
@@ -72,7 +70,7 @@ def choose(names: Iterable[str] | None, *, quick: bool = False) -> tuple[list[Ba
 
     Args:
         names: as ``--backend`` takes them. With None, the Triton kernels are left out where there is no GPU for them.
-        quick: with names None, leave out those of `NOT_QUICK`, and take those of `QUICK`; otherwise of `UNNAMED`.
+        quick: with names None, leave out those of `NOT_QUICK`, and take those of `QUICK` in place of `USUAL`.
 
     Raises:
         InvalidArgument: an unknown name.
@@ -80,7 +78,7 @@ def choose(names: Iterable[str] | None, *, quick: bool = False) -> tuple[list[Ba
     """
     if names is None:
         reasons = {name: _left_out(backend, quick) for name, backend in _BACKENDS.items()}
-        quicker = QUICK if quick else UNNAMED
+        quicker = QUICK if quick else USUAL
         return (
             [quicker.get(name, _BACKENDS[name]) for name, reason in reasons.items() if reason is None],
             {name: reason for name, reason in reasons.items() if reason is not None},

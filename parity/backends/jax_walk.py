@@ -31,8 +31,8 @@ MIDDLE = 1
 NOT_QUICK = "compiling takes a second a case; leave out --quick, or name the backend with --backend walk"
 """Why a quick run leaves a case out."""
 
-NOT_UNNAMED = "compiling takes seconds a case, and jax has it; name the backend with --backend walk"
-"""Why a run that does not name the backend leaves a case out."""
+NOT_USUAL = "compiling takes a second a case; name the backend with --backend walk"
+"""Why a run in which nobody named the walk leaves a case out."""
 
 SPIKE_EVERY, CALM = 3, 1 / 16
 """The neighbours' gradients are multiplied by the second one but for every third step, when StableAdamW clips the
@@ -105,38 +105,48 @@ class WalkBackend(JaxBackend):
     """See the module.
 
     Args:
-        quick: of the cases that compile a program of their own, take only those of the defaults: one matrix without
-            schedules, the default dtypes of the moments, and the default compensation; every rule in float32, and
-            StableAdamW, whose mean must not be over the stack, in the other dtypes. Of event sequences in-state
-            accumulation, which no other backend of JAX has; of the memory policies clipping, which needs most.
-        every_storage: otherwise leave out explicit state dtypes, and compensations but the default one where there are
-            several tensors: the transforms are those of "jax", and the walk does not look into them.
+        takes: of plain updates, whose cases compile a program each, "all"; "usual": those with the default dtypes of the
+            moments and the default compensation, StableAdamW's, whose mean must not be over the stack, on one matrix with
+            every compensation, the other rules' on one matrix or in float32, schedules and groups both at once; or
+            "quick": of these one matrix without schedules, StableAdamW in every dtype but float16, and Adam, whose decay
+            is in the gradient, in float32. A quick walk also takes, of event sequences, in-state accumulation only, which
+            no other backend of JAX has; of the memory policies clipping, which needs most.
     """
 
     name = "walk"
 
-    def __init__(self, quick: bool = False, every_storage: bool = True) -> None:
-        self.quick = quick
-        self.every_storage = every_storage
+    def __init__(self, takes: str = "all") -> None:
+        self.takes = takes
+
+    @property
+    def quick(self) -> bool:
+        """Whether it is that of a quick run."""
+        return self.takes == "quick"
 
     def refuses(self, case: Case) -> str | None:
         """See `Backend`."""
+        if self.takes == "usual" and not self._is_usual(case):
+            return NOT_USUAL
         if self.quick and not self._is_quick(case):
             return NOT_QUICK
-        if not (self.every_storage or self._is_usual(case)):
-            return NOT_UNNAMED
         return super().refuses(case)
 
     def _is_usual(self, case: Case) -> bool:
-        if case.storage.state_dtype is not None:
+        problem, setting = case.problem, case.problem.setting
+        if case.storage.state_dtype is not None or setting.name in ("A", "groups", "schedule"):
             return False
-        return case.problem.setting.tensors == "matrix" or case.storage.compensation == resolve("auto", case.problem.dtype)
+        default = case.storage == Storage(resolve("auto", problem.dtype), None)
+        matrix = setting.tensors == "matrix" and not problem.needs
+        if problem.rule.clips_update:
+            return default or matrix
+        return default and (matrix or problem.dtype == "float32")
 
     def _is_quick(self, case: Case) -> bool:
         problem = case.problem
         plain = problem.setting.tensors == "matrix" and not problem.needs
         default = case.storage == Storage(resolve("auto", problem.dtype), None)
-        return plain and default and (problem.rule.clips_update or problem.dtype == "float32")
+        taken = problem.dtype != "float16" if problem.rule.clips_update else problem.rule.l2 and problem.dtype == "float32"
+        return plain and default and taken
 
     def start(self, case: Case) -> Any:
         """See `Backend`."""

@@ -64,6 +64,9 @@ def _optax_adam(h: Hyperparameters) -> Any:
     return optax.chain(optax.add_decayed_weights(h.weight_decay), adam)
 
 
+QUICK_OPTAX = optax_transform("optax", {"adamw": _optax_adamw}, peer=True)
+"""Of Optax what a quick run compiles."""
+
 PEERS: tuple[OptimizerBackend | TransformBackend, ...] = (
     _torch_peer("torch", foreach=False, fused=False),
     _torch_peer("torch-foreach", foreach=True),

@@ -33,7 +33,7 @@ def _groups(groups: int, *, spike_in: int = -1) -> tuple[Event, ...]:
     return tuple(found)
 
 
-_HOLD, _WIDE = ("adamw", "float32"), ("adam", "float64")
+_HOLD, _WIDE, _STATE = ("adamw", "float32"), ("adam", "float64"), ("stable_adamw", "float32")
 """Other rules and dtypes than the default to compile for; few, so that sequences share programs."""
 
 _ALL, _LAST = Backward(), Backward(last=True)
@@ -77,7 +77,7 @@ SEQUENCES = (
     EventSequence("release", _each(Backward(factor=SPIKE if number == 4 else 1.0) for number in range(6))),
     EventSequence("hold", _groups(3, spike_in=2), accumulation="hold", compiled_for=_HOLD),
     EventSequence("hold-last-known", _groups(3, spike_in=2), accumulation="hold", last_known=True, compiled_for=_HOLD),
-    EventSequence("state", _groups(3, spike_in=2), accumulation="state"),
+    EventSequence("state", _groups(3, spike_in=2), accumulation="state", compiled_for=_STATE),
     EventSequence("state-last-known", _groups(3, spike_in=2), accumulation="state", last_known=True),
     EventSequence(
         "pause",

@@ -64,5 +64,5 @@ def test_what_is_not_seen_is_said() -> None:
     (refusal,) = run_case(WalkBackend(), case("pause"))
     assert isinstance(refusal, Refusal)
     assert "nothing can be paused" in refusal.reason
-    (refusal,) = run_case(WalkBackend(quick=True), case("hold"))
+    (refusal,) = run_case(WalkBackend("quick"), case("hold"))
     assert isinstance(refusal, Refusal)
