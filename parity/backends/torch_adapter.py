@@ -50,9 +50,13 @@ class OptimizerRun:
             for group, names in zip(self.optimizer.param_groups, self.groups, strict=True):
                 group["lr"] = given[names[0]].learning_rate
                 group["weight_decay"] = given[names[0]].weight_decay
+        given_gradients = {name: to_torch(gradients[name]).to(self.device) for name in self.parameters}
         for name, parameter in self.parameters.items():
-            parameter.grad = to_torch(gradients[name]).to(self.device)
+            parameter.grad = given_gradients[name]
         self.optimizer.step()
+        for name, gradient in given_gradients.items():
+            if to_numpy(gradient).tobytes() != gradients[name].tobytes():
+                raise InvalidArgument(f"the optimizer has changed the gradient of {name!r}; work on a copy of it.")
 
     def held(self) -> dict[str, Held]:
         """See `Run`."""
