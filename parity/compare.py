@@ -200,9 +200,9 @@ def differing_elements(one: np.ndarray, other: np.ndarray) -> int:
 
 
 def failed(case_name: str, backend: str, steps: int, failure: str, quantity: str = "parameter") -> Row:
-    """The row of a backend that raised before it came to `steps`."""
+    """The row of a backend that raised before it came to `steps`; what it raised becomes one line."""
     nan = math.nan
-    return Row(case_name, backend, steps, quantity, nan, nan, nan, nan, nan, failure)
+    return Row(case_name, backend, steps, quantity, nan, nan, nan, nan, nan, " ".join(failure.split()))
 
 
 def _number(held: Held) -> np.ndarray:

@@ -78,9 +78,10 @@ KINDS: MappingProxyType[str, Callable[[np.random.Generator, tuple[int, int], str
 
 @functools.lru_cache(maxsize=2)
 def gradients(kind: str, steps: int, count: int, dtype: str) -> np.ndarray:
-    """All gradients of a case, (steps, elements), rounded to `dtype`."""
-    values = KINDS[kind](np.random.default_rng(SEED + 1), (steps, count), dtype)
-    return values.astype(numpy_dtype(dtype))
+    """All gradients of a case, (steps, elements), rounded to `dtype`; read-only, as all backends are given the same."""
+    values = KINDS[kind](np.random.default_rng(SEED + 1), (steps, count), dtype).astype(numpy_dtype(dtype))
+    values.flags.writeable = False
+    return values
 
 
 def parameters(kind: str, count: int, dtype: str) -> np.ndarray:

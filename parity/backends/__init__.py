@@ -48,8 +48,11 @@ def register(backend: Backend) -> None:
         backend: made by `torch_optimizer` or `optax_transform`; or anything else that is a `Backend`.
 
     Raises:
-        InvalidArgument: another backend has this name.
+        InvalidArgument: another backend has this name, or it is none.
     """
+    missing = [name for name in ("name", "unavailable", "refuses", "start") if not hasattr(backend, name)]
+    if missing:
+        raise InvalidArgument(f"backend={backend!r} has no {' and no '.join(missing)}; see `penstock.parity.Backend`.")
     if backend.name in _BACKENDS:
         raise InvalidArgument(f"name={backend.name!r} is taken by another backend; unregister it first, or choose another.")
     _BACKENDS[backend.name] = backend

@@ -23,11 +23,15 @@ if TYPE_CHECKING:
 
 
 class OptimizerRun:
-    """An optimizer with plain `step()` calls, whose groups follow the hyperparameters of the case."""
+    """An optimizer with plain `step()` calls, whose groups follow the hyperparameters of the case.
 
-    def __init__(self, case: Case, make: Make, kept: Kept | None, device: str) -> None:
+    keeps_gradients: whether to see that they are what they were after a step.
+    """
+
+    def __init__(self, case: Case, make: Make, kept: Kept | None, device: str, keeps_gradients: bool) -> None:
         import torch
 
+        self.keeps_gradients = keeps_gradients
         self.case, self.kept, self.device = case, kept, device
         start = case.problem.initial_parameters()
         self.parameters = {name: torch.nn.Parameter(to_torch(value).to(device)) for name, value in start.items()}
@@ -50,9 +54,13 @@ class OptimizerRun:
             for group, names in zip(self.optimizer.param_groups, self.groups, strict=True):
                 group["lr"] = given[names[0]].learning_rate
                 group["weight_decay"] = given[names[0]].weight_decay
+        given_gradients = {name: to_torch(gradients[name]).to(self.device) for name in self.parameters}
         for name, parameter in self.parameters.items():
-            parameter.grad = to_torch(gradients[name]).to(self.device)
+            parameter.grad = given_gradients[name]
         self.optimizer.step()
+        for name, gradient in given_gradients.items():
+            if self.keeps_gradients and to_numpy(gradient).tobytes() != gradients[name].tobytes():
+                raise InvalidArgument(f"the optimizer has changed the gradient of {name!r}; work on a copy of it.")
 
     def held(self) -> dict[str, Held]:
         """See `Run`."""
@@ -72,7 +80,8 @@ class OptimizerBackend(Declaration):
 
     def start(self, case: Case) -> OptimizerRun:
         """See `Backend`."""
-        return OptimizerRun(case, self._make[case.problem.rule.name], self._kept, self._device)
+        make = self._make[case.problem.rule.name]
+        return OptimizerRun(case, make, self._kept, self._device, keeps_gradients=not self.peer)  # optimi's change in place
 
 
 def torch_optimizer(

@@ -21,8 +21,10 @@ from penstock.core.portable_names import Transposed
 from penstock.core.rules import RULES
 from penstock.jax_frontend.portable import transfer
 from penstock.parity import backends
+from penstock.parity.cases import Case, Problem, Storage
 from penstock.parity.compare import Refusal, Row
 from penstock.parity.conversion import ROUTES, Conversion, ConversionCase
+from penstock.parity.conversion.section import SETTING
 
 CHOSEN = backends.choose(["eager", "jax", "walk"])[0]
 
@@ -34,8 +36,7 @@ def found(case: ConversionCase) -> dict[str, Row]:
 
 
 def case(route: tuple[str, str], rule: str, dtype: str, compensated: str) -> ConversionCase:
-    name = f"conversion/{'-'.join(route)}/{rule}/{dtype}/{compensated}"
-    return next(each for each in Conversion().cases(quick=False) if each.name == name)
+    return ConversionCase(route, Case(Problem(SETTING, RULES[rule], dtype), Storage(compensated, None)))
 
 
 TURNS = [

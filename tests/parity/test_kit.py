@@ -145,6 +145,35 @@ def test_a_registration_that_cannot_be_is_refused(make: Callable[[], object], se
     assert str(error.value).startswith(sentence)
 
 
+@pytest.mark.parametrize(
+    ("fault", "sentence"),
+    [
+        ("p.grad.zero_()", "the optimizer has changed the gradient of 'matrix'"),
+        ("p.data = p.data.double()", "parameter of 'matrix' has become float64; it must stay float32"),
+        ("p.data = p.data.t()", "parameter of 'matrix' has the shape [43, 17]; it must have [17, 43]"),
+    ],
+)
+def test_what_an_optimizer_must_not_do_is_told(fault: str, sentence: str) -> None:
+    class Careless(torch.optim.AdamW):
+        def step(self):
+            super().step()
+            for p in self.param_groups[0]["params"]:
+                exec(fault, {"p": p})
+
+    def make(params, h):
+        return Careless(params, lr=h.learning_rate)
+
+    register(torch_optimizer("careless", {"adamw": make}))
+    (row,) = run(["careless"], "B/adamw/float32/*", steps=[1])
+    assert not row.within
+    assert sentence in row.failure
+
+
+def test_a_backend_without_its_methods_is_refused() -> None:
+    with pytest.raises(InvalidArgument, match="backend='mine' has no name and no unavailable"):
+        register("mine")
+
+
 def test_peers_are_compared_but_not_judged() -> None:
     names = [peer.name for peer in PEERS if peer.unavailable() is None]
     assert {"torch", "torch-foreach", "torch-fused", "optax"} <= set(names)

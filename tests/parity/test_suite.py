@@ -5,7 +5,7 @@ import pytest
 
 from penstock.core.errors import InvalidArgument, Refused
 from penstock.parity import Case, Held, register, run, unregister
-from penstock.parity.backends import choose
+from penstock.parity.backends import PEERS, choose
 from penstock.parity.backends.jax_transforms import float64
 from penstock.parity.backends.specification import NumpyBackend
 from penstock.parity.cases import all_cases, select
@@ -67,6 +67,29 @@ def test_the_triton_kernels_run_in_the_interpreter_when_they_are_named() -> None
     assert [row for row in rows if not row.within] == []
     _, reasons = choose(None)
     assert "triton" not in reasons or "--backend triton" in reasons["triton"]
+
+
+@pytest.mark.parametrize("steps", [[], [0], [1, -1], [1.5]])
+def test_no_steps_are_no_verdict(steps: list[int]) -> None:
+    with pytest.raises(InvalidArgument, match="must be numbers of updates from 1 on"):
+        run(["numpy"], "B/adamw/float32/*", steps)
+
+
+def test_cases_that_all_backends_refuse_are_no_verdict() -> None:
+    with pytest.raises(Refused, match="refuse every one of these cases"):
+        run(["numpy"], "memory", [1])
+
+
+def test_a_run_that_names_no_backend_leaves_peers_out() -> None:
+    rows = run(None, "B/adamw/float64/none/state-default", [1])
+    assert {row.backend for row in rows}.isdisjoint(backend.name for backend in PEERS)
+    assert all(row.within for row in rows)
+
+
+def test_gradients_that_all_backends_share_cannot_be_changed() -> None:
+    (case,) = select("B/adamw/float32/*")
+    with pytest.raises(ValueError, match="read-only"):
+        case.problem.gradients(1)["matrix"] *= 2
 
 
 def test_a_run_repeats_itself_exactly() -> None:

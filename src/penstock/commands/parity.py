@@ -110,6 +110,6 @@ def _import(module: str) -> None:
         sys.path.insert(0, here)
     try:
         importlib.import_module(module)
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         reason = " ".join(f"{type(error).__name__}: {error}".split())
         raise InvalidArgument(f"--import {module!r}: it cannot be imported: {reason}") from error
