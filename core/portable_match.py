@@ -77,6 +77,23 @@ def matched(
     return {name: _matched(name, state.parameters[name], expected[name], arguments) for name in expected}
 
 
+def check_own(name: str, entry: ParameterState, own: bool) -> None:
+    """Raise `InvalidArgument` where a compensation would be put beside a parameter that it was not kept for.
+
+    That can be seen where the file holds the parameters, too, and they are not asked for.
+
+    Args:
+        name: of the parameter.
+        entry: of the state.
+        own: whether the optimizer's parameter is equal to the state's.
+    """
+    if entry.compensation is not None and not own:
+        raise InvalidArgument(
+            f"parameter {name!r} is not that of the state, whose compensation holds the lost digits of just those values; "
+            "import with parameters=True, or load the model's checkpoint of the same moment first."
+        )
+
+
 def _check_names(found: Collection[str], expected: Collection[str]) -> None:
     faults = []
     for names, fault in (

@@ -189,6 +189,26 @@ def rename(state: PortableState, names: Names) -> PortableState:
     return PortableState(state.rule, groups, {new: part for parts in becomes.values() for new, part in parts})
 
 
+def rename_back(state: PortableState, table: Table) -> PortableState:
+    """The state under this side's names, of one under a file's: what undoes `rename`.
+
+    Args:
+        state: under the file's names.
+        table: of this side's names, as `table_of` makes it.
+
+    Raises:
+        InvalidArgument: as `rename`; the state lacks what the table leads to.
+    """
+    back = inverted(table)
+    lacking = [name for name in back if not (_layers(name, state.parameters) if LAYER in name else name in state.parameters)]
+    if lacking:
+        raise InvalidArgument(
+            f"the state lacks {listed(lacking, 3)} (here {listed([name_of(back[name]) for name in lacking], 3)}); it has "
+            f"{listed(list(state.parameters), 3)}; give names= to say how the parameters are called in the file."
+        )
+    return rename(state, back)
+
+
 def name_of(target: Target) -> str:
     """The name of a table's entry, transposed or not."""
     return target.name if isinstance(target, Transposed) else target

@@ -18,13 +18,12 @@ def check_readable(tree: PyTree) -> None:
     """Raise `InvalidArgument` unless all arrays of a state are in memory, and can be made again."""
     for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
         name = f"state{jax.tree_util.keystr(path)}"
-        if isinstance(leaf, np.ndarray | np.generic):
-            continue
-        if not is_concrete(leaf):
+        numpys = isinstance(leaf, np.ndarray | np.generic)
+        if not numpys and not is_concrete(leaf):
             raise InvalidArgument(
                 f"{name} is {type(leaf).__name__}, not an array in memory; do not call this inside of jax.jit."
             )
-        if leaf.is_deleted():
+        if not numpys and leaf.is_deleted():
             raise InvalidArgument(f"{name} was donated to an earlier update; use what that update returned.")
         if leaf.dtype.name == "float64" and jnp.result_type(float) != leaf.dtype:
             raise InvalidArgument(f"{name} is {leaf.dtype}; set jax_enable_x64, as where it was made.")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections import defaultdict
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -94,7 +95,9 @@ class Opened:
         parts = []
         for part in parts_of(state):
             check_made_by(tx, part.kinds, part.state)
-            parts.append((part, roles_of(part, part.state)))
+            roles = roles_of(part, part.state)
+            _check_dtypes(tx, part, roles)
+            parts.append((part, roles))
         slots = {name: slot for part, roles in parts for name, slot in _slots(part, roles).items()}
         if not slots:
             raise InvalidArgument(
@@ -126,7 +129,8 @@ class Opened:
             if part.layered
             for path, _ in jax.tree_util.tree_leaves_with_path(part.params)
         }
-        default = {name: target for name, target in layered.items() if name in self.slots}
+        stacked = {name for name, target in names.items() if name == target} if isinstance(names, Mapping) else set()
+        default = {name: target for name, target in layered.items() if name in self.slots and name not in stacked}
         return default | table_of(names, list(self.slots))
 
     def groups(self) -> tuple[PortableGroup, ...]:
@@ -174,6 +178,17 @@ def _slots(part: Part, roles: PyTree) -> dict[str, Slot]:
                 raise Refused(f"{name!r} is compensated, but no Adam updates it; a file would lose its compensation.")
             del arrays[name]
     return {name: Slot(params[name], found, name in biased, counts[name]) for name, found in arrays.items()}
+
+
+def _check_dtypes(tx: optax.GradientTransformation, part: Part, roles: PyTree) -> None:
+    """Raise `InvalidArgument` where penstock's transform keeps an array in another dtype: the state is another one's."""
+    made = jax.tree.leaves(jax.eval_shape(as_transformation(tx).init, part.kinds))
+    for (role, leaf), own in zip(zipped(part, roles), made, strict=True):
+        if role.kind in (Kind.EXP_AVG, Kind.EXP_AVG_SQ, Kind.COMPENSATION) and not role.biased and leaf.dtype != own.dtype:
+            raise InvalidArgument(
+                f"{role.where} of {role.names[0]!r} is {leaf.dtype} in the optimizer state, and the transform keeps it in "
+                f"{own.dtype}; give the transform that made the state (mu_dtype, nu_dtype, compensation)."
+            )
 
 
 def _check_counts(parts: list[tuple[Part, PyTree]], slots: dict[str, Slot]) -> None:

@@ -15,8 +15,8 @@ from ...core.dtypes import StateDtypes
 from ...core.errors import InvalidArgument
 from ...core.moments import Moments
 from ...core.portable_bias import with_bias, without_bias
-from ...core.portable_match import matched
-from ...core.portable_names import Names, inverted, rename
+from ...core.portable_match import check_own, matched
+from ...core.portable_names import Names, rename, rename_back
 from ...core.portable_state import ParameterState, PortableState
 from ..state import PyTree
 from ..train_state import LayeredState, TrainState
@@ -121,12 +121,14 @@ def import_state(
             tx, or was donated; parameters of one count that had different numbers of updates.
     """
     opened = Opened.of(tx, state, betas)
-    given = rename(portable_file.load(path), inverted(opened.table(names)))
+    given = rename_back(portable_file.load(path), opened.table(names))
     expected = {name: slot.expected for name, slot in opened.slots.items()}
     entries = matched(given, opened.rule.name, expected, parameters=parameters, arguments=("mu_dtype", "nu_dtype"))
     arrays: dict[tuple[str, Kind], np.ndarray | None] = {}
     for name, slot in opened.slots.items():
         entry = entries[name]
+        if not parameters and entry.compensation is not None and entry.parameter is not None:
+            check_own(name, entry, np.array_equal(to_host(slot.parameter), entry.parameter))
         moments = Moments(entry.exp_avg, entry.exp_avg_sq)
         if opened.betas and slot.biased:
             moments = with_bias(name, moments, opened.betas, entry.step, slot.dtypes)

@@ -37,16 +37,24 @@ def _to_tensor(array: np.ndarray) -> Tensor:
 
 def fill(tensor: Tensor, array: np.ndarray) -> None:
     """Write all elements; of a DTensor the part that lies here, and no process waits for another."""
-    source = _to_tensor(array).to(tensor.device)
     with torch.no_grad():
-        local(tensor).copy_(_part(source, tensor) if is_sharded(tensor) else source)
+        local(tensor).copy_(_part(array, tensor))
 
 
-def _part(source: Tensor, like: Any) -> Tensor:
+def holds(tensor: Tensor, array: np.ndarray) -> bool:
+    """Whether all elements are equal; of a DTensor those that lie here."""
+    return torch.equal(local(tensor.detach()), _part(array, tensor).to(tensor.device))
+
+
+def _part(array: np.ndarray, like: Any) -> Tensor:
+    """Of an array what lies here of a tensor."""
+    source = _to_tensor(array)
+    if not is_sharded(like):
+        return source
     from torch.distributed.tensor import DTensor, Replicate
 
     mesh = like.device_mesh
-    replicated = DTensor.from_local(source, mesh, [Replicate()] * mesh.ndim, run_check=False)
+    replicated = DTensor.from_local(source.to(like.device), mesh, [Replicate()] * mesh.ndim, run_check=False)
     return replicated.redistribute(placements=like.placements).to_local()
 
 

@@ -11,12 +11,12 @@ from torch.optim import Optimizer
 
 from ...core import portable_file
 from ...core.moments import Moments
-from ...core.portable_match import matched
-from ...core.portable_names import Names, inverted, rename, table_of
+from ...core.portable_match import check_own, matched
+from ...core.portable_names import Names, rename, rename_back, table_of
 from ...core.portable_state import ParameterState, PortableGroup, PortableState
 from ..communication.shards import is_sharded
 from ..groups import Group
-from .arrays import fill, to_array
+from .arrays import fill, holds, to_array
 from .layouts import OwnLayout, layout_of
 from .naming import named_groups
 from .ranks import together, writes
@@ -117,7 +117,7 @@ def import_state(
     def prepare() -> tuple[list[tuple[Tensor, dict[str, Tensor], np.ndarray | None]], list[dict[str, Any]]]:
         layout, named = _opened(optimizer, model, "import_state()")
         table = table_of(names, [name for members in named for name in members])
-        state = rename(portable_file.load(path), inverted(table))
+        state = rename_back(portable_file.load(path), table)
         settings: list[dict[str, Any]] = [{} for _ in named]
         if hyperparameters:
             settings = [group_settings(state.groups, members, number) for number, members in enumerate(named)]
@@ -129,8 +129,11 @@ def import_state(
         entries = matched(state, layout.rule, expected, parameters=parameters)
         ready = []
         for name, (group, parameter) in placed.items():
-            new_state = layout.new_state(group, name, parameter, entries[name])
-            ready.append((parameter, new_state, entries[name].parameter if parameters else None))
+            entry = entries[name]
+            if not parameters and entry.compensation is not None and entry.parameter is not None:
+                check_own(name, entry, holds(parameter, entry.parameter))
+            new_state = layout.new_state(group, name, parameter, entry)
+            ready.append((parameter, new_state, entry.parameter if parameters else None))
         return ready, settings
 
     ready, settings = together(sharded, prepare, same=lambda prepared: prepared[1])

@@ -1,0 +1,81 @@
+"""Mistakes at an import into JAX that would train on with wrong numbers, or whose error has to say what to do."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from penstock.core.errors import InvalidArgument
+from penstock.core.portable_file import load
+from penstock.jax_frontend import TrainState, adamw, export_state, import_state, init_train_state, make_update
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    return tmp_path / "state.safetensors"
+
+
+def trained(tx: Any, dtype: Any = "float32", seed: int = 0) -> TrainState:
+    values = np.random.default_rng(seed).normal(size=(2, 3, 4))
+    state = init_train_state(tx, {"layers": {"w": jnp.asarray(values, dtype)}, "outer": {"v": jnp.ones(3, dtype)}}, stack=False)
+    gradients = jax.tree.map(lambda leaf: jnp.full_like(leaf, 0.1), state.params)
+    return TrainState(*make_update(tx)(gradients, state.opt_state, state.params))
+
+
+@pytest.mark.parametrize("compensation", ["split", "kahan"])
+def test_lost_digits_are_not_put_beside_other_parameters(path: Path, compensation: str) -> None:
+    tx = adamw(1e-2, compensation=compensation)
+    state, other = trained(tx, "bfloat16"), trained(tx, "bfloat16", seed=1)
+    export_state(path, tx, state, parameters=True)
+    with pytest.raises(InvalidArgument, match=r"'layers.w' is not that of the state, .*parameters=True.*checkpoint"):
+        import_state(path, tx, other)
+    found = import_state(path, tx, other._replace(params=state.params))
+    assert all(map(np.array_equal, jax.tree.leaves(found), jax.tree.leaves(state)))
+
+
+@pytest.mark.parametrize(
+    ("there", "here", "said"),
+    [
+        ({"compensation": "kahan"}, {}, r"AdamState.compensation of 'layers.w' is bfloat16 .* int16; give the transform"),
+        ({"nu_dtype": "bfloat16", "b2": 0.9}, {"nu_dtype": "float32", "b2": 0.9}, r"AdamState.nu of .* bfloat16 .* float32"),
+    ],
+    ids=["compensation", "moments"],
+)
+def test_the_state_of_a_transform_with_other_dtypes_is_refused(path: Path, there: dict, here: dict, said: str) -> None:
+    """Its structure is the same, so that only the dtypes tell."""
+    state = trained(adamw(1e-2, **there), "bfloat16")
+    with pytest.raises(InvalidArgument, match=said):
+        export_state(path, adamw(1e-2, **here), state)
+    assert not path.exists()
+    export_state(path, adamw(1e-2, **there), state)
+    with pytest.raises(InvalidArgument, match=said):
+        import_state(path, adamw(1e-2, **here), state)
+
+
+def test_float64_of_numpy_is_not_narrowed(path: Path) -> None:
+    tx = adamw(1e-2)
+    wide = jax.tree.map(lambda leaf: np.asarray(leaf, "float64" if leaf.dtype.kind == "f" else None), trained(tx))
+    with pytest.raises(InvalidArgument, match=r"state.params.* is float64; set jax_enable_x64"):
+        import_state(path, tx, wide)
+    narrow = jax.tree.map(np.asarray, trained(tx))
+    export_state(path, tx, narrow, parameters=True)
+    assert all(map(np.array_equal, jax.tree.leaves(import_state(path, tx, narrow)), jax.tree.leaves(narrow)))
+
+
+def test_layers_stay_stacked_in_the_file_where_names_says_so(path: Path) -> None:
+    tx = adamw(1e-2)
+    layers = {"w": jnp.arange(24.0).reshape(2, 3, 4), "b": jnp.ones((2, 4))}
+    state = init_train_state(tx, {"outer": {}, "layers": layers})
+    names = {"layers.w": "layers.w"}
+    export_state(path, tx, state, parameters=True, names=names)
+    assert set(load(path).parameters) == {"layers.w", "layers.0.b", "layers.1.b"}
+    fresh = init_train_state(tx, jax.tree.map(jnp.zeros_like, state.params))
+    found = import_state(path, tx, fresh, parameters=True, names=names)
+    assert all(map(np.array_equal, jax.tree.leaves(found), jax.tree.leaves(state)))
+    with pytest.raises(InvalidArgument, match=r"lacks 'layers.{layer}.w' \(here 'layers.w'\); it has .*'layers.w'.*names="):
+        import_state(path, tx, fresh, parameters=True)

@@ -1,0 +1,57 @@
+"""Mistakes at an import into PyTorch that would train on with wrong numbers, or whose error has to say what to do."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from tests.torch_support import batches, layers, snapshot, train, unchanged
+from torch import nn
+
+from penstock.core.errors import InvalidArgument
+from penstock.torch_frontend import StableAdamW, export_state, import_state
+
+
+def trained(dtype: torch.dtype, seed: int = 0, **arguments) -> tuple[nn.Module, torch.optim.Optimizer]:
+    model = layers(2, dtype=dtype, seed=seed)
+    optimizer = StableAdamW(model.parameters(), lr=1e-2, **arguments)
+    train(model, optimizer, batches(2, dtype=dtype))
+    return model, optimizer
+
+
+@pytest.mark.parametrize("compensation", ["split", "kahan"])
+def test_lost_digits_are_not_put_beside_other_parameters(tmp_path: Path, compensation: str) -> None:
+    path = tmp_path / "state"
+    model, optimizer = trained(torch.bfloat16, compensation=compensation)
+    export_state(path, optimizer, model, parameters=True)
+    again, fresh = trained(torch.bfloat16, seed=1, compensation=compensation)
+    before = snapshot(again, fresh)
+    with pytest.raises(InvalidArgument, match=r"'0.0.weight' is not that of the state, .*parameters=True.*checkpoint"):
+        import_state(path, fresh, again)
+    assert unchanged(before, snapshot(again, fresh))
+    again.load_state_dict(model.state_dict())
+    import_state(path, fresh, again)
+    assert unchanged(snapshot(model, optimizer), snapshot(again, fresh))
+
+
+def test_parameters_without_lost_digits_are_the_callers(tmp_path: Path) -> None:
+    """Moments beside other values (an average of the parameters) are possible, and exact."""
+    path = tmp_path / "state"
+    model, optimizer = trained(torch.float32)
+    export_state(path, optimizer, model, parameters=True)
+    again, fresh = trained(torch.float32, seed=1)
+    kept = again.state_dict()["0.0.weight"].clone()
+    import_state(path, fresh, again)
+    assert torch.equal(kept, again.state_dict()["0.0.weight"])
+    assert torch.equal(fresh.state[again[0][0].weight]["exp_avg"], optimizer.state[model[0][0].weight]["exp_avg"])
+
+
+def test_a_name_that_the_file_has_not_is_told_as_it_is_called_on_both_sides(tmp_path: Path) -> None:
+    path = tmp_path / "state"
+    model, optimizer = trained(torch.float32)
+    export_state(path, optimizer, model)
+    with pytest.raises(InvalidArgument, match=r"lacks 'h.0.weight' \(here '0.0.weight'\); it has '0.0.\w+', .*names="):
+        import_state(path, optimizer, model, names={"0.0.weight": "h.0.weight"})
+    with pytest.raises(InvalidArgument, match=r"lacks 'w' \(here '{layer}.0.weight'\)"):
+        import_state(path, optimizer, model, names={"{layer}.0.weight": "w"})
