@@ -44,6 +44,12 @@ class SkipCount:
             skipped = len(flags) - torch.stack(flags).sum()
             self._there.add_(skipped.to(self._there.device, non_blocking=True))  # in place: a captured graph goes on counting
 
+    def reset(self, count: int = 0) -> None:
+        """Count on from there; a captured graph does, too."""
+        self._here = count
+        if self._there is not None:
+            self._there.zero_()
+
     @property
     def total(self) -> int:
         """So many. Waits for the device where only that knows."""

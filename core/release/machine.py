@@ -91,7 +91,8 @@ class GradientReady:
 
 @dataclasses.dataclass(frozen=True)
 class Launch:
-    """What is queued is used. It comes before any other event of a queued tensor, and before the backward pass ends."""
+    """What is queued is used. It comes before any other event of a queued tensor, and before the backward pass ends; if that
+    fails, `ZeroGrad` may come instead."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -107,7 +108,7 @@ class Step:
 
 @dataclasses.dataclass(frozen=True)
 class ZeroGrad:
-    """optimizer.zero_grad(): gradients that wait are discarded, and the group closes."""
+    """optimizer.zero_grad(): gradients that wait, to be held or to be launched, are discarded, and the group closes."""
 
 
 Event = GradientReady | Launch | Step | ZeroGrad
@@ -137,7 +138,8 @@ def decide(policy: Policy, status: Status, event: Event, *, strict: bool = True)
     """
     if isinstance(event, GradientReady):
         return _gradient_ready(policy, status, event, strict)
-    if isinstance(event, Launch) != (status is Status.QUEUED):
+    queued = status is Status.QUEUED
+    if isinstance(event, Launch) != queued and not (queued and isinstance(event, ZeroGrad)):
         raise ValueError(f"{event} of a tensor that is {status.value}: what is queued must be launched first, and only that")
     if isinstance(event, Launch):
         return Decision(Action.UPDATE, _updated(strict))
@@ -197,7 +199,7 @@ def _step(status: Status, event: Step, strict: bool) -> Decision:
 
 
 def _zero_grad(status: Status, strict: bool) -> Decision:
-    if status is Status.HELD:
+    if status in (Status.HELD, Status.QUEUED):
         return Decision(Action.DISCARD, Status.IDLE)
     if status is Status.ACCUMULATED:
         if strict:

@@ -15,7 +15,7 @@ from penstock.core.errors import Refused
 from penstock.core.hyperparameters import Hyperparameters
 from penstock.core.moments import debiased_complements
 from penstock.core.reference import EndOfStep, Gradient, Reference, Settings
-from penstock.core.release import Action, GradientReady, Launch, Ledger, Policy, Status, Step, ZeroGrad, decide
+from penstock.core.release import Action, Decision, GradientReady, Launch, Ledger, Policy, Status, Step, ZeroGrad, decide
 from penstock.core.rules import RULES
 from penstock.core.update import accumulate, apply, init_state, update
 
@@ -152,7 +152,8 @@ def test_an_update_that_waits_for_its_launch_is_put_off_and_nothing_else(policy:
     assert not queued.action.frees
     assert not queued.action.steps
     assert decide(policy, queued.status, Launch(), strict=strict) == at_once
-    for event in (GradientReady(), Step(), Step(waiting=True), ZeroGrad()):
+    assert decide(policy, queued.status, ZeroGrad(), strict=strict) == Decision(Action.DISCARD, Status.IDLE)
+    for event in (GradientReady(), Step(), Step(waiting=True)):
         with pytest.raises(ValueError, match="launched first"):
             decide(policy, queued.status, event, strict=strict)
     for status in set(Status) - {Status.QUEUED}:

@@ -10,7 +10,6 @@ from tests.torch_support import OPTIMIZERS, batches, gone, loss_of, same_paramet
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from penstock.core.errors import Refused
 from penstock.parity.live_gradients import LiveGradientMeter
 from penstock.torch_frontend import AdamW, StableAdamW, prepare_for_gradient_release, release_gradients
 from penstock.torch_frontend.backends.backend import ChecksOnDevice, TensorSlot
@@ -130,38 +129,6 @@ def test_where_the_end_of_the_pass_is_not_noticed_nothing_waits(monkeypatch: pyt
     release_gradients(model, optimizer)
     loss_of(model, batches(1, WIDTH)[0]).backward()
     assert optimizer._backend.launches == [1] * 4 * BLOCKS
-
-
-@pytest.mark.parametrize("boundary", ["zero_grad", "step", "remove", "paused", "state_dict", "with", "again"])
-def test_a_backward_that_fails_leaves_nothing_waiting_at_the_next_call(boundary: str) -> None:
-    def loop(model: nn.Module, optimizer) -> None:
-        def fail(gradient: Tensor) -> None:
-            raise MemoryError("planted")
-
-        handle = model[0][0].weight.register_hook(fail)
-        release = release_gradients(model, optimizer)
-        with pytest.raises(MemoryError, match="planted"):
-            loss_of(model, batches(1, WIDTH)[0]).backward()
-        waiting = release.ledger.live
-        handle.remove()
-        if boundary == "paused":
-            with release.paused():
-                pass
-        elif boundary == "with":
-            with pytest.raises(ValueError, match="mine"), release:
-                raise ValueError("mine")
-        elif boundary == "state_dict":
-            with pytest.raises(Refused, match="is released"):
-                optimizer.state_dict()
-        elif boundary == "again":
-            with pytest.raises(Refused, match="second guarded backward"):
-                release_module.two_passes(release._parts, loss_of(model, batches(1, WIDTH)[0]), torch.ones(()), 0)
-        else:
-            getattr(release if boundary == "remove" else optimizer, boundary)()
-        assert (waiting > 0) == optimizer.launches_together
-        assert release.ledger.live == 0
-
-    both(loop)
 
 
 @pytest.mark.parametrize("reentrant", [False, True])

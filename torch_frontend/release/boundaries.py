@@ -53,7 +53,9 @@ def _use_waiting(parts: Parts, waiting: dict[Tensor, Tensor | None]) -> None:
 
 @torch.no_grad()
 def discard(parts: Parts) -> None:
-    """optimizer.zero_grad(): discard held gradients, and close the step.
+    """optimizer.zero_grad(): discard gradients that were not used, and close the step.
+
+    Those that were averaged over processes are used, as the other processes have used them.
 
     Raises:
         Refused: step() was not called, and a gradient that is not finite was used. The step is closed.
@@ -61,7 +63,10 @@ def discard(parts: Parts) -> None:
     propagates = parts.optimizer.on_nonfinite == "propagate"
     overflow_was_used = propagates and parts.released and parts.conditioning.overflow_published
     parts.conditioning.withdraw()
-    parts.finish_round()
+    if parts.alone:
+        parts.launches.discard()
+    else:
+        parts.finish_round()
     decisions = {p: parts.lifecycle.decide(p, ZeroGrad()) for p in parts.lifecycle.tensors()}
     parts.lifecycle.carry_out([(p, None, decision) for p, decision in decisions.items()])
     _close(parts)

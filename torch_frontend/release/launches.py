@@ -10,9 +10,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ...core.errors import Refused
 from ...core.release import Action, Decision, Launch, Status
 from ..communication.shards import is_sharded
 from ..optimizers import ReleasableOptimizer
+from .backward_pass import is_nested, pass_number
 from .conditioning import Conditioning
 from .lifecycle import Lifecycle
 from .nonfinite import NonFinite
@@ -36,6 +38,9 @@ class Launches:
     case before the backward pass ends. Every update is that of a tensor by itself, so when it comes changes no bit. (Whoever
     reads a parameter in the backward in which it is updated, after its gradient has come, may find the value of before: that
     of the plain optimizer.)
+
+    A backward that fails may leave gradients that wait. They belong to parameters that have not changed: `flush` uses them,
+    `discard` and `hold` do not.
 
     Each device has a queue of its own, as autograd has a thread and streams of its own for each.
     """
@@ -119,6 +124,27 @@ class Launches:
         if self._lifecycle.status(parameter) is Status.QUEUED:
             self.flush(parameter.device)
 
+    def require_none_left(self) -> None:
+        """Raise `Refused` in a backward that would mix with what one that failed has left."""
+        for queue in self._queues.values():
+            if queue.backward != pass_number() and not is_nested():
+                raise Refused(
+                    "a backward() has failed (or still runs), and gradients of it wait for their update, which would change "
+                    "what this one computes with. Call optimizer.zero_grad() before the next forward, which discards them, or "
+                    "optimizer.step(), which uses them."
+                )
+
+    def discard(self) -> None:
+        """What waits is forgotten; whoever calls this books it."""
+        self._queues.clear()
+
+    def hold(self) -> None:
+        """What waits is held in `.grad` instead."""
+        with self._lock:
+            for queue in self._queues.values():
+                self._lifecycle.give_back(queue.take())
+            self._queues.clear()
+
     @torch.no_grad()
     def flush(self, device: torch.device | None = None) -> None:
         """Use what waits, on one device or on all. If that fails, the gradients are in `.grad`, as if held."""
@@ -137,17 +163,20 @@ class Launches:
                     raise
 
     def _queue(self, gradient: Tensor) -> _Queue:
-        return self._queues.setdefault(gradient.device, _Queue(gradient.device))
+        return self._queues.setdefault(gradient.device, _Queue(gradient.device, pass_number()))
 
     def _is_small(self, gradient: Tensor) -> bool:
-        return not is_sharded(gradient) and _nbytes(gradient) <= min(SMALL_BYTES, self._room)
+        if is_sharded(gradient) or _nbytes(gradient) > min(SMALL_BYTES, self._room):
+            return False
+        return gradient.untyped_storage().nbytes() <= SMALL_BYTES  # a small part of a buffer keeps all of it alive
 
 
 @dataclasses.dataclass
 class _Queue:
-    """Gradients that wait, those of one device, and the streams on which they were computed."""
+    """Gradients that wait, those of one device and one backward, and the streams on which they were computed."""
 
     device: torch.device
+    backward: int | None
     nbytes: int = 0
     _gradients: dict[Tensor, Tensor] = dataclasses.field(default_factory=dict)
     _streams: dict[Tensor, Any] = dataclasses.field(default_factory=dict)

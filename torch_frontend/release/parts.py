@@ -54,6 +54,11 @@ class Parts:
             self.launches.attach(self.hooks.parameters)
             self.communication.attach(fresh, self.deliver)
 
+    @property
+    def alone(self) -> bool:
+        """Whether no other process uses the same gradients: then those that were not used yet need not be."""
+        return self.communication.name == "local"
+
     def finish_round(self, *, always: bool = False) -> None:
         """What waits, for other processes or for a launch, is used."""
         self.communication.flush(always=always)

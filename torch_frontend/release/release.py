@@ -143,7 +143,6 @@ class Release:
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
         """Backwards in this context leave gradients in `.grad`, as without release; step() and zero_grad() treat them so."""
-        self._parts.launches.flush()
         self._parts.conditioning.make_way()
         self._paused += 1
         try:
@@ -152,20 +151,23 @@ class Release:
             self._paused -= 1
 
     def remove(self) -> None:
-        """Take the hooks off. Held gradients stay in `.grad`, and the optimizer goes on as a plain one.
+        """Take the hooks off. Gradients that were not used stay in `.grad`, and the optimizer goes on as a plain one.
 
         Raises:
             Refused: micro-batches are in the moments and wait for their step. (Under the lenient release of
                 `prepare_for_gradient_release`, whose step() closes nothing, they are applied instead.)
         """
         parts = self._parts
-        parts.launches.flush()
         pending = [p for p in parts.lifecycle.tensors() if parts.lifecycle.status(p) is Status.ACCUMULATED]
         if pending and parts.lifecycle.strict:
             raise Refused(
                 f"{self.hooks.describe(pending[0])}: micro-batches of it are in the optimizer's moments and wait for their "
                 "step. Call optimizer.step() before remove()."
             )
+        if parts.alone:
+            parts.launches.hold()
+        else:
+            parts.launches.flush()
         with torch.no_grad():
             for parameter in pending:
                 self.optimizer.perform(parameter, None, Action.APPLY)
@@ -179,8 +181,8 @@ class Release:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        self._parts.launches.flush()
         if kind is not None:  # the exception is what matters
+            self._parts.launches.hold()
             self._parts.lifecycle.abandon()
         self.remove()
 
@@ -200,7 +202,6 @@ class Release:
     def require_closed(self, call: str) -> None:
         """Raise `Refused` unless no update is under way."""
         parts = self._parts
-        parts.launches.flush()
         for parameter in parts.lifecycle.tensors():
             status = parts.lifecycle.status(parameter)
             if status is not Status.IDLE:
@@ -223,6 +224,7 @@ class Release:
         """The local gradient of `parameter` has been accumulated into `.grad`: keep it, or send it on its way."""
         parts = self._parts
         with parts.lock:
+            parts.launches.require_none_left()
             parts.launches.before(parameter)
             gradient = parameter.grad
             if gradient is None:  # an earlier hook of the user's took it

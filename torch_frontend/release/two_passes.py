@@ -28,7 +28,6 @@ def two_passes(parts: Parts, loss: Tensor, seed: Tensor, keep_bytes: int) -> Non
         seed: what backward() came with.
         keep_bytes: gradients of that many bytes may stay alive between the passes. The second need not compute them again.
     """
-    parts.launches.flush()
     if parts.released or parts.conditioning.overflow_to_be_judged:
         raise Refused(
             "a second guarded backward() before optimizer.step(): the first has taken its gradient for the whole one, for "

@@ -1,0 +1,205 @@
+"""Updates of tensors, carried out by a backend: what an optimizer does to parameters that have a gradient."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from ..core import compensation as compensations
+from ..core.hyperparameters import Hyperparameters
+from ..core.release import Action
+from ..core.rules import Rule
+from . import state as saved_state
+from .array_ops import dtype_name
+from .backends import Backend, ChecksOnDevice, TensorSlot
+from .communication.shards import LocalState, is_sharded, local, sum_over_shards
+from .finiteness import SkipCount
+from .groups import Group, fingerprint, hyperparameters
+
+
+class TensorUpdates(Optimizer):
+    """The part of an optimizer that updates tensors, whoever asks: `step()`, or the hooks of gradient release.
+
+    The unit of work is one action of the release state machine on one parameter.
+    """
+
+    rule: ClassVar[Rule]
+    on_nonfinite: str
+    _backend: Backend
+    _skipped: SkipCount
+    _group_map: tuple[list[int], dict[Tensor, Group]] | None
+    _validated: dict[int, tuple[tuple[Any, ...], Hyperparameters]]
+
+    def _forget_groups(self) -> None:
+        """The groups may be other ones now."""
+        self._group_map, self._validated = None, {}
+
+    @property
+    def launches_together(self) -> bool:
+        """Whether the backend updates many small tensors at the cost of one."""
+        return self._backend.one_launch
+
+    @property
+    def skipped(self) -> int:
+        """Steps, or under release gradients, that were not used because they held an infinity or a NaN.
+
+        Reading it waits for the device where only that knows: backend="triton" with capturable=True.
+        """
+        return self._skipped.total
+
+    @skipped.setter
+    def skipped(self, count: int) -> None:
+        self._skipped.reset(count)
+
+    def count_skipped(self, count: int = 1) -> None:
+        """So many more; nobody waits for the device."""
+        self._skipped.add(count)
+
+    def group_of(self, parameter: Tensor) -> Group:
+        """The live group of a parameter: load_state_dict replaces the group dicts, so none is ever kept."""
+        return self._groups()[parameter]
+
+    def _groups(self) -> dict[Tensor, Group]:
+        identities = [id(group) for group in self.param_groups]
+        if self._group_map is None or self._group_map[0] != identities:
+            self._group_map = (identities, {p: group for group in self.param_groups for p in group["params"]})
+        return self._group_map[1]
+
+    def _parameters(self) -> list[Tensor]:
+        return [parameter for group in self.param_groups for parameter in group["params"]]
+
+    # -- actions ---------------------------------------------------------------------------------------------------------
+
+    def checks_on_device(self, parameters: Iterable[Tensor]) -> bool:
+        """Whether the device itself leaves out what is to be skipped, so that nobody has to wait for it."""
+        checks = self.on_nonfinite == "skip" and isinstance(self._backend, ChecksOnDevice)
+        return checks and all(group["capturable"] for group in self.param_groups) and not any(map(is_sharded, parameters))
+
+    def perform_all(
+        self, tasks: Sequence[tuple[Tensor, Tensor | None, Action]], *, if_finite: bool = False
+    ) -> Sequence[Tensor]:
+        """Actions on parameters; what they need from other processes comes in one exchange for all of them.
+
+        Args:
+            tasks: parameter, gradient, action. The parameter is of this optimizer; the gradient of its shape, or None for
+                `Action.APPLY`, and is left as it is; the action is one of those that use the gradient or step.
+            if_finite: every action is `Action.UPDATE`, and those whose gradient is not finite are left out, where
+                `checks_on_device` of all parameters holds.
+
+        Returns:
+            With if_finite, of each task: 1 where it was done, 0 where it was left out, 0-d on the device.
+        """
+        updates: list[tuple[TensorSlot, Tensor]] = []
+        shards: list[tuple[Tensor, TensorSlot]] = []
+        steps: list[Tensor] = []
+        clips = self.rule.clips_update
+        slots = self._slots([parameter for parameter, _, _ in tasks])
+        for (parameter, gradient, action), slot in zip(tasks, slots, strict=True):
+            here = local(gradient)
+            update = action is Action.UPDATE
+            if update or action.steps:
+                steps.append(slot.state["step"])
+            if clips and is_sharded(parameter) and (update or action.steps):
+                if here is not None and action is not Action.APPLY:
+                    self._backend.accumulate(slot, here, first=action.first)
+                shards.append((parameter, slot))
+            elif update:
+                updates.append((slot, here))
+            elif action is Action.APPLY:
+                self._backend.apply(slot)
+            else:
+                (self._backend.update if action.steps else self._backend.accumulate)(slot, here, first=action.first)
+        applied: Sequence[Tensor] = ()
+        if if_finite:
+            assert isinstance(self._backend, ChecksOnDevice)
+            applied = self._backend.update_each_if_finite(updates)
+        elif len(updates) == 1:
+            self._backend.update(*updates[0], first=True)
+        elif updates:
+            self._backend.update_all(updates)
+        self._apply_shards(shards)
+        _advance(steps, applied)
+        self._skipped.add_unapplied(applied)
+        return applied
+
+    def perform(self, parameter: Tensor, gradient: Tensor | None, action: Action) -> None:
+        """`perform_all` of one."""
+        self.perform_all([(parameter, gradient, action)])
+
+    def update_if_all_finite(self, ready: Sequence[tuple[Tensor, Tensor]]) -> Sequence[Tensor]:
+        """Update all or, where a gradient is not finite, none: the device decides, where `checks_on_device` holds.
+
+        Args:
+            ready: parameter and gradient.
+
+        Returns:
+            Nothing of nothing; else one number, 1 where it was done, 0 where it was left out, 0-d on a device.
+        """
+        assert isinstance(self._backend, ChecksOnDevice)
+        slots = self._slots([parameter for parameter, _ in ready])
+        pairs = [(slot, gradient) for slot, (_, gradient) in zip(slots, ready, strict=True)]
+        if not pairs:
+            return ()
+        applied = self._backend.update_all_if_finite(pairs)
+        _advance([slot.state["step"] for slot, _ in pairs], [applied] * len(pairs))
+        self._skipped.add_unapplied([applied])
+        return [applied]
+
+    def _apply_shards(self, shards: Sequence[tuple[Tensor, TensorSlot]]) -> None:
+        """The step of tensors whose clip factor depends on shards elsewhere: sums of squares travel, in one exchange."""
+        squares = [slot.state["mean_square"] * slot.parameter.numel() for _, slot in shards]
+        totals = sum_over_shards([parameter for parameter, _ in shards], squares)
+        for (parameter, slot), total in zip(shards, totals, strict=True):
+            slot.state["mean_square"] = total / max(1, parameter.numel())
+            self._backend.apply(slot)
+
+    # -- what a backend gets ---------------------------------------------------------------------------------------------
+
+    def _hyperparameters(self, group: Group) -> Hyperparameters:
+        """Those of the group as it is now; validated again only when a setting has changed."""
+        now = fingerprint(group)
+        known = self._validated.get(id(group))
+        if known is None or known[0] != now:
+            known = self._validated[id(group)] = (now, hyperparameters(group))
+        return known[1]
+
+    def _slot(self, parameter: Tensor) -> TensorSlot:
+        """What an update of the parameter reads and writes."""
+        return self._slots([parameter])[0]
+
+    def _slots(self, parameters: Iterable[Tensor]) -> list[TensorSlot]:
+        """Those of many, where a group is looked at once."""
+        groups, slots = self._groups(), []
+        known: dict[tuple[int, torch.dtype], tuple[Hyperparameters, str, bool]] = {}
+        for parameter in parameters:
+            group = groups[parameter]
+            key = (id(group), parameter.dtype)
+            if key not in known:
+                compensation = compensations.resolve(group["compensation"], dtype_name(parameter.dtype))
+                known[key] = (self._hyperparameters(group), compensation, group["capturable"])
+            current, compensation, capturable = known[key]
+            state = self.state[parameter]
+            if not state:
+                state.update(saved_state.initial_state(group, parameter, current))
+            here = LocalState(state) if is_sharded(parameter) else state
+            slots.append(TensorSlot(local(parameter), here, compensation, self.rule, current, capturable))
+        return slots
+
+
+def _advance(steps: Sequence[Tensor], applied: Sequence[Tensor] = ()) -> None:
+    """Count an update of each tensor: by one, or by its number of `applied`, which is 0 where the device skipped it."""
+    by_device: dict[torch.device, list[int]] = {}
+    for position, step in enumerate(steps):
+        by_device.setdefault(step.device, []).append(position)
+    for device, here in by_device.items():
+        # As a list of tensors: a number would be made a tensor for each of them on a CPU, and one tensor be waited for.
+        if applied:
+            amounts = [applied[i].to(device, non_blocking=True) for i in here]
+        else:
+            amounts = [torch.ones((), device=device)] * len(here)
+        counts = [steps[i] for i in here]
+        torch._foreach_add_(counts, amounts)  # pyright: ignore[reportPrivateImportUsage]  (documented: Foreach Operations)
