@@ -171,8 +171,8 @@ class RoundingErrors:
         self.passing: np.ndarray | float = 0.0  # of the last step only
         self._scatter = Scatter()
 
-    def decay(self, factor: float) -> None:
-        """Everything so far is multiplied by a factor in [0, 1]."""
+    def decay(self, factor: float | np.ndarray) -> None:
+        """Everything so far is multiplied by a factor in [0, 1], of each element or of all."""
         self.variance *= factor**2
         self.worst *= factor
         self.linear *= factor

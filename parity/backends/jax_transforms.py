@@ -70,7 +70,7 @@ class Recipe:
         if len(made) == 1:
             return made[0]
         label = {name: str(number) for number, names in enumerate(self.groups) for name in names}
-        of_groups = {str(number): each for number, each in enumerate(made)}
+        of_groups: dict[Any, Any] = {str(number): each for number, each in enumerate(made)}
         return optax.multi_transform(of_groups, lambda params: {name: label[name] for name in params})
 
     def _of_group(self, number: int) -> Any:

@@ -144,6 +144,5 @@ class TorchEvents:
         assert loss is not None
         paused = self.release.paused() if event.paused else contextlib.nullcontext()
         with paused:
-            if self.release is not None:
-                loss = self.release.guard(loss)
-            (loss if self.scaler is None else self.scaler.scale(loss)).backward()
+            guarded = loss if self.release is None else self.release.guard(loss)
+            (guarded if self.scaler is None else self.scaler.scale(guarded)).backward()
