@@ -85,7 +85,7 @@ def _replace(target: pathlib.Path, arrays: Mapping[str, np.ndarray], text: str) 
         temporary.touch()
         mode = stat.S_IMODE(temporary.stat().st_mode)  # the usual one; the library makes another file, for its owner only
         save_file(dict(arrays), temporary, metadata={"penstock": text})
-        with safe_open(temporary, framework="np"):  # it writes headers that are longer than those it reads
+        with safe_open(temporary, framework="np"):  # before 0.7 the library writes longer headers than it reads
             pass
         with temporary.open("r+b") as file:
             temporary.chmod(mode)
