@@ -50,7 +50,7 @@ def write(path: Path, arrays: Mapping[str, np.ndarray], document: Mapping[str, A
 
     Raises:
         InvalidArgument: a name that is no Unicode text.
-        Refused: the file could not be written. What was there is as it was.
+        Refused: the file could not be written, or not be read again. What was there is as it was.
     """
     from safetensors import SafetensorError
 
@@ -75,7 +75,8 @@ def write(path: Path, arrays: Mapping[str, np.ndarray], document: Mapping[str, A
 
 
 def _replace(target: pathlib.Path, arrays: Mapping[str, np.ndarray], text: str) -> None:
-    """Write a new file in a folder beside `target`, see that it has reached the disk, and rename it."""
+    """Write a new file in a folder beside `target`, see that it can be read and has reached the disk, and rename it."""
+    from safetensors import safe_open
     from safetensors.numpy import save_file
 
     beside = tempfile.TemporaryDirectory(prefix=f"{target.name}.", suffix=".tmp", dir=target.parent, ignore_cleanup_errors=True)
@@ -84,6 +85,8 @@ def _replace(target: pathlib.Path, arrays: Mapping[str, np.ndarray], text: str) 
         temporary.touch()
         mode = stat.S_IMODE(temporary.stat().st_mode)  # the usual one; the library makes another file, for its owner only
         save_file(dict(arrays), temporary, metadata={"penstock": text})
+        with safe_open(temporary, framework="np"):  # before 0.7 the library writes longer headers than it reads
+            pass
         with temporary.open("r+b") as file:
             temporary.chmod(mode)
             os.fsync(file.fileno())
