@@ -21,7 +21,7 @@ from penstock.torch_frontend.backends.triton.availability import interpreted
 pytestmark = pytest.mark.xdist_group("distributed")
 
 BACKEND = "triton" if interpreted() else "eager"
-STEPS = 2 if interpreted() else 3
+STEPS = 1 if interpreted() else 3
 MAX_NORM = 0.3
 LEARNING_RATE = 0.05
 
