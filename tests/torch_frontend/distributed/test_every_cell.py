@@ -21,7 +21,7 @@ from penstock.torch_frontend.backends.triton.availability import interpreted
 pytestmark = pytest.mark.xdist_group("distributed")
 
 BACKEND = "triton" if interpreted() else "eager"
-STEPS = 2 if interpreted() else 3
+STEPS = 1 if interpreted() else 3
 MAX_NORM = 0.3
 LEARNING_RATE = 0.05
 
@@ -36,8 +36,13 @@ def cells(engine: str, accumulation: str) -> list[Combination]:
 
 
 def build(c: Combination) -> tuple[Net, torch.dtype]:
+    """Interpreted, where a launch takes milliseconds, without half of the tensors; the odd shapes are there still."""
     dtype = torch.float32 if c.compensation == "none" else torch.bfloat16
-    return Net(dtype), dtype
+    model = Net(dtype)
+    if interpreted():
+        model.middle = nn.Identity()
+        model.last.register_parameter("bias", None)
+    return model, dtype
 
 
 def run(c: Combination, model: nn.Module, dtype: torch.dtype, release_it: bool) -> list[Tensor]:

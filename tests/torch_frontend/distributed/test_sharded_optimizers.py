@@ -23,13 +23,13 @@ from penstock.torch_frontend import Adam, AdamW, StableAdamW
 pytestmark = pytest.mark.xdist_group("distributed")
 
 
-def equals_ddp(rule: type, dtype: torch.dtype, backend: str, bound: float) -> None:
+def equals_ddp(rule: type, dtype: torch.dtype, backend: str, bound: float, steps: int = 6) -> None:
     plain, parts = ddp(Net(dtype, dead=True), find_unused_parameters=True), sharded(Net(dtype, dead=True))
     options = {"lr": 1e-2, "weight_decay": 0.1}
     optimizer = rule(plain.parameters(), **options, backend="eager")
     other = rule(parts.parameters(), **options, backend=backend)
-    train(plain, optimizer, range(6))
-    train(parts, other, range(6))
+    train(plain, optimizer, range(steps))
+    train(parts, other, range(steps))
     found = parameters_of(parts)
     if bound == 0:
         assert_bitwise(found, parameters_of(plain), "FSDP2 against DDP")

@@ -34,12 +34,12 @@ OPTIONS = {"lr": 1e-2, "weight_decay": 0.1, "backend": "triton"}
 
 @quietly
 def equals_ddp(rule: type, dtype: torch.dtype, bound: float) -> None:
-    shards.equals_ddp(rule, dtype, "triton", bound)
+    shards.equals_ddp(rule, dtype, "triton", bound, steps=2)
 
 
 @pytest.mark.parametrize(
     ("rule", "dtype", "bound"),
-    [(StableAdamW, torch.float32, 1e-6), (AdamW, torch.float32, 1e-6), (Adam, torch.bfloat16, 6 * 2.0**-9)],
+    [(StableAdamW, torch.float32, 1e-6), (AdamW, torch.float32, 1e-6), (Adam, torch.bfloat16, 2 * 2.0**-9)],
     ids=lambda value: getattr(value, "__name__", str(value)),
 )
 def test_a_step_on_shards_equals_whole_tensors(ranks: Ranks, rule: type, dtype: torch.dtype, bound: float) -> None:  # noqa: F811
@@ -55,7 +55,7 @@ def released_equals_plain(rule: type, dtype: torch.dtype, capturable: bool) -> N
         optimizer = rule(model.parameters(), capturable=capturable, **OPTIONS)
         if released:
             release_gradients(model, optimizer)
-        train(model, optimizer, range(3))
+        train(model, optimizer, range(2))
         assert_ranks_equal(parameters_of(model), "FSDP2 with release")
         found.append(parameters_of(model) + [whole(x) for p in model.parameters() for x in optimizer.state[p].values()])
     assert_bitwise(*found, "FSDP2 with release")

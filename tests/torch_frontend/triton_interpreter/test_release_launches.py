@@ -10,7 +10,7 @@ from torch import nn
 from penstock.torch_frontend import StableAdamW, release_gradients
 from penstock.torch_frontend.backends.triton import kernels
 
-WIDTH = 64
+WIDTH = 48
 
 
 def blocks(dtype: torch.dtype = torch.float32) -> nn.Sequential:
