@@ -67,7 +67,7 @@ def test_jax_obeys(name: str) -> None:
     assert broken(JaxBackend(), case) == []
 
 
-@pytest.mark.parametrize("name", ["state", "overflow"])
+@pytest.mark.parametrize("name", ["state-last-known", "overflow"])
 def test_the_walk_obeys(name: str) -> None:
     pytest.importorskip("jax")
     case = named(name, dtype="bfloat16")
