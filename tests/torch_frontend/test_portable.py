@@ -132,8 +132,9 @@ def test_wrappers_tied_parameters_and_others_do_not_change_the_names(path: Path)
     model[1] = checkpoint_wrapper(model[1])
     optimizer = AdamW([p for name, p in model.named_parameters() if "bias" not in name])
     wrapped = torch.compile(model, backend="eager")
-    export_state(path, optimizer, wrapped)
-    assert list(load(path).parameters) == ["0.0.weight", "1.0.weight"]
+    for outer in (wrapped, nn.DataParallel(wrapped)):
+        export_state(path, optimizer, outer)
+        assert list(load(path).parameters) == ["0.0.weight", "1.0.weight"]
 
 
 def test_names_are_mapped_both_ways(path: Path) -> None:

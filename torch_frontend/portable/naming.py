@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel
+from torch.nn.parallel import DataParallel, DistributedDataParallel
 from torch.optim import Optimizer
 
 from ...core.errors import InvalidArgument, Refused
@@ -45,7 +45,7 @@ def named_groups(optimizer: Optimizer, model: nn.Module) -> list[dict[str, Tenso
 
 def _inner(model: Any) -> nn.Module:
     while True:
-        if isinstance(model, DistributedDataParallel):
+        if isinstance(model, (DataParallel, DistributedDataParallel)):
             model = model.module
         elif "_orig_mod" in dict(model.named_children()):
             model = model._orig_mod

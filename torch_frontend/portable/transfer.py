@@ -100,7 +100,8 @@ def import_state(
 
     Args:
         path: of the file. Every process that trains the model reads it.
-        optimizer: as for `export_state`, of the file's rule; its state is replaced.
+        optimizer: as for `export_state`, of the file's rule; its state is replaced. A CUDA graph that was captured before holds
+            the old one: capture the step again.
         model: that it trains. Each process takes its part of sharded parameters.
         parameters: take the parameters from the file, too. Otherwise load the model's checkpoint *of the same moment*: a
             compensation holds the lost digits of just those values.
