@@ -72,6 +72,19 @@ def test_compiled_is_the_specification(stored: str) -> None:
     assert set(counts.values()) == {0}
 
 
+def test_the_triton_kernels_in_the_interpreter_are_the_specification() -> None:
+    pytest.importorskip("torch")
+    pytest.importorskip("triton")
+    counts = differing_after(["numpy", "triton"], "shapes/adamw/float32/none/state-default", 5)
+    assert set(counts.values()) == {0}
+
+
+def test_the_walk_is_jax() -> None:
+    pytest.importorskip("jax")
+    counts = differing_after(["jax", "walk"], "B/adamw/float32/none/state-default", 62)
+    assert set(counts.values()) == {0}
+
+
 JAX_AGAINST_NUMPY = """
 import dataclasses
 import jax, numpy as np
