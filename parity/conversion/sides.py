@@ -19,7 +19,7 @@ from ...core.hyperparameters import Hyperparameters
 from ...core.rules import Rule
 from ..backends.jax_transforms import float64, transform_of
 from ..backends.protocol import Held
-from ..backends.torch_optimizers import CLASSES, to_numpy, to_torch
+from ..backends.torch_optimizers import CLASSES, group_of, to_numpy, to_torch
 from ..cases import Case, Storage
 
 FACTORS = (1.0, -0.5)
@@ -73,10 +73,7 @@ class TorchSide:
         optimizer: Any = getattr(torch_frontend, CLASSES[problem.rule.name])
         self.optimizer = optimizer(
             self.model.parameters(),
-            lr=given.learning_rate,
-            betas=(given.beta1, given.beta2),
-            eps=given.eps,
-            weight_decay=given.weight_decay,
+            **group_of(given),
             compensation=storage.compensation,
             state_dtype=None if storage.state_dtype is None else getattr(torch, storage.state_dtype),
             backend="eager",

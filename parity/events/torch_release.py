@@ -8,8 +8,8 @@ import weakref
 from typing import TYPE_CHECKING, Any
 
 from ..backends.protocol import Held
-from ..backends.torch_optimizers import CLASSES, to_numpy, to_torch
-from .recorded import TIED, WEIGHT_DECAY, Backward, Event, EventCase, LearningRate, Step
+from ..backends.torch_optimizers import CLASSES, group_of, to_numpy, to_torch
+from .recorded import TIED, Backward, Event, EventCase, LearningRate, Step
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -44,10 +44,7 @@ class TorchEvents:
         optimizer: Any = getattr(torch_frontend, CLASSES[case.rule.name])
         self.optimizer = optimizer(
             self.model.parameters(),
-            lr=given.learning_rate,
-            betas=(given.beta1, given.beta2),
-            eps=given.eps,
-            weight_decay=WEIGHT_DECAY,
+            **group_of(given),
             backend=backend,
             on_nonfinite="skip" if sequence.skips else "propagate",
         )

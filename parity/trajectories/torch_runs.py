@@ -11,7 +11,7 @@ from torch import Tensor
 from ... import torch_frontend
 from ...torch_frontend.clipping import NORM_EPS
 from ..backends.protocol import Held
-from ..backends.torch_optimizers import CLASSES, to_numpy
+from ..backends.torch_optimizers import CLASSES, group_of, to_numpy
 from ..demonstration.torch_model import Transformer
 from .cases import SHAPE, Trajectory, start
 
@@ -34,10 +34,7 @@ class TorchTrajectory:
         optimizer: Any = getattr(torch_frontend, CLASSES[case.rule.name])
         self.optimizer = optimizer(
             self.model.parameters(),
-            lr=given.learning_rate,
-            betas=(given.beta1, given.beta2),
-            eps=given.eps,
-            weight_decay=given.weight_decay,
+            **group_of(given),
             backend=backend,
         )
         self.is_last = True
