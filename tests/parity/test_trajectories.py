@@ -111,7 +111,7 @@ def test_the_torch_frontend_is_within_bounds_that_are_of_the_size_of_rounding(pa
 
 
 @pytest.mark.parametrize(
-    ("backend", "part"), [(WalkBackend(), "release/adam/float32"), (JaxBackend(), "clip/stable_adamw/float32")]
+    ("backend", "part"), [(WalkBackend(), "release/stable_adamw/float32"), (JaxBackend(), "clip/stable_adamw/float32")]
 )
 def test_the_jax_frontend_is_within_its_bounds(backend: JaxBackend, part: str) -> None:
     pytest.importorskip("jax")

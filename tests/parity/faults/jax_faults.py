@@ -116,7 +116,7 @@ FAULTS = [
     Fault(
         "the walk reads the updated slice",
         instead(passes, "gradient", _updated_slice),
-        "trajectories/release/adam/float32",
+        "trajectories/release/stable_adamw/float32",
         "walk",
     ),
     Fault(
@@ -132,7 +132,7 @@ FAULTS = [
             "accumulate",
             lambda correct, tx, written, rest, params, g, *, first: correct(tx, written, rest, params, g, first=True),
         ),
-        "events/state/stable_adamw/bfloat16",
+        "events/state/stable_adamw/float32",
         "walk",
     ),
     Fault(
