@@ -8,34 +8,42 @@ from typing import Any
 import torch
 
 from penstock.core.release import Action, Decision, Policy, Status, machine
-from penstock.torch_frontend import optimizers
 from penstock.torch_frontend import state as saved_state
+from penstock.torch_frontend import updates
 from penstock.torch_frontend.backends import eager
 from penstock.torch_frontend.backends.eager import EagerBackend
 from penstock.torch_frontend.clipping import clip_by_norm_
-from penstock.torch_frontend.optimizers import ReleasableOptimizer
 from penstock.torch_frontend.release import conditioning, lifecycle
+from penstock.torch_frontend.release.launches import Launches
 from penstock.torch_frontend.release.lifecycle import Lifecycle
+from penstock.torch_frontend.release.nonfinite import NonFinite
 from penstock.torch_frontend.release.release import Release
+from penstock.torch_frontend.updates import TensorUpdates
 
 from .planting import Fault, Plant, both, instead, value
 
 
-def _group_of_the_first_look(correct: Any, self: Any, parameter: Any) -> Any:
-    return self.__dict__.setdefault("_stale", {}).setdefault(parameter, correct(self, parameter))
+def _first_group_for_all(correct: Any, self: Any) -> Any:
+    return dict.fromkeys(correct(self), self.param_groups[0])
 
 
-def _counts_every_micro_batch(correct: Any, self: Any, tasks: Any) -> None:
-    correct(self, tasks)
+def _groups_of_the_first_look(correct: Any, self: Any) -> Any:
+    return self.__dict__.setdefault("_stale", correct(self))
+
+
+def _counts_every_micro_batch(correct: Any, self: Any, tasks: Any, **how: Any) -> Any:
+    applied = correct(self, tasks, **how)
     for parameter, _, action in tasks:
         if not action.steps:
             self.state[parameter]["step"] += 1
+    return applied
 
 
-def _counts_skipped(correct: Any, self: Any) -> None:
-    correct(self)
-    for state in self.optimizer.state.values():
-        state["step"] += 1
+def _counts_skipped(correct: Any, self: Any, skipped: int = 1) -> None:
+    correct(self, skipped)
+    if skipped:
+        for state in self._optimizer.state.values():
+            state["step"] += 1
 
 
 def _skips_with_zeros(correct: Any, self: Any, gradients: Any) -> Any:
@@ -56,15 +64,15 @@ def _booked_out_twice(correct: Any, self: Any, parameter: Any) -> None:
     self.ledger.live -= nbytes
 
 
-def _used_twice(correct: Any, self: Any, decided: Any) -> None:
+def _used_twice(correct: Any, self: Any, decided: Any, **how: Any) -> Any:
     twice = [(p, g, d) for p, g, d in decided if d.action is Action.UPDATE and p.ndim == 2]
-    correct(self, [*twice, *decided])
+    return correct(self, [*twice, *decided], **how)
 
 
-def _averaged(correct: Any, self: Any, gradients: Any, decisions: Any) -> None:
+def _averaged(correct: Any, self: Any, gradients: Any, decisions: Any, **how: Any) -> None:
     for gradient in gradients.values():
         gradient.div_(4)
-    correct(self, gradients, decisions)
+    correct(self, gradients, decisions, **how)
 
 
 def _clipped_on_arrival(correct: Any, self: Any, parameter: Any) -> None:
@@ -113,26 +121,26 @@ def _transition(when: tuple[Policy, Status], wrong: Action) -> Any:
 FAULTS = [
     Fault(
         "wrong beta2",
-        instead(optimizers, "hyperparameters", lambda correct, group: dataclasses.replace(correct(group), beta2=0.9985)),
+        instead(updates, "hyperparameters", lambda correct, group: dataclasses.replace(correct(group), beta2=0.9985)),
         "trajectories/release/adam/float32",
         "eager",
     ),
     Fault(
         "learning rate of another group",
-        instead(ReleasableOptimizer, "group_of", lambda correct, self, parameter: self.param_groups[0]),
+        instead(TensorUpdates, "_groups", _first_group_for_all),
         "groups/adamw/float32/none/state-default",
         "eager",
     ),
     Fault(
         "stale groups after load_state_dict",
-        instead(ReleasableOptimizer, "group_of", _group_of_the_first_look),
+        instead(TensorUpdates, "_groups", _groups_of_the_first_look),
         "identity/frozen/adamw/float32",
         "eager",
     ),
     Fault(
         "settings of the first step for ever",
         instead(
-            ReleasableOptimizer,
+            TensorUpdates,
             "_hyperparameters",
             lambda correct, self, group: self.__dict__.setdefault("_first", {}).setdefault(id(group), correct(self, group)),
         ),
@@ -148,7 +156,7 @@ FAULTS = [
     Fault(
         "second moment in bfloat16 by default",
         instead(
-            optimizers,
+            saved_state,
             "moment_dtypes",
             lambda correct, group, name, checked: correct(group, name, checked)._replace(exp_avg_sq=name),
         ),
@@ -178,19 +186,19 @@ FAULTS = [
     ),
     Fault(
         "step counted for every micro-batch",
-        instead(ReleasableOptimizer, "perform_all", _counts_every_micro_batch),
+        instead(TensorUpdates, "perform_all", _counts_every_micro_batch),
         "events/state/adamw/float32",
         "eager",
     ),
     Fault(
         "step counted where it is skipped",
-        instead(Release, "_count_skipped", _counts_skipped),
+        instead(NonFinite, "count", _counts_skipped),
         "identity/skip/adamw/float32",
         "eager",
     ),
     Fault(
         "moments decayed by a gradient that is skipped",
-        instead(Release, "_usable", _skips_with_zeros),
+        instead(NonFinite, "usable", _skips_with_zeros),
         "events/nonfinite/adamw/float32",
         "eager",
     ),
@@ -202,7 +210,7 @@ FAULTS = [
     Fault("tied weights released twice", instead(Lifecycle, "carry_out", _used_twice), "events/tied/adamw/float32", "eager"),
     Fault(
         "held gradient averaged instead of summed",
-        instead(Release, "_use", _averaged),
+        instead(Launches, "use", _averaged),
         "events/hold/adam/float32",
         "eager",
     ),
