@@ -16,8 +16,9 @@ from penstock.core.moments import debiased_complements
 from penstock.core.update import TensorState, accumulate, apply, update
 from penstock.parity.backends import choose
 from penstock.parity.backends.torch_optimizers import TorchBackend, to_numpy
-from penstock.parity.cases import QUICK_STEP_COUNTS, STEP_COUNTS, select
-from penstock.parity.updates import run_cases
+from penstock.parity.cases import QUICK_STEP_COUNTS, STEP_COUNTS
+from penstock.parity.sections import select
+from penstock.parity.suite import run_sections
 from penstock.torch_frontend import Adam, AdamW, StableAdamW
 from penstock.torch_frontend.backends.triton.configuration import TABLE
 from penstock.torch_frontend.groups import hyperparameters
@@ -29,27 +30,29 @@ DRY_NUMELS = [1, 17, 1500, 129]
 
 
 def parity(setting: Setting) -> dict[str, Any]:
-    """`penstock parity` on the device: each case within its bounds of the float64 reference.
+    """`penstock parity` on the device, all its sections, both frameworks: everything within its bounds.
 
     torch.compile takes many seconds a case there, so its backend joins with --full-parity only.
     """
     names = ["triton"] if setting.dry else ["triton", "eager", *(["compiled"] if setting.full_parity else [])]
     here = [TorchBackend(name, setting.device) for name in names]
-    others = [] if setting.dry else [backend for backend in choose(None)[0] if backend.name == "jax"]
+    usual = choose(None, quick=not setting.full_parity)[0]
+    others = [] if setting.dry else [backend for backend in usual if backend.name in ("jax", "walk")]
     cases = select("shapes/stable_adamw/bfloat16/*" if setting.dry else None, quick=not setting.full_parity)
     steps = [1, 2] if setting.dry else STEP_COUNTS if setting.full_parity else QUICK_STEP_COUNTS
     left_out = {backend.name: reason for backend in here if (reason := backend.unavailable()) is not None}
     running = [backend for backend in here if backend.name not in left_out]
-    rows = run_cases([*running, *others], cases, steps)
-    broken = [row.as_json() for row in rows if not row.within]
-    worst = {}
-    for row in rows:
-        if row.quantity == "parameter":
-            worst[row.backend] = max(worst.get(row.backend, 0.0), row.element_ratio)
+    result = run_sections([*running, *others], cases, steps)
+    worst: dict[str, dict[str, float]] = {}
+    for found in result.sections:
+        of_section = worst.setdefault(found.section.name, {})
+        for row in found.rows:
+            if row.judged and row.quantity == "parameter":
+                of_section[row.backend] = max(of_section.get(row.backend, 0.0), row.element_ratio)
     return {
-        "holds": not broken and bool(rows),
-        "comparisons": len(rows),
-        "broken": broken,
+        "holds": not result.broken and any(row.judged for row in result.rows),
+        "comparisons": sum(row.judged for row in result.rows),
+        "broken": [row.as_json() for row in result.broken],
         "largest_ratio_to_bound": worst,
         "not_available": left_out,
     }
