@@ -31,7 +31,7 @@ def _headline(content: Document) -> str:
     judged = sum(verdict["judged"] for verdict in own)
     if content["broken"]:
         return f"{content['broken']} of {judged} comparisons break their bounds"
-    return f"all {judged} comparisons are within their bounds"
+    return f"all {judged} comparisons are within their bounds" if judged else "nothing was compared with a bound"
 
 
 def _header(content: Document, headline: str) -> str:

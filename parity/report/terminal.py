@@ -124,7 +124,8 @@ def summary(result: Result) -> list[str]:
                 sentences.append(f"{line['backend']} did not run {cases}: {line['reason'].rstrip('.')}.")
     judged = [row for row in result.rows if row.judged and row.backend not in result.peers]
     broken = len(result.broken)
-    sentences.append(f"{len(judged) - broken} of {len(judged)} comparisons are within their bounds, {broken} are not.")
+    counts = f"{len(judged) - broken} of {len(judged)} comparisons are within their bounds, {broken} are not."
+    sentences.append(counts if judged else "Nothing was compared with a bound: this is for information.")
     return sentences
 
 

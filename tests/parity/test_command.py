@@ -30,6 +30,13 @@ def test_a_clean_run_prints_a_table_and_exits_with_0(capsys: pytest.CaptureFixtu
     assert "6 of 6 comparisons are within their bounds, 0 are not." in out
 
 
+def test_what_nobody_judges_is_told_as_information(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(("parity", "--backend", "numpy", "--backend", "eager", "--cases", "differences/adamw/*")) == 0
+    out = capsys.readouterr().out
+    assert "Nothing was compared with a bound: this is for information." in out
+    assert "comparisons are within" not in out
+
+
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [
