@@ -88,7 +88,7 @@ def test_a_wrong_transform_is_caught() -> None:
     assert not any(row.within for row in run(["wrong"], "B/adam/float32/*", steps=[1, 20]))
 
 
-@pytest.mark.parametrize("setting", ["B", "schedule", "groups"])
+@pytest.mark.parametrize("setting", ["B", "schedules"])
 def test_a_transform_follows_schedules_and_groups(setting: str) -> None:
     """In float64, where Optax's own arithmetic is good enough to tell."""
     register(optax_transform("theirs", {"adam": _optax_adam}, ["float64"]))
