@@ -176,7 +176,7 @@ def update(
     wide = compensations.load(ops, compensation, Stored(parameter, state.compensation))
     added, state = increment(ops, rule, hyperparameters, complements, wide, gradient, state, first=first)
     stored = compensations.store(ops, compensation, wide + added, dtype)
-    return stored.parameter, state._replace(compensation=stored.compensation)
+    return stored.parameter, TensorState(state.exp_avg, state.exp_avg_sq, stored.compensation)
 
 
 def accumulate(

@@ -132,11 +132,21 @@ def _audited(
     constants = constants | {"TILES": chosen.tiles, "BLOCK": chosen.block, "TAIL": chosen.tail}
     constants |= {name: None for name in OPTIONAL if name in names and name not in present}
     signature = {name: "constexpr" if name in constants else given[name] for name in names}
-    attributes = {(names.index(name),): [["tt.divisibility", 16]] for name in aligned}
-    source = triton.compiler.ASTSource(kernel, signature, {(names.index(k),): v for k, v in constants.items()}, attributes)
+    source = _source(kernel, signature, constants, aligned)
     cap = {"maxnreg": chosen.registers} if chosen.registers else {}
     made = triton.compile(source, target=target, options={"num_warps": chosen.warps, "enable_fp_fusion": False, **cap})
     return _nvidia(made.asm["cubin"], made.asm["ptx"]) if "cubin" in made.asm else _amd(made.asm["amdgcn"])
+
+
+def _source(kernel: Any, signature: dict[str, str], constants: dict[str, Any], aligned: set[str]) -> Any:
+    """What Triton compiles. A Triton with a class for attributes names the constants; a later one counts them."""
+    names = kernel.arg_names
+    descriptor = getattr(triton.backends.compiler, "AttrsDescriptor", None)
+    if descriptor is not None:
+        attributes = descriptor.from_hints({names.index(name): 16 for name in aligned})
+        return triton.compiler.ASTSource(kernel, signature, constants, attributes)
+    attributes = {(names.index(name),): [["tt.divisibility", 16]] for name in aligned}
+    return triton.compiler.ASTSource(kernel, signature, {(names.index(k),): v for k, v in constants.items()}, attributes)
 
 
 def _nvidia(binary: bytes, ptx: str) -> Audit:

@@ -17,6 +17,10 @@ cache. The program that leaves last sets every counter back to zero for the next
 
 **Accesses.** Whole tiles are read without a mask, in 16-byte pieces whatever the size of the tensor; what is left over goes
 in masked tiles of `TAIL` elements. Offsets are 64 bits wide, and 32 inside a tile.
+
+**Conditions.** What is known when a kernel is compiled has an `if` of its own, with the rest inside: Triton 3.2 evaluates both
+sides of `and`, and would count up a counter, or write to no pointer, that is not meant. (It also takes a call whose result
+is not assigned for an early return.)
 """
 
 # pyright: reportArgumentType=false, reportAssignmentType=false, reportInvalidTypeForm=false
@@ -114,8 +118,9 @@ def _measured_item(
             )  # fmt: skip
             partial += tl.sum(ratio, 0)
             finite += tl.sum(check, 0)
-    if applied_ptr is not None and finite != finite:
-        tl.store(applied_ptr, 0.0)
+    if applied_ptr is not None:
+        if finite != finite:
+            tl.store(applied_ptr, 0.0)
     return partial
 
 
@@ -289,44 +294,47 @@ def update_group(
             flag_ptr += tensor
         arrived = counters + 2 + tensor * 2
         complement2 = debiased_complement(first2, log2, step_ptr, STEP_ON_DEVICE, WIDE)
-        if PHASES != "write" and phase == 0:
-            slot = tl.load(row + 7)
-            count = tl.load(row + 8).to(tl.int32)
-            partial = _measured_item(
-                g_ptr, v_ptr, p_ptr, k_ptr, base, n, flag_ptr, grad_scale_ptr, complement2, floor, decay,
-                True, L2, MAXIMIZE, COMPENSATION, WIDE, KEEP, TILES, BLOCK, TAIL,
-            )  # fmt: skip
-            if CLIP:
-                last, square = _arrive(partials + slot, item, count, partial, arrived, n, WIDE)
-                if last:
-                    tl.store(squares + tensor, square)
-                    if PHASES == "both":
-                        _announce(arrived + 1)
-        if PHASES != "measure" and phase == 1:
-            if PHASES == "both":
-                _wait(arrived + 1)
-            usable = True
-            if flag_ptr is not None:
-                usable = tl.load(flag_ptr) != 0.0
-            if usable:
-                eta = lr
-                if CLIP:
-                    eta = clipped_learning_rate(lr, tl.load(squares + tensor, cache_modifier=".cg"))
-                complement1 = debiased_complement(first1, log1, step_ptr, STEP_ON_DEVICE, WIDE)
-                _written_item(
-                    g_ptr, m_ptr, v_ptr, p_ptr, k_ptr, base, n, grad_scale_ptr, complement1, complement2, eta, eps, floor,
-                    decay, "update", True, L2, MAXIMIZE, COMPENSATION, WIDE, PASS, TILES, BLOCK, TAIL,
+        if PHASES != "write":
+            if phase == 0:
+                slot = tl.load(row + 7)
+                count = tl.load(row + 8).to(tl.int32)
+                partial = _measured_item(
+                    g_ptr, v_ptr, p_ptr, k_ptr, base, n, flag_ptr, grad_scale_ptr, complement2, floor, decay,
+                    True, L2, MAXIMIZE, COMPENSATION, WIDE, KEEP, TILES, BLOCK, TAIL,
                 )  # fmt: skip
+                if CLIP:
+                    last, square = _arrive(partials + slot, item, count, partial, arrived, n, WIDE)
+                    if last:
+                        tl.store(squares + tensor, square)
+                        if PHASES == "both":
+                            _announce(arrived + 1)
+        if PHASES != "measure":
+            if phase == 1:
+                if PHASES == "both":
+                    _wait(arrived + 1)
+                usable = True
+                if flag_ptr is not None:
+                    usable = tl.load(flag_ptr) != 0.0
+                if usable:
+                    eta = lr
+                    if CLIP:
+                        eta = clipped_learning_rate(lr, tl.load(squares + tensor, cache_modifier=".cg"))
+                    complement1 = debiased_complement(first1, log1, step_ptr, STEP_ON_DEVICE, WIDE)
+                    _ = _written_item(
+                        g_ptr, m_ptr, v_ptr, p_ptr, k_ptr, base, n, grad_scale_ptr, complement1, complement2, eta, eps, floor,
+                        decay, "update", True, L2, MAXIMIZE, COMPENSATION, WIDE, PASS, TILES, BLOCK, TAIL,
+                    )  # fmt: skip
         if PHASES == "both":
             ticket = _take_ticket(counters)
         else:
             ticket += tl.num_programs(0)
-    if PHASES == "both" and _left_last(counters + 1):
-        for start in range(0, tensor_count, SUMMED_AT_ONCE):
-            tensor = start + tl.arange(0, SUMMED_AT_ONCE)
-            tl.store(counters + 3 + tensor * 2, tl.zeros_like(tensor), mask=tensor < tensor_count)
-        tl.store(counters, 0)
-        tl.store(counters + 1, 0)
+    if PHASES == "both":
+        if _left_last(counters + 1):
+            for start in range(0, tensor_count, SUMMED_AT_ONCE):
+                tensor = start + tl.arange(0, SUMMED_AT_ONCE)
+                tl.store(counters + 3 + tensor * 2, tl.zeros_like(tensor), mask=tensor < tensor_count)
+            tl.store(counters, 0)
+            tl.store(counters + 1, 0)
 
 
 @triton.jit(do_not_specialize=[*"gmvpk", "n", "item_count", "first1", "log1", "first2", "log2", "lr", "eps", "floor", "decay"])
@@ -385,7 +393,10 @@ def update_tensor(
     else:
         ticket = tl.program_id(0)
     while ticket < ticket_count:
-        if TWO_PHASES and ticket < item_count:
+        measures = False
+        if TWO_PHASES:
+            measures = ticket < item_count
+        if measures:
             partial = _measured_item(
                 g_ptr, v_ptr, p_ptr, k_ptr, ticket.to(tl.int64) * (TILES * BLOCK), n, applied_ptr, grad_scale_ptr,
                 complement2, floor, decay, FIRST, L2, MAXIMIZE, COMPENSATION, WIDE, KEEP, TILES, BLOCK, TAIL,
@@ -421,7 +432,8 @@ def update_tensor(
             ticket = _take_ticket(counters)
         else:
             ticket += tl.num_programs(0)
-    if TWO_PHASES and _left_last(counters + 1):
-        tl.store(counters, 0)
-        tl.store(counters + 1, 0)
-        tl.store(counters + 3, 0)
+    if TWO_PHASES:
+        if _left_last(counters + 1):
+            tl.store(counters, 0)
+            tl.store(counters + 1, 0)
+            tl.store(counters + 3, 0)
