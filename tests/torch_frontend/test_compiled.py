@@ -13,6 +13,7 @@ from tests.torch_support import OPTIMIZERS, batches, layers, loss_of, train
 from torch._dynamo.utils import counters
 
 from penstock.torch_frontend import Adam, AdamW, StableAdamW, release_gradients
+from penstock.torch_frontend.array_ops import compiled_ops, torch_ops
 from penstock.torch_frontend.backends import compiled
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -50,6 +51,23 @@ def test_compiled_agrees_with_eager(optimizer_class, dtype: torch.dtype, compens
     if compensation != "none":
         for state in runs["compiled"][1][2:]:
             assert torch.count_nonzero(state["compensation"]) > 0.9 * state["compensation"].numel()
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_the_rounding_survives_the_compiler_and_is_the_casts(dtype: str) -> None:
+    """Bit for bit, over all exponents: ties, numbers below the normal ones, overflow, infinities, NaN."""
+    patterns = torch.randint(-(2**31), 2**31, (200_000,), generator=torch.Generator().manual_seed(0)).to(torch.int32)
+    ties = (torch.arange(2**16, dtype=torch.int64) << 16 | 0x8000).to(torch.int32)
+    halves = (torch.arange(2**19, dtype=torch.int64) << 13 | 0x1000).to(torch.int32)
+    low = torch.arange(-66, 67) * 2.0**-25
+    special = torch.tensor([0.0, -0.0, torch.inf, -torch.inf, torch.nan, 65504.0, 65519.996, 65520.0, -65520.0])
+    x = torch.cat([*(given.view(torch.float32) for given in (patterns, ties, halves)), low, special])
+    compiled_rounding = torch.compile(lambda x: compiled_ops.round_to(x, dtype), dynamic=True, fullgraph=True)
+    for rounding in (compiled_rounding, lambda x: compiled_ops.round_to(x, dtype)):
+        rounded, expected = rounding(x), torch_ops.round_to(x, dtype)
+        assert torch.equal(rounded.isnan(), expected.isnan())
+        given = [torch.where(each.isnan(), 1.0, each).view(torch.int32) for each in (rounded, expected)]
+        assert torch.equal(*given)
 
 
 def test_nothing_is_compiled_again_while_training() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from pathlib import Path
 
@@ -79,6 +80,8 @@ def test_leaving(path: Path, theirs, ours) -> None:
 @pytest.mark.parametrize("options", [{"fused": True}, {"foreach": True}, {"decoupled_weight_decay": True}], ids=str)
 def test_all_of_torchs_variants_go_on_from_the_file(path: Path, options: dict) -> None:
     """There and back: its moments to two roundings, so its next steps to 1e-14 of those without a file."""
+    if not set(options) <= set(inspect.signature(torch.optim.Adam).parameters):
+        pytest.skip(f"this version of torch.optim.Adam does not take {options}")
     model, optimizer = run(torch.optim.Adam, torch.float64, slice(20), **options)
     again, fresh = run(torch.optim.Adam, torch.float64, slice(0), **options)
     export_state(path, optimizer, model, parameters=True)

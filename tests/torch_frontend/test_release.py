@@ -57,6 +57,7 @@ SCHEDULERS = {
 }
 
 
+@pytest.mark.filterwarnings("ignore:The epoch parameter in")  # of torch 2.6's SequentialLR, without release too
 @pytest.mark.parametrize("make", SCHEDULERS.values(), ids=SCHEDULERS)
 @pytest.mark.parametrize("tensor_lr", [False, True])
 def test_every_scheduler_bit_for_bit_and_without_a_warning(make, tensor_lr: bool) -> None:

@@ -24,13 +24,16 @@ from ...core.hyperparameters import Hyperparameters
 from ...core.moments import Complements
 from ...core.rules import RULES
 from ...core.update import TensorState
-from ..array_ops import DTYPES, dtype_name, torch_ops
+from ..array_ops import DTYPES, compiled_ops, dtype_name, torch_ops
 from .backend import TensorSlot
 from .eager import EagerBackend
 from .memory_order import along_memory
 
 BATCH = 25
 """Tensors in one call of a graph. Its compilation takes longer with each (about a second); what is left over goes alone."""
+
+KEEP_CASTS: dict[str, str | int | bool | Callable[..., Any]] = {"emulate_precision_casts": True}
+"""Without this option Inductor deletes casts to a low precision and back, and every kahan compensation would be zero."""
 
 Key = tuple[Any, ...]
 Vectors = tuple[Any, ...]  # tensors; None where there is none
@@ -155,6 +158,8 @@ def _compiled(
 ) -> Callable[..., Any]:
     """One graph. `scaled`, `dtypes`, `device` and `count` only keep it apart: each is compiled once; the compiler counts."""
     rule = RULES[rule_name]
+    kahan = compensation == "kahan"
+    ops = compiled_ops if kahan and not _keeps_casts(dtypes[0], device.type) else torch_ops
 
     def steps(vectors: list[Vectors], scalars: Tensor, totals: Tensor | None, factor: Tensor | None) -> list[Tensor | float]:
         return [
@@ -170,14 +175,14 @@ def _compiled(
         state = TensorState(exp_avg, exp_avg_sq, kept, total)
         new = parameter
         if kind == "apply":
-            new, after = core_update.apply(torch_ops, rule, current, compensation, parameter, state)
+            new, after = core_update.apply(ops, rule, current, compensation, parameter, state)
         elif kind == "accumulate":
             after = core_update.accumulate(
-                torch_ops, rule, current, complements, compensation, parameter, gradient, state, first=first
+                ops, rule, current, complements, compensation, parameter, gradient, state, first=first
             )
         else:
             new, after = core_update.update(
-                torch_ops, rule, current, complements, compensation, parameter, gradient, state, first=first
+                ops, rule, current, complements, compensation, parameter, gradient, state, first=first
             )
         if kind != "accumulate":
             parameter.copy_(new)
@@ -191,10 +196,14 @@ def _compiled(
     # torch.compile keeps graphs with the code object, and gives up after a number of them: each needs a code of its own.
     code = steps.__code__.replace(co_name=f"{rule_name}_{kind}")
     own = types.FunctionType(code, steps.__globals__, code.co_name, steps.__defaults__, steps.__closure__)
-    if compensation != "kahan":
-        return torch.compile(own, dynamic=True, fullgraph=True)
-    # Without this option Inductor deletes casts to a low precision and back, and every kahan compensation would be zero.
-    return torch.compile(own, dynamic=True, fullgraph=True, options={"emulate_precision_casts": True})
+    return torch.compile(own, dynamic=True, fullgraph=True, options=KEEP_CASTS if kahan else None)
+
+
+@functools.cache
+def _keeps_casts(dtype: torch.dtype, device_type: str) -> bool:
+    """Whether the compiler, when asked to, keeps a cast to this dtype and back: found out by compiling, once a process."""
+    probe = torch.compile(lambda x: x - torch_ops.round_to(x, dtype_name(dtype)), fullgraph=True, options=KEEP_CASTS)
+    return bool(probe(torch.full((8,), 1 + 2.0**-12, device=device_type)).all())
 
 
 @functools.cache

@@ -27,13 +27,13 @@ class _TwoPasses(torch.autograd.Function):
         return loss[0].detach().clone()
 
     @staticmethod
-    def backward(ctx: Any, *seeds: Any) -> tuple[None, None, None]:
+    def backward(ctx: Any, *seeds: Any) -> tuple[Tensor, None, None]:
         """Both passes, from the seed that backward() came with."""
         loss, ctx.loss = ctx.loss, None
         if loss is None:
             raise Refused("backward() was called twice on a guarded loss; compute the loss again, and guard it.")
         ctx.run(loss, seeds[0])
-        return None, None, None
+        return torch.zeros((), device=loss.device), None, None  # the anchor's: compiled autograd may not take None for it
 
 
 def guarded(loss: Tensor, run: Callable[[Tensor, Tensor], None]) -> Tensor:

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as multiprocessing
+from tests.torch_frontend.distributed import fsdp2_on_cpus
 
 WORLD = 2
 COLLECTIVE_TIMEOUT = datetime.timedelta(seconds=20)
@@ -81,6 +82,8 @@ class Ranks:
 
 def _serve(pipe: Connection, rank: int, world: int, meeting: str) -> None:
     warnings.simplefilter("error")
+    warnings.filterwarnings("ignore", "Conversion of an array with ndim > 0", DeprecationWarning, "triton.runtime.interpreter")
+    fsdp2_on_cpus.provide()
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{meeting}", rank=rank, world_size=world, timeout=COLLECTIVE_TIMEOUT)
     while True:

@@ -1,0 +1,30 @@
+"""What torch 2.6 lacks to run FSDP2 on CPUs, where the tests run it: later versions have both of themselves."""
+
+from __future__ import annotations
+
+import contextlib
+from typing import Any
+
+import torch
+
+
+def provide() -> None:
+    """Events of streams, and copies of gathered parameters that autograd takes for no change, as on CUDA devices."""
+    if hasattr(torch.cpu.Stream, "record_event"):
+        return
+    import torch.distributed.fsdp._fully_shard._fsdp_param_group as groups
+
+    original: Any = groups.foreach_all_gather_copy_out
+
+    def copy_out(result: Any, parameters: list[Any], group: Any) -> None:
+        gathered = [tensor for parameter in parameters for tensor in getattr(parameter, "all_gather_outputs", [])]
+        gathered += [parameter._unsharded_param for parameter in parameters if hasattr(parameter, "_unsharded_param")]
+        with contextlib.ExitStack() as versions:
+            for tensor in gathered:
+                versions.enter_context(torch.autograd._unsafe_preserve_version_counter(tensor))
+            original(result, parameters, group)
+
+    groups.foreach_all_gather_copy_out = copy_out
+    stream: Any = torch.cpu.Stream
+    stream.record_event = lambda self: None
+    stream.wait_event = lambda self, event: None
