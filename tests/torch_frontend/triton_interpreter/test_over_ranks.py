@@ -21,10 +21,10 @@ from tests.torch_frontend.distributed.models import (
     whole,
 )
 from tests.torch_frontend.distributed.processes import Ranks
+from tests.triton_support import watched
 from torch import nn
 
 from penstock.torch_frontend import Adam, AdamW, StableAdamW, release_gradients
-from penstock.torch_frontend.backends.triton import kernels
 
 pytestmark = pytest.mark.xdist_group("distributed")
 
@@ -106,28 +106,19 @@ class Wide(nn.Module):
 
 
 @quietly
-def averaged_gradients_share_launches() -> list[int]:
-    launched, original = [], kernels.update_group
-
-    class Counted:
-        def __getitem__(self, grid):
-            launched.append(1)
-            return original[grid]
-
+def averaged_gradients_share_launches() -> int:
+    launched: list[str] = []
     plain, model = ddp(Wide()), Wide()
     optimizers = [StableAdamW(m.parameters(), **OPTIONS) for m in (plain, model)]
     train(plain, optimizers[0], range(2))
     release = release_gradients(model, optimizers[1])
-    kernels.update_group = Counted()
-    try:
+    with watched(launched.append):
         train(model, optimizers[1], range(2))
-    finally:
-        kernels.update_group = original
     assert_bitwise(parameters_of(model), parameters_of(plain), "release over a process group")
     assert release.ledger.live == 0
-    return launched
+    return launched.count("update_group")
 
 
 def test_averaged_gradients_that_are_small_share_a_launch(ranks: Ranks) -> None:  # noqa: F811
     """Six vectors of 192 bytes each, where three have room."""
-    assert ranks.run(averaged_gradients_share_launches) == [[1] * 4] * 2
+    assert ranks.run(averaged_gradients_share_launches) == [4] * 2
