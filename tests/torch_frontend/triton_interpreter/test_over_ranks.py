@@ -24,6 +24,7 @@ from tests.torch_frontend.distributed.processes import Ranks
 from tests.triton_support import watched
 from torch import nn
 
+from penstock.core.release import Action
 from penstock.torch_frontend import Adam, AdamW, StableAdamW, release_gradients
 
 pytestmark = pytest.mark.xdist_group("distributed")
@@ -64,6 +65,66 @@ def released_equals_plain(rule: type, dtype: torch.dtype, capturable: bool) -> N
 @pytest.mark.parametrize("rule", [StableAdamW, AdamW], ids=lambda rule: rule.__name__)
 def test_released_shards_equal_a_step_bit_for_bit(ranks: Ranks, rule: type) -> None:  # noqa: F811
     ranks.run(released_equals_plain, rule, torch.bfloat16, rule is StableAdamW)
+
+
+@quietly
+def launches_and_collectives(released: bool) -> tuple[int, int]:
+    """Of one backward and step, without what FSDP2 and the published norm exchange."""
+    launched: list[str] = []
+    reduced: list[int] = []
+    model = sharded(Net())
+    optimizer = StableAdamW(model.parameters(), **OPTIONS)
+    if released:
+        release_gradients(model, optimizer)
+    original = torch.distributed.all_reduce
+    torch.distributed.all_reduce = lambda *a, **k: (reduced.append(1), original(*a, **k))[1]
+    try:
+        with watched(launched.append):
+            train(model, optimizer, range(1))
+    finally:
+        torch.distributed.all_reduce = original
+    assert set(launched) == {"update_group"}
+    return len(launched), len(reduced) - released
+
+
+def test_shards_are_measured_in_one_launch_and_written_in_one(ranks: Ranks) -> None:  # noqa: F811
+    """A step of all, and under release one of each of three FSDP2 groups; on a rank whose parts are empty, too."""
+    assert ranks.run(launches_and_collectives, False) == [(2, 1)] * 2
+    assert ranks.run(launches_and_collectives, True) == [(2 * 3, 3)] * 2
+
+
+@quietly
+def together_equals_one_by_one(dtype: torch.dtype) -> None:
+    models = [sharded(Net(dtype)) for _ in range(3)]
+    together, alone, halves = (StableAdamW(model.parameters(), **OPTIONS) for model in models)
+    for step in range(3):
+        shards.given_gradients(models, step)
+        together.step()
+        with torch.no_grad():
+            for p in alone._parameters():
+                alone.perform(p, p.grad, Action.UPDATE)
+            for p in halves._parameters() if dtype is torch.float32 else ():
+                halves.perform(p, p.grad, Action.ACCUMULATE_FIRST)
+                halves.perform(p, None, Action.APPLY)
+    found = [[whole(x) for p in one._parameters() for x in (p, *one.state[p].values())] for one in (together, alone, halves)]
+    assert_bitwise(found[1], found[0], "one by one")
+    if dtype is torch.float32:  # in bfloat16 the moments would be rounded on the way
+        assert_bitwise(found[2], found[0], "first into the moments")
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_shards_together_get_the_bits_of_one_by_one(ranks: Ranks, dtype: torch.dtype) -> None:  # noqa: F811
+    ranks.run(together_equals_one_by_one, dtype)
+
+
+@quietly
+def as_other_backends() -> None:
+    shards.steps_from_unrounded_moments("triton")
+    shards.nothing_is_cut(StableAdamW, "triton")
+
+
+def test_shards_are_updated_as_by_the_other_backends(ranks: Ranks) -> None:  # noqa: F811
+    ranks.run(as_other_backends)
 
 
 def spoil_on_one_rank(parameter: Any) -> None:

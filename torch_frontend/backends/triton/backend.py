@@ -89,7 +89,7 @@ class TritonBackend:
         whole = over_shards([here.get(id(slot), zero) for (slot, _), zero in zip(pairs, empty, strict=True)])
         there = {id(slot): square for (slot, _), square in zip(pairs, whole, strict=True)}
         for one in apart:
-            torch.stack([there[id(job.slot)] for job in one.jobs], out=one.squares)
+            one.squares.copy_(torch.stack([there[id(job.slot)] for job in one.jobs]))
         self._launch([one.write for one in apart])
 
     def update_all_if_finite(self, pairs: Sequence[tuple[TensorSlot, Tensor]], *, grad_scale: Tensor | None = None) -> Tensor:
