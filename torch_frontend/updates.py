@@ -179,13 +179,15 @@ class TensorUpdates(Optimizer):
         """Those of many, where a group is looked at once."""
         groups, slots = self._groups(), []
         known: dict[tuple[int, torch.dtype], tuple[Hyperparameters, str, bool]] = {}
+        last: tuple[Group | None, torch.dtype | None] = (None, None)
         for parameter in parameters:
-            group = groups[parameter]
-            key = (id(group), parameter.dtype)
-            if key not in known:
-                compensation = compensations.resolve(group["compensation"], dtype_name(parameter.dtype))
-                known[key] = (self._hyperparameters(group), compensation, group["capturable"])
-            current, compensation, capturable = known[key]
+            group, dtype = groups[parameter], parameter.dtype
+            if group is not last[0] or dtype is not last[1]:  # most follow others that are alike, and need no hash
+                last = group, dtype
+                if (id(group), dtype) not in known:
+                    compensation = compensations.resolve(group["compensation"], dtype_name(dtype))
+                    known[id(group), dtype] = (self._hyperparameters(group), compensation, group["capturable"])
+                current, compensation, capturable = known[id(group), dtype]
             state = self.state[parameter]
             if not state:
                 state.update(saved_state.initial_state(group, parameter, current))

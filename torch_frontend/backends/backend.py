@@ -67,7 +67,8 @@ class Backend(Protocol):
     """In place, without waiting for the device, and leaving the gradient as it is.
 
     What the host can find wrong with any tensor of a call is raised before the first one is written to. An error in the midst
-    of the updates themselves (a device that fails, memory for scratch that is not there) may leave some of them done.
+    of the updates themselves (a device that fails, memory for scratch that is not there) may leave some of them done, and
+    none of them counted in "step".
 
     Every function that takes gradients takes `grad_scale`, too: a 0-d tensor, a factor by which they are multiplied in the
     compute dtype (the inverse of a loss scale, a clip coefficient, or the product of both); None is 1.

@@ -64,7 +64,7 @@ class CompiledBackend:
     def _each(
         self, kind: str, pairs: Sequence[tuple[TensorSlot, Tensor]], grad_scale: Tensor | None, totals: dict[int, Tensor]
     ) -> dict[int, Any]:
-        """"measure" or "update", with these mean squares, if any. The mean squares, by the id of the slot."""
+        """ "measure" or "update", with these mean squares, if any. The mean squares, by the id of the slot."""
         by_key: dict[Key, list[Task]] = {}
         found: dict[int, Any] = {}
         for slot, gradient in pairs:
@@ -190,7 +190,7 @@ def _compiled(
     device: torch.device,
     count: int,
 ) -> Callable[..., Any]:
-    """One graph. `scaled`, `totalled`, `dtypes`, `device` and `count` only keep it apart: each is compiled once; the compiler counts."""
+    """One graph. `scaled`, `dtypes`, `device` and `count` only keep it apart: each is compiled once; the compiler counts."""
     rule = RULES[rule_name]
 
     def steps(vectors: list[Vectors], scalars: Tensor, totals: Tensor | None, factor: Tensor | None) -> list[Tensor | float]:

@@ -21,6 +21,8 @@ def is_sharded(tensor: Any) -> bool:
 
 def local(tensor: Any) -> Any:
     """The part of a tensor that lies on this process, the same memory; an ordinary tensor is its own."""
+    if type(tensor) in PLAIN:
+        return tensor
     return tensor.to_local() if is_sharded(tensor) else tensor
 
 

@@ -59,10 +59,6 @@ def test_stable_adamw_sums_its_mean_square_over_shards(ranks: Ranks) -> None:
     ranks.run(equals_ddp, StableAdamW, torch.float32, "eager", 1e-6)
 
 
-def test_compiled_backend_takes_the_local_parts(ranks: Ranks) -> None:
-    ranks.run(equals_ddp, StableAdamW, torch.float32, "compiled", 1e-6)
-
-
 def the_mean_square_matters() -> None:
     """A gradient that is large in one shard only: a mean square for each shard would be far off."""
     plain, parts = Net(), sharded(Net())

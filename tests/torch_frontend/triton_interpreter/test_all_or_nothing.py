@@ -28,9 +28,7 @@ def two_groups(rule: type, way: str) -> tuple[torch.optim.Optimizer, torch.optim
         other = [torch.randn(size, generator=generator).bfloat16().requires_grad_() for size in ((6, 5), (40,))]
         groups = [{"params": one}, {"params": other, "lr": 0.2}]
         capturable = way == "skip"
-        optimizer = rule(
-            groups, backend="triton", on_nonfinite="skip" if capturable else "propagate", capturable=capturable
-        )
+        optimizer = rule(groups, backend="triton", on_nonfinite="skip" if capturable else "propagate", capturable=capturable)
         made.append(optimizer)
 
     def step(optimizer: Any) -> None:
@@ -134,7 +132,7 @@ def test_a_second_group_that_is_refused_leaves_the_first(
     assert unchanged(everything(plain), everything(optimizer))
 
 
-class NoCompiler(Exception):
+class NoCompilerError(Exception):
     """Planted."""
 
 
@@ -149,10 +147,10 @@ def test_no_launch_is_made_before_the_last_one_is_compiled(rule: type, way: str)
     def compile(name: str) -> None:
         compiled.append(name)
         if len(compiled) == fails_at:
-            raise NoCompiler
+            raise NoCompilerError
 
     with watched(str, compile):
-        with pytest.raises(NoCompiler):
+        with pytest.raises(NoCompilerError):
             step(optimizer)
         assert all(int(optimizer.state[p]["step"]) == 0 for p in optimizer._parameters())
         assert not any(optimizer.state[p][name].any() for p in optimizer._parameters() for name in ("exp_avg", "exp_avg_sq"))
@@ -192,6 +190,7 @@ def test_a_capture_that_lacks_the_memory_of_the_second_launch_leaves_the_first(m
 
 def test_small_gradients_that_waited_are_given_back_unused(monkeypatch: pytest.MonkeyPatch) -> None:
     """Under release: two dtypes wait, and the launch of the second cannot be made ready."""
+
     def model() -> torch.nn.ParameterList:
         generator = torch.Generator().manual_seed(0)
         sizes = ((200, 20), (30,), (40,))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -33,11 +34,17 @@ Key = tuple[Any, ...]
 
 
 class Job(NamedTuple):
-    """One tensor to update in a launch for many."""
+    """One tensor to update in a launch for many.
+
+    slot, operands: what is updated.
+    addresses: of the operands, in their order, and of t where the kernels read it, else 0.
+    numel: elements.
+    """
 
     slot: TensorSlot
     operands: Operands
     addresses: list[int]
+    numel: int
 
 
 class Apart(NamedTuple):
@@ -85,8 +92,10 @@ class TritonBackend:
         apart = [self._apart(jobs, None, grad_scale) for jobs in groups]
         self._measure(apart)
         here = {id(job.slot): square for one in apart for job, square in zip(one.jobs, one.squares.unbind(), strict=True)}
-        empty = (torch.zeros((), dtype=_wide(slot.parameter), device=slot.parameter.device) for slot, _ in pairs)
-        whole = over_shards([here.get(id(slot), zero) for (slot, _), zero in zip(pairs, empty, strict=True)])
+        for slot, _ in pairs:
+            if id(slot) not in here:  # empty: it adds nothing
+                here[id(slot)] = torch.zeros((), dtype=_wide(slot.parameter), device=slot.parameter.device)
+        whole = over_shards([here[id(slot)] for slot, _ in pairs])
         there = {id(slot): square for (slot, _), square in zip(pairs, whole, strict=True)}
         for one in apart:
             one.squares.copy_(torch.stack([there[id(job.slot)] for job in one.jobs]))
@@ -108,7 +117,7 @@ class TritonBackend:
         """See `ChecksOnDevice`. Of several alike two launches, of one by itself one."""
         if len(pairs) == 1:
             return [self.update_if_finite(*pairs[0], grad_scale=grad_scale)]
-        applied = {id(slot): torch.ones((), device=slot.parameter.device) for slot, _ in pairs}  # empty: nothing to do
+        applied: dict[int, Tensor] = {}
         apart = []
         for jobs in _alike(pairs):
             flags = torch.ones(len(jobs), dtype=torch.float32, device=_device(jobs))
@@ -116,7 +125,10 @@ class TritonBackend:
             applied |= zip((id(job.slot) for job in jobs), flags.unbind(), strict=True)
         self._measure(apart)
         self._launch([one.write for one in apart])
-        return [applied[id(slot)] for slot, _ in pairs]
+        return [
+            applied[id(slot)] if id(slot) in applied else torch.ones((), device=slot.parameter.device)  # empty: nothing to do
+            for slot, _ in pairs
+        ]
 
     def _measure(self, apart: Sequence[Apart]) -> None:
         self._launch([one.measure for one in apart], later=[one.write for one in apart])
@@ -142,7 +154,7 @@ class TritonBackend:
         each: bool = False,
     ) -> Launch:
         """A launch of `kernels.update_group`, whose arguments these are."""
-        slot, lead, lead_addresses = jobs[0]
+        slot, lead, lead_addresses, _ = jobs[0]
         assert lead.gradient is not None
         device, wide = lead.parameter.device, _wide(lead.parameter)
         measured_bytes = lead.gradient.element_size() + lead.exp_avg_sq.element_size()
@@ -150,8 +162,16 @@ class TritonBackend:
             _check_capture(slot, device)
             chosen, properties = configuration(device, lead.parameter.dtype), Device.of(device)
             elements = wave_elements(chosen, properties, measured_bytes)
-            given, addresses = [job.operands for job in jobs], [job.addresses for job in jobs]
-            tables = self._tables(given, addresses, _steps(jobs), chosen.item, elements, phases, device)
+            tables = self._tables(
+                [job.addresses for job in jobs],
+                tuple(job.numel for job in jobs),
+                chosen.item,
+                elements,
+                phases,
+                device,
+                capturable=slot.capturable,
+                check=functools.partial(_check_devices, jobs),
+            )
             scratch = self._scratch(device)
             buffer, numbers = numbers_of(slot, wide, device, scratch)
             programs = tables.ticket_count
@@ -170,7 +190,7 @@ class TritonBackend:
                 buffer,
                 *numbers,
             )
-        compiled_in = _options(slot, chosen, lead, lead_addresses)
+        compiled_in = _options(slot, chosen, lead, lead_addresses[:5])
         compiled_in |= {"PHASES": phases, "EACH": each, "STEP_ON_DEVICE": slot.capturable}
         written = [] if phases == "measure" else [job.operands.parameter for job in jobs]
         return Launch(kernels.update_group, device, programs, arguments, compiled_in, written)
@@ -254,15 +274,17 @@ def _alike(pairs: Sequence[tuple[TensorSlot, Tensor]]) -> list[list[Job]]:
     for slot, gradient in pairs:
         given = operands(slot, gradient)
         g, m, v, p, k = _five(given)
-        addresses = [g.data_ptr(), m.data_ptr(), v.data_ptr(), p.data_ptr(), k.data_ptr()]
-        number = None if slot.capturable else slot.step_number
-        where = (p.get_device(), alignment(given, addresses))
-        key = (id(slot.hyperparameters), number, slot.compensation, *where, g.dtype, m.dtype, v.dtype, p.dtype, k.dtype)
-        if p.numel() == 0:  # a shard may be empty where its parameter is not
+        n = p.numel()
+        if n == 0:  # a shard may be empty where its parameter is not
             continue
+        addresses = [g.data_ptr(), m.data_ptr(), v.data_ptr(), p.data_ptr(), k.data_ptr()]
+        where = (p.get_device(), alignment(given, addresses))
+        number = None if slot.capturable else slot.step_number
+        addresses.append(_step(slot, p.device).data_ptr() if slot.capturable else 0)
+        key = (id(slot.hyperparameters), number, slot.compensation, *where, g.dtype, m.dtype, v.dtype, p.dtype, k.dtype)
         if key != last:  # most follow others that are alike, and need no hash
             last, jobs = key, found.setdefault(key, [])
-        jobs.append(Job(slot, given, addresses))
+        jobs.append(Job(slot, given, addresses, n))
     return list(found.values())
 
 
@@ -307,8 +329,9 @@ def _device(jobs: Sequence[Job]) -> torch.device:
     return jobs[0].operands.parameter.device
 
 
-def _steps(jobs: Sequence[Job]) -> list[Tensor] | None:
-    return [_step(job.slot, _device(jobs)) for job in jobs] if jobs[0].slot.capturable else None
+def _check_devices(jobs: Sequence[Job]) -> None:
+    for job in jobs:
+        check_device(job.operands)
 
 
 def _step(slot: TensorSlot, device: torch.device) -> Tensor:
