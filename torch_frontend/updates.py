@@ -191,8 +191,9 @@ class TensorUpdates(Optimizer):
             state = self.state[parameter]
             if not state:
                 state.update(saved_state.initial_state(group, parameter, current))
-            here = LocalState(state) if is_sharded(parameter) else state
-            slots.append(TensorSlot(local(parameter), here, compensation, self.rule, current, capturable))
+            part = local(parameter)
+            here = state if part is parameter else LocalState(state)
+            slots.append(TensorSlot(part, here, compensation, self.rule, current, capturable))
         return slots
 
 

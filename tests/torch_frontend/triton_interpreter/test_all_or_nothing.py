@@ -14,6 +14,7 @@ from penstock.core.errors import InvalidArgument, Refused, UnsupportedTensor
 from penstock.torch_frontend import AdamW, StableAdamW, release_gradients
 from penstock.torch_frontend.backends.triton import backend as triton_backend
 from penstock.torch_frontend.backends.triton import memory, tables
+from penstock.torch_frontend.backends.triton.backend import TritonBackend
 from penstock.torch_frontend.backends.triton.memory import Scratch
 
 WAYS = [(StableAdamW, "step"), (AdamW, "step"), (StableAdamW, "skip"), (StableAdamW, "shards")]
@@ -204,17 +205,19 @@ def test_small_gradients_that_waited_are_given_back_unused(monkeypatch: pytest.M
     failing, _ = optimizers
     loss, other = (sum((p.float() ** 2).sum() for p in one) for one in models)
     with monkeypatch.context() as patch:
-        original, calls = Scratch.counters, []
+        original, calls = TritonBackend._ready, []
 
-        def counters(scratch: Scratch, count: int) -> torch.Tensor:
-            calls.append(count)
-            if calls.count(4) == 2:  # of one tensor each
+        def ready(*given: Any, **options: Any) -> Any:
+            calls.append(1)
+            if len(calls) == 2:
                 raise torch.OutOfMemoryError("planted")
-            return original(scratch, count)
+            return original(*given, **options)
 
-        patch.setattr(Scratch, "counters", counters)
+        patch.setattr(TritonBackend, "_ready", ready)
         with pytest.raises(torch.OutOfMemoryError, match="planted"):
             loss.backward()
+    assert [p.grad is not None for p in failing._parameters()] == [False, True, True]
+    assert [int(failing.state[p]["step"]) for p in failing._parameters()] == [1, 0, 0]
     other.backward()
     for optimizer, release in zip(optimizers, releases, strict=True):
         optimizer.step()

@@ -90,7 +90,7 @@ class TritonBackend:
             self._launch([self._together(jobs, grad_scale) for jobs in groups])
             return
         apart = [self._apart(jobs, None, grad_scale) for jobs in groups]
-        self._measure(apart)
+        self._launch([one.measure for one in apart])
         here = {id(job.slot): square for one in apart for job, square in zip(one.jobs, one.squares.unbind(), strict=True)}
         for slot, _ in pairs:
             if id(slot) not in here:  # empty: it adds nothing
@@ -106,7 +106,7 @@ class TritonBackend:
         devices = {slot.parameter.device for slot, _ in pairs}
         flags = {device: torch.ones((), dtype=torch.float32, device=device) for device in devices}
         apart = [self._apart(jobs, flags[_device(jobs)], grad_scale) for jobs in _alike(pairs)]
-        self._measure(apart)
+        self._launch([one.measure for one in apart])
         applied = _combined(flags)
         self._launch([one.write for one in apart])
         return applied
@@ -123,15 +123,12 @@ class TritonBackend:
             flags = torch.ones(len(jobs), dtype=torch.float32, device=_device(jobs))
             apart.append(self._apart(jobs, flags, grad_scale, each=True))
             applied |= zip((id(job.slot) for job in jobs), flags.unbind(), strict=True)
-        self._measure(apart)
+        self._launch([one.measure for one in apart])
         self._launch([one.write for one in apart])
         return [
             applied[id(slot)] if id(slot) in applied else torch.ones((), device=slot.parameter.device)  # empty: nothing to do
             for slot, _ in pairs
         ]
-
-    def _measure(self, apart: Sequence[Apart]) -> None:
-        self._launch([one.measure for one in apart], later=[one.write for one in apart])
 
     def _together(self, jobs: Sequence[Job], grad_scale: Tensor | None) -> Launch:
         """One launch that measures, if the rule clips, and writes."""
@@ -272,14 +269,14 @@ def _alike(pairs: Sequence[tuple[TensorSlot, Tensor]]) -> list[list[Job]]:
     last: Key = ()
     jobs: list[Job] = []
     for slot, gradient in pairs:
-        given = operands(slot, gradient)
-        g, m, v, p, k = _five(given)
+        g, m, v, p, k = given = operands(slot, gradient)
+        assert g is not None
         n = p.numel()
         if n == 0:  # a shard may be empty where its parameter is not
             continue
         addresses = [g.data_ptr(), m.data_ptr(), v.data_ptr(), p.data_ptr(), k.data_ptr()]
         where = (p.get_device(), alignment(given, addresses))
-        number = None if slot.capturable else slot.step_number
+        number = None if slot.capturable else slot.state["step"].item()
         addresses.append(_step(slot, p.device).data_ptr() if slot.capturable else 0)
         key = (id(slot.hyperparameters), number, slot.compensation, *where, g.dtype, m.dtype, v.dtype, p.dtype, k.dtype)
         if key != last:  # most follow others that are alike, and need no hash

@@ -66,15 +66,10 @@ class Launcher:
     def __init__(self) -> None:
         self._compiled: set[Key] = set()
 
-    def __call__(self, launches: Sequence[Launch], *, later: Sequence[Launch] = ()) -> None:
-        """Launch all in order.
-
-        Args:
-            launches: ready.
-            later: those that follow in a call of their own, and are to be sure to be launched then.
-        """
-        if len(launches) + len(later) > 1:
-            for launch in (*launches, *later):
+    def __call__(self, launches: Sequence[Launch]) -> None:
+        """Launch all in order."""
+        if len(launches) > 1:
+            for launch in launches:
                 if (key := launch.key) not in self._compiled:
                     launch.compile()
                     self._compiled.add(key)

@@ -108,8 +108,8 @@ class GroupTables:
         else:
             check()
             counts = work.item_counts(numels, item_elements)
-            rows = [[*row] for row in zip(numels, work.first_slots(counts), counts, strict=True)]
-            table = self._upload(key, np.concatenate([np.array(addresses, np.int64), np.array(rows, np.int64)], axis=1), device)
+            rows = [[*row, *of] for row, *of in zip(addresses, numels, work.first_slots(counts), counts, strict=True)]
+            table = self._upload(key, np.array(rows, np.int64), device)
             if not captured:  # what a graph uploads is there only while the graph runs
                 self._tensors[key] = (addresses, numels, table)
         if capturable and not captured:
