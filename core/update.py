@@ -124,6 +124,7 @@ def increment(
     state: TensorState,
     *,
     first: bool = True,
+    mean_square: Array | None = None,
 ) -> tuple[Array, TensorState]:
     """What one gradient adds to a parameter, and the new state. The compensation is left as it was.
 
@@ -132,12 +133,13 @@ def increment(
         gradient: of the parameter's shape, any floating-point dtype.
         complements: of the debiased betas, for this update.
         first: no micro-batch of this update is in the moments yet.
+        mean_square: see `update`.
 
     Returns:
         The increment in the compute dtype, -eta*(m/(sqrt(v)+eps) + decay*p), and the state with rounded moments.
     """
     moments, squares = _accumulated(ops, rule, hyperparameters, complements, parameter, gradient, state, first)
-    added = _stepped(ops, rule, hyperparameters, parameter, moments, squares)
+    added = _stepped(ops, rule, hyperparameters, parameter, moments, squares if mean_square is None else mean_square)
     return added, TensorState(*_rounded(ops, moments, state), state.compensation)
 
 
@@ -152,6 +154,7 @@ def update(
     state: TensorState,
     *,
     first: bool = True,
+    mean_square: Array | None = None,
 ) -> tuple[Array, TensorState]:
     r"""One update of one tensor: the gradient of the only, or of the last, micro-batch, and the step.
 
@@ -168,15 +171,33 @@ def update(
         gradient: of the parameter's shape.
         state: of the parameter.
         first: no micro-batch of this update is in the moments yet.
+        mean_square: of the whole tensor that this one is a part of, from `measure` of all parts; None: this is the whole.
 
     Returns:
         The new parameter, in its dtype, and the new state.
     """
     dtype = ops.dtype_name(parameter)
     wide = compensations.load(ops, compensation, Stored(parameter, state.compensation))
-    added, state = increment(ops, rule, hyperparameters, complements, wide, gradient, state, first=first)
+    added, state = increment(
+        ops, rule, hyperparameters, complements, wide, gradient, state, first=first, mean_square=mean_square
+    )
     stored = compensations.store(ops, compensation, wide + added, dtype)
     return stored.parameter, TensorState(state.exp_avg, state.exp_avg_sq, stored.compensation)
+
+
+def measure(
+    ops: ArrayOps,
+    rule: Rule,
+    hyperparameters: Hyperparameters,
+    complements: Complements,
+    compensation: str,
+    parameter: Array,
+    gradient: Array,
+    state: TensorState,
+) -> Array | float:
+    """The mean square that `update` of a first micro-batch finds, which changes nothing. Arguments as there."""
+    wide = compensations.load(ops, compensation, Stored(parameter, state.compensation))
+    return _accumulated(ops, rule, hyperparameters, complements, wide, gradient, state, True)[1]
 
 
 def accumulate(

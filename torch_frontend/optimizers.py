@@ -153,7 +153,7 @@ class ReleasableOptimizer(TensorUpdates):
                 "optimizer_accumulation=True has no effect before prepare_for_gradient_release(model, optimizer); call that."
             )
         self.check_settings()
-        ready = [(p, p.grad) for p in self._parameters() if p.grad is not None]
+        ready = [(p, gradient) for p in self._parameters() if (gradient := p.grad) is not None]
         for parameter, gradient in ready:
             check_gradient(parameter, gradient)
         if self.checks_on_device(parameter for parameter, _ in ready):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable, Sequence
 from typing import Any, ClassVar
 
@@ -16,7 +17,7 @@ from ..core.rules import Rule
 from . import state as saved_state
 from .array_ops import dtype_name
 from .backends import Backend, ChecksOnDevice, TensorSlot
-from .communication.shards import LocalState, is_sharded, local, sum_over_shards
+from .communication.shards import LocalState, is_sharded, local, means_over_shards
 from .finiteness import SkipCount
 from .groups import Group, fingerprint, hyperparameters
 
@@ -94,6 +95,7 @@ class TensorUpdates(Optimizer):
             With if_finite, of each task: 1 where it was done, 0 where it was left out, 0-d on the device.
         """
         updates: list[tuple[TensorSlot, Tensor]] = []
+        updated: list[Tensor] = []
         shards: list[tuple[Tensor, TensorSlot]] = []
         steps: list[Tensor] = []
         clips = self.rule.clips_update
@@ -103,12 +105,13 @@ class TensorUpdates(Optimizer):
             update = action is Action.UPDATE
             if update or action.steps:
                 steps.append(slot.state["step"])
-            if clips and is_sharded(parameter) and (update or action.steps):
-                if here is not None and action is not Action.APPLY:
-                    self._backend.accumulate(slot, here, first=action.first)
-                shards.append((parameter, slot))
-            elif update:
+            if update:
                 updates.append((slot, here))
+                updated.append(parameter)
+            elif clips and action.steps and is_sharded(parameter):
+                if action is not Action.APPLY:
+                    self._backend.accumulate(slot, here, first=False)
+                shards.append((parameter, slot))
             elif action is Action.APPLY:
                 self._backend.apply(slot)
             else:
@@ -117,6 +120,8 @@ class TensorUpdates(Optimizer):
         if if_finite:
             assert isinstance(self._backend, ChecksOnDevice)
             applied = self._backend.update_each_if_finite(updates)
+        elif clips and any(map(is_sharded, updated)):
+            self._backend.update_all(updates, over_shards=functools.partial(means_over_shards, updated))
         elif len(updates) == 1:
             self._backend.update(*updates[0], first=True)
         elif updates:
@@ -151,10 +156,9 @@ class TensorUpdates(Optimizer):
 
     def _apply_shards(self, shards: Sequence[tuple[Tensor, TensorSlot]]) -> None:
         """The step of tensors whose clip factor depends on shards elsewhere: sums of squares travel, in one exchange."""
-        squares = [slot.state["mean_square"] * slot.parameter.numel() for _, slot in shards]
-        totals = sum_over_shards([parameter for parameter, _ in shards], squares)
-        for (parameter, slot), total in zip(shards, totals, strict=True):
-            slot.state["mean_square"] = total / max(1, parameter.numel())
+        squares = [slot.state["mean_square"] for _, slot in shards]
+        for (_, slot), square in zip(shards, means_over_shards([parameter for parameter, _ in shards], squares), strict=True):
+            slot.state["mean_square"] = square
             self._backend.apply(slot)
 
     # -- what a backend gets ---------------------------------------------------------------------------------------------
@@ -175,18 +179,21 @@ class TensorUpdates(Optimizer):
         """Those of many, where a group is looked at once."""
         groups, slots = self._groups(), []
         known: dict[tuple[int, torch.dtype], tuple[Hyperparameters, str, bool]] = {}
+        last: tuple[Group | None, torch.dtype | None] = (None, None)
         for parameter in parameters:
-            group = groups[parameter]
-            key = (id(group), parameter.dtype)
-            if key not in known:
-                compensation = compensations.resolve(group["compensation"], dtype_name(parameter.dtype))
-                known[key] = (self._hyperparameters(group), compensation, group["capturable"])
-            current, compensation, capturable = known[key]
+            group, dtype = groups[parameter], parameter.dtype
+            if group is not last[0] or dtype is not last[1]:  # most follow others that are alike, and need no hash
+                last = group, dtype
+                if (id(group), dtype) not in known:
+                    compensation = compensations.resolve(group["compensation"], dtype_name(dtype))
+                    known[id(group), dtype] = (self._hyperparameters(group), compensation, group["capturable"])
+                current, compensation, capturable = known[id(group), dtype]
             state = self.state[parameter]
             if not state:
                 state.update(saved_state.initial_state(group, parameter, current))
-            here = LocalState(state) if is_sharded(parameter) else state
-            slots.append(TensorSlot(local(parameter), here, compensation, self.rule, current, capturable))
+            part = local(parameter)
+            here = state if part is parameter else LocalState(state)
+            slots.append(TensorSlot(part, here, compensation, self.rule, current, capturable))
         return slots
 
 

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ...core.errors import MissingDependency
 from ...torch_frontend import Adam, AdamW, StableAdamW, microbatch_blocks, release_gradients
-from ...torch_frontend.backends import TensorSlot
+from ...torch_frontend.backends import OverShards, TensorSlot
 from ..live_storages import LiveStorageMeter
 from .llama import Llama
 from .settings import LlamaShape, Mode, Training
@@ -44,7 +44,13 @@ class InPlaceKernels:
     name = "kernels"
     one_launch = False  # nothing waits: a gradient is gone when its kernel is launched
 
-    def update_all(self, pairs: Sequence[tuple[TensorSlot, Tensor]], *, grad_scale: Tensor | None = None) -> None:
+    def update_all(
+        self,
+        pairs: Sequence[tuple[TensorSlot, Tensor]],
+        *,
+        grad_scale: Tensor | None = None,
+        over_shards: OverShards | None = None,
+    ) -> None:
         """See `Backend`."""
 
     def update(self, slot: TensorSlot, gradient: Tensor, *, first: bool, grad_scale: Tensor | None = None) -> None:

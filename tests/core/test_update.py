@@ -19,7 +19,7 @@ from penstock.core.hyperparameters import Hyperparameters
 from penstock.core.moments import debiased_complement, debiased_complements
 from penstock.core.reference import Gradient, Reference, Settings
 from penstock.core.rules import ADAM, ADAMW, RULES, STABLE_ADAMW, Rule
-from penstock.core.update import TensorState, init_state, update
+from penstock.core.update import TensorState, init_state, measure, update
 from penstock.jax_frontend.array_ops import JaxOps
 from penstock.torch_frontend.array_ops import torch_ops
 
@@ -207,6 +207,27 @@ def test_the_debiased_complement_keeps_its_digits(beta: float, step: int) -> Non
     assert debiased_complement(beta, step, np) == pytest.approx(exact, rel=1e-15 * max(1, 1 / (1 - beta) ** 0.5))
     traced = debiased_complement(beta, np.float32(step), np)  # as on a device: float32
     assert float(traced) == pytest.approx(exact, rel=2e-6 if step * (1 - beta) < 20 else 1e-6)
+
+
+def test_parts_of_a_tensor_are_updated_with_the_mean_square_of_the_whole() -> None:
+    """The last gradient is clipped, and its parts differ in size."""
+    current, cuts = hyperparameters(STABLE_ADAMW), (slice(0, 3), slice(3, 11), slice(11, 11))
+    whole = np.linspace(-1, 1, 11)
+    parts = [whole[cut] for cut in cuts]
+    dtypes = state_dtypes("float64", current.beta2)
+    state = init_state(numpy_ops, whole, dtypes, "none")
+    states = [init_state(numpy_ops, part, dtypes, "none") for part in parts]
+    for step, gradient in enumerate(gradients((11,), 17), 1):
+        common = (numpy_ops, STABLE_ADAMW, current, debiased_complements(current, step, np), "none")
+        here = [gradient[cut] for cut in cuts]
+        squares = [measure(*common, *given) for given in zip(parts, here, states, strict=True)]
+        mean = sum(square * part.size for square, part in zip(squares, parts, strict=True)) / whole.size
+        np.testing.assert_allclose(mean, measure(*common, whole, gradient, state), rtol=1e-14)
+        updated = [update(*common, *given, mean_square=mean) for given in zip(parts, here, states, strict=True)]
+        parts, states = [part for part, _ in updated], [kept for _, kept in updated]
+        whole, state = update(*common, whole, gradient, state)
+    assert mean > 10, "nothing was clipped"
+    np.testing.assert_allclose(np.concatenate(parts), whole, rtol=1e-14)
 
 
 def test_zero_elements_and_no_dimensions() -> None:

@@ -30,7 +30,7 @@ class Counting(EagerBackend):
         self.launches: list[int] = []  # of how many tensors
         self.fails = False
 
-    def update_all(self, pairs, *, grad_scale=None) -> None:
+    def update_all(self, pairs, *, grad_scale=None, over_shards=None) -> None:
         if self.fails:
             raise MemoryError("planted")
         self.launches.append(len(pairs))

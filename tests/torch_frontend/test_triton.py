@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -28,6 +29,7 @@ ROOT = Path(__file__).resolve().parents[2]
 INTERPRETED = [
     "tests/torch_frontend/triton_interpreter/test_specification.py",
     "tests/torch_frontend/triton_interpreter/test_launches.py",
+    "tests/torch_frontend/triton_interpreter/test_all_or_nothing.py",
     "tests/torch_frontend/triton_interpreter/test_release_launches.py",
     "tests/torch_frontend/triton_interpreter/test_over_ranks.py",
     "tests/torch_frontend/test_combinations.py",
@@ -173,3 +175,46 @@ def test_the_row_of_a_device_and_dtype() -> None:
     assert configuration(torch.device("cuda", 3), torch.float64) is TABLE["cuda", torch.float64]
     assert wave_elements(Configuration(), Device(132, 60_000_000), 4) == 3_750_000
     assert wave_elements(Configuration(wave_bytes=4096), Device(132, 60_000_000), 4) == 1024
+
+
+# -- streams ------------------------------------------------------------------------------------------------------------
+
+
+class Stream:
+    """A CUDA stream, as far as a table's upload concerns it."""
+
+    def __init__(self) -> None:
+        self.waited_for: list[Stream] = []
+
+    def wait_stream(self, other: Stream) -> None:
+        self.waited_for.append(other)
+
+
+class Table:
+    """A tensor on a device, as far as streams concern it."""
+
+    device = torch.device("cuda", 0)
+
+    def __init__(self) -> None:
+        self.used_on: list[Stream] = []
+
+    def record_stream(self, stream: Stream) -> None:
+        self.used_on.append(stream)
+
+
+def test_another_stream_waits_for_a_table_and_keeps_it_alive(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Groups of equal sizes share a table of items, and nothing else orders their streams."""
+    pytest.importorskip("triton")
+    from penstock.torch_frontend.backends.triton import memory
+
+    own, other = Stream(), Stream()
+    table: Any = Table()
+    uploaded = memory.Uploaded(table, cast(Any, own))
+    for now, captured, waits in ((own, False, False), (other, False, True), (other, True, False)):
+        monkeypatch.setattr(torch.cuda, "current_stream", lambda device, now=now: now)
+        monkeypatch.setattr(memory, "capturing", lambda device, captured=captured: captured)
+        table.used_on.clear()
+        other.waited_for.clear()
+        assert uploaded.here() is table
+        assert (other.waited_for, table.used_on) == (([own], [other]) if waits else ([], []))
+    assert own.waited_for == []

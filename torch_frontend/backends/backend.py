@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import MutableMapping, Sequence
+from collections.abc import Callable, MutableMapping, Sequence
 from typing import Any, Protocol, runtime_checkable
 
 import torch
@@ -15,6 +15,9 @@ from ...core.hyperparameters import Hyperparameters
 from ...core.moments import Complements, debiased_complements
 from ...core.rules import Rule
 from ..array_ops import DTYPES, dtype_name
+
+OverShards = Callable[[Sequence[Tensor]], Sequence[Tensor]]
+"""Of the mean squares of the parts of tensors that lie here, 0-d, in order, those of the whole tensors."""
 
 
 @dataclasses.dataclass(slots=True)
@@ -63,6 +66,10 @@ def _complements(current: Hyperparameters, step: float) -> Complements:
 class Backend(Protocol):
     """In place, without waiting for the device, and leaving the gradient as it is.
 
+    What the host can find wrong with any tensor of a call is raised before the first one is written to. An error in the midst
+    of the updates themselves (a device that fails, memory for scratch that is not there) may leave some of them done, and
+    none of them counted in "step".
+
     Every function that takes gradients takes `grad_scale`, too: a 0-d tensor, a factor by which they are multiplied in the
     compute dtype (the inverse of a loss scale, a clip coefficient, or the product of both); None is 1.
     """
@@ -71,8 +78,18 @@ class Backend(Protocol):
     one_launch: bool
     """Whether `update_all` of many small tensors costs the host about as much as `update` of one."""
 
-    def update_all(self, pairs: Sequence[tuple[TensorSlot, Tensor]], *, grad_scale: Tensor | None = None) -> None:
-        """`update`, with first=True, of many tensors at once."""
+    def update_all(
+        self,
+        pairs: Sequence[tuple[TensorSlot, Tensor]],
+        *,
+        grad_scale: Tensor | None = None,
+        over_shards: OverShards | None = None,
+    ) -> None:
+        """`update`, with first=True, of many tensors at once.
+
+        over_shards: called once, after every gradient was looked at and before anything is written, where the rule clips and
+            tensors are shards of others: the learning rate follows from what it returns.
+        """
         ...
 
     def update(self, slot: TensorSlot, gradient: Tensor, *, first: bool, grad_scale: Tensor | None = None) -> None:

@@ -25,7 +25,7 @@ from ...core.moments import Complements
 from ...core.rules import RULES
 from ...core.update import TensorState
 from ..array_ops import DTYPES, compiled_ops, dtype_name, torch_ops
-from .backend import TensorSlot
+from .backend import OverShards, TensorSlot
 from .eager import EagerBackend
 from .memory_order import along_memory
 
@@ -49,18 +49,43 @@ class CompiledBackend:
     def __init__(self) -> None:
         self._eager = EagerBackend()
 
-    def update_all(self, pairs: Sequence[tuple[TensorSlot, Tensor]], *, grad_scale: Tensor | None = None) -> None:
+    def update_all(
+        self,
+        pairs: Sequence[tuple[TensorSlot, Tensor]],
+        *,
+        grad_scale: Tensor | None = None,
+        over_shards: OverShards | None = None,
+    ) -> None:
         """See `Backend`."""
+        totals: dict[int, Tensor] = {}
+        if over_shards is not None:
+            here = self._each("measure", pairs, grad_scale, totals)
+            whole = over_shards([here[id(slot)] for slot, _ in pairs])
+            totals = {id(slot): total for (slot, _), total in zip(pairs, whole, strict=True)}
+        self._each("update", pairs, grad_scale, totals)
+
+    def _each(
+        self, kind: str, pairs: Sequence[tuple[TensorSlot, Tensor]], grad_scale: Tensor | None, totals: dict[int, Tensor]
+    ) -> dict[int, Any]:
+        """ "measure" or "update", with these mean squares, if any. The mean squares, by the id of the slot."""
         by_key: dict[Key, list[Task]] = {}
+        found: dict[int, Any] = {}
         for slot, gradient in pairs:
             vectors = _vectors(slot, gradient)
-            if vectors is None:
-                self._eager.update(slot, gradient, first=True, grad_scale=grad_scale)
-            else:
+            if vectors is not None:
                 by_key.setdefault(_key(slot), []).append((slot, vectors))
+            elif kind == "measure":
+                found[id(slot)] = self._eager.mean_square(slot, gradient, True, grad_scale)
+            elif totals:
+                self._eager.write(slot, gradient, True, grad_scale, totals[id(slot)])
+            else:
+                self._eager.update(slot, gradient, first=True, grad_scale=grad_scale)
         for key, alike in by_key.items():
             for batch in _batches(alike):
-                _run("update", True, key, batch, grad_scale)
+                given = [totals[id(slot)] for slot, _ in batch] if totals else None
+                squares = _run(kind, True, key, batch, grad_scale, given)
+                found |= zip((id(slot) for slot, _ in batch), squares, strict=True)
+        return found
 
     def update(self, slot: TensorSlot, gradient: Tensor, *, first: bool, grad_scale: Tensor | None = None) -> None:
         """See `Backend`."""
@@ -104,13 +129,24 @@ def _key(slot: TensorSlot) -> Key:
     return (slot.rule.name, slot.compensation, *settings, dtypes, slot.parameter.device)
 
 
-def _run(kind: str, first: bool, key: Key, tasks: Sequence[Task], grad_scale: Tensor | None = None) -> list[Tensor | float]:
-    """One call of a graph; the summed mean square of each slot comes back."""
+def _run(
+    kind: str,
+    first: bool,
+    key: Key,
+    tasks: Sequence[Task],
+    grad_scale: Tensor | None = None,
+    squares: Sequence[Tensor] | None = None,
+) -> list[Tensor | float]:
+    """One call of a graph, with the mean squares of whole tensors or else those of earlier micro-batches, if any.
+
+    The summed mean square of each slot comes back.
+    """
     lead = tasks[0][0]
-    pending = kind == "apply" or not first
-    totals = _numbers(lead, [[slot.state["mean_square"] for slot, _ in tasks]])[0] if pending else None
+    if squares is None and (kind == "apply" or not first):
+        squares = [slot.state["mean_square"] for slot, _ in tasks]
+    totals = None if squares is None else _numbers(lead, [list(squares)])[0]
     factor = None if grad_scale is None else _numbers(lead, [[grad_scale]])[0, 0]
-    graph = _compiled(kind, first, factor is not None, *key, len(tasks))
+    graph = _compiled(kind, first, factor is not None, totals is not None, *key, len(tasks))
     return graph([vectors for _, vectors in tasks], _numbers(lead, [_scalars(slot) for slot, _ in tasks]), totals, factor)
 
 
@@ -148,6 +184,7 @@ def _compiled(
     kind: str,
     first: bool,
     scaled: bool,
+    totalled: bool,
     rule_name: str,
     compensation: str,
     eps: float,
@@ -174,6 +211,8 @@ def _compiled(
         current = Hyperparameters(scalars[2], 0.0, 0.0, eps, scalars[3], maximize=maximize)
         state = TensorState(exp_avg, exp_avg_sq, kept, total)
         new = parameter
+        if kind == "measure":
+            return core_update.measure(ops, rule, current, complements, compensation, parameter, gradient, state)
         if kind == "apply":
             new, after = core_update.apply(ops, rule, current, compensation, parameter, state)
         elif kind == "accumulate":
@@ -181,9 +220,9 @@ def _compiled(
                 ops, rule, current, complements, compensation, parameter, gradient, state, first=first
             )
         else:
-            new, after = core_update.update(
-                ops, rule, current, complements, compensation, parameter, gradient, state, first=first
-            )
+            given = (complements, compensation, parameter, gradient, state)
+            whole = total if first and totalled else None
+            new, after = core_update.update(ops, rule, current, *given, first=first, mean_square=whole)
         if kind != "accumulate":
             parameter.copy_(new)
         if kind != "accumulate" and kept is not None and after.compensation is not None:

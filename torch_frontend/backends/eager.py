@@ -17,7 +17,7 @@ from ...core.compensation import Stored
 from ...core.dtypes import compute_dtype
 from ...core.moments import SMALLEST_NORMAL_FLOAT32, clipped_learning_rate
 from ..array_ops import DTYPES, dtype_name, torch_ops
-from .backend import TensorSlot
+from .backend import OverShards, TensorSlot
 from .memory_order import along_memory
 
 PIECE = {"cpu": 2**17}
@@ -33,26 +33,44 @@ class EagerBackend:
     name = "eager"
     one_launch = False
 
-    def update_all(self, pairs: Sequence[tuple[TensorSlot, Tensor]], *, grad_scale: Tensor | None = None) -> None:
+    def update_all(
+        self,
+        pairs: Sequence[tuple[TensorSlot, Tensor]],
+        *,
+        grad_scale: Tensor | None = None,
+        over_shards: OverShards | None = None,
+    ) -> None:
         """See `Backend`."""
-        for slot, gradient in pairs:
-            self.update(slot, gradient, first=True, grad_scale=grad_scale)
+        if over_shards is None:
+            for slot, gradient in pairs:
+                self.update(slot, gradient, first=True, grad_scale=grad_scale)
+            return
+        totals = over_shards([self.mean_square(slot, gradient, True, grad_scale) for slot, gradient in pairs])
+        for (slot, gradient), total in zip(pairs, totals, strict=True):
+            self.write(slot, gradient, True, grad_scale, total)
 
     def update(self, slot: TensorSlot, gradient: Tensor, *, first: bool, grad_scale: Tensor | None = None) -> None:
         """See `Backend`. Where the rule clips, the mean square is taken first, from moments not written yet."""
-        total = self._mean_square(slot, gradient, first, grad_scale)
-        eta = self._learning_rate(slot, total)
+        total = self.mean_square(slot, gradient, first, grad_scale) if slot.rule.clips_update else None
+        self.write(slot, gradient, first, grad_scale, total)
+        slot.state.pop("mean_square", None)
+
+    def write(
+        self, slot: TensorSlot, gradient: Tensor, first: bool, grad_scale: Tensor | None, mean_square: Tensor | None
+    ) -> None:
+        """The update, given the summed mean square where the rule clips."""
+        eta = self._learning_rate(slot, mean_square)
         for piece in _pieces(slot, gradient, grad_scale):
             exp_avg, exp_avg_sq, wide, _ = piece.accumulate(first)
             piece.descend(wide, exp_avg, exp_avg_sq, eta)
-        slot.state.pop("mean_square", None)
 
     def accumulate(self, slot: TensorSlot, gradient: Tensor, *, first: bool, grad_scale: Tensor | None = None) -> None:
         """See `Backend`."""
-        total = self._mean_square(slot, gradient, first, grad_scale)
+        clips = slot.rule.clips_update
+        total = self.mean_square(slot, gradient, first, grad_scale) if clips else 0.0
         for piece in _pieces(slot, gradient, grad_scale):
             piece.accumulate(first)
-        slot.state["mean_square"] = 0.0 if total is None else total
+        slot.state["mean_square"] = total
 
     def apply(self, slot: TensorSlot) -> None:
         """See `Backend`."""
@@ -61,10 +79,8 @@ class EagerBackend:
             piece.descend(piece.wide_parameter(), piece.wide("exp_avg"), piece.wide("exp_avg_sq"), eta)
         slot.state.pop("mean_square")
 
-    def _mean_square(self, slot: TensorSlot, gradient: Tensor, first: bool, grad_scale: Tensor | None) -> Tensor | None:
-        """The summed mean square after this micro-batch, 0-d, or None where the rule does not clip."""
-        if not slot.rule.clips_update:
-            return None
+    def mean_square(self, slot: TensorSlot, gradient: Tensor, first: bool, grad_scale: Tensor | None) -> Tensor:
+        """The summed mean square after this micro-batch, 0-d; nothing is written."""
         sums = [piece.sum_of_squares(first) for piece in _pieces(slot, gradient, grad_scale)]
         if sums:
             here = (sums[0] if len(sums) == 1 else torch.stack(sums).sum()) / gradient.numel()

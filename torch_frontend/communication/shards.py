@@ -21,6 +21,8 @@ def is_sharded(tensor: Any) -> bool:
 
 def local(tensor: Any) -> Any:
     """The part of a tensor that lies on this process, the same memory; an ordinary tensor is its own."""
+    if type(tensor) in PLAIN:
+        return tensor
     return tensor.to_local() if is_sharded(tensor) else tensor
 
 
@@ -86,6 +88,24 @@ def sum_over_shards(tensors: Sequence[Tensor], values: Sequence[Tensor]) -> list
         for index, total in zip(indices, sums.unbind(), strict=True):
             totals[index] = total
     return totals
+
+
+def means_over_shards(tensors: Sequence[Tensor], means: Sequence[Tensor]) -> list[Tensor]:
+    """Of 0-d means over the local parts of tensors, the means over all parts; as `sum_over_shards`, a mean for a sum.
+
+    A local part may be empty: its mean is then any finite number.
+    """
+    cut = [index for index, tensor in enumerate(tensors) if shard_groups(tensor)]
+    if not cut:
+        return list(means)
+    # As lists: a device would need a launch for every one of these numbers.
+    sums = torch._foreach_mul([means[index] for index in cut], [local(tensors[index]).numel() for index in cut])
+    totals = sum_over_shards([tensors[index] for index in cut], sums)
+    wholes = torch._foreach_div(totals, [max(1, tensors[index].numel()) for index in cut])
+    found = list(means)
+    for index, whole in zip(cut, wholes, strict=True):
+        found[index] = whole
+    return found
 
 
 def shard_groups(tensor: Any) -> tuple[Any, ...]:

@@ -105,7 +105,7 @@ def _forgets_compensation(correct: Any, final: Any, groups: Any, state: Any) -> 
 
 def _mean_square_over_a_piece(correct: Any, self: Any, slot: Any, gradient: Any, first: bool, scale: Any) -> Any:
     total = correct(self, slot, gradient, first, scale)
-    return total if total is None else total * gradient.numel() / min(gradient.numel(), eager.PIECE["cpu"])
+    return total * gradient.numel() / min(gradient.numel(), eager.PIECE["cpu"])
 
 
 def _transition(when: tuple[Policy, Status], wrong: Action) -> Any:
@@ -166,7 +166,7 @@ FAULTS = [
     ),
     Fault(
         "mean square over the elements of a piece",
-        instead(EagerBackend, "_mean_square", _mean_square_over_a_piece),
+        instead(EagerBackend, "mean_square", _mean_square_over_a_piece),
         "large/stable_adamw/float32/none/state-default",
         "eager",
     ),

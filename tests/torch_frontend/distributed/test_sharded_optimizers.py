@@ -17,6 +17,9 @@ from tests.torch_frontend.distributed.models import (
     whole,
 )
 from tests.torch_frontend.distributed.processes import Ranks
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import distribute_tensor
 
 from penstock.torch_frontend import Adam, AdamW, StableAdamW
 
@@ -56,10 +59,6 @@ def test_stable_adamw_sums_its_mean_square_over_shards(ranks: Ranks) -> None:
     ranks.run(equals_ddp, StableAdamW, torch.float32, "eager", 1e-6)
 
 
-def test_compiled_backend_takes_the_local_parts(ranks: Ranks) -> None:
-    ranks.run(equals_ddp, StableAdamW, torch.float32, "compiled", 1e-6)
-
-
 def the_mean_square_matters() -> None:
     """A gradient that is large in one shard only: a mean square for each shard would be far off."""
     plain, parts = Net(), sharded(Net())
@@ -69,7 +68,7 @@ def the_mean_square_matters() -> None:
             gradient = torch.randn(one.shape, generator=torch.Generator().manual_seed(step))
             gradient[: one.shape[0] // 2] *= 30.0 if step == 2 else 1.0
             one.grad = gradient
-            two.grad = torch.distributed.tensor.distribute_tensor(gradient, two.device_mesh, two.placements)
+            two.grad = distribute_tensor(gradient, two.device_mesh, two.placements)
         for optimizer in optimizers:
             optimizer.step()
             optimizer.zero_grad()
@@ -78,6 +77,55 @@ def the_mean_square_matters() -> None:
 
 def test_stable_adamw_with_uneven_gradients(ranks: Ranks) -> None:
     ranks.run(the_mean_square_matters)
+
+
+def masters(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+    """The float32 that a bfloat16 parameter and its split compensation stand for."""
+    kept = [whole(optimizer.state[p]["compensation"]).int() for p in model.parameters()]
+    high = [whole(p).view(torch.int16).int() << 16 for p in model.parameters()]
+    return [(one + other).view(torch.float32) for one, other in zip(high, kept, strict=True)]
+
+
+def given_gradients(models: list[torch.nn.Module], seed: int) -> None:
+    """The same on every rank, whole or in parts."""
+    generator = torch.Generator().manual_seed(seed)
+    for same in zip(*(model.parameters() for model in models), strict=True):
+        gradient = (torch.randn(same[0].shape, generator=generator) * 4**seed).to(same[0].dtype)
+        for p in same:
+            parts = hasattr(p, "placements")
+            p.grad = distribute_tensor(gradient, p.device_mesh, p.placements) if parts else gradient.clone()
+
+
+def steps_from_unrounded_moments(backend: str) -> None:
+    plain, parts = Net(torch.bfloat16), sharded(Net(torch.bfloat16))
+    optimizers = [StableAdamW(plain.parameters(), lr=1e-2), StableAdamW(parts.parameters(), lr=1e-2, backend=backend)]
+    for step in range(3):
+        given_gradients([plain, parts], step)
+        for optimizer in optimizers:
+            optimizer.step()
+    assert_close(masters(parts, optimizers[1]), masters(plain, optimizers[0]), 1e-6, f"{backend}: shards in bfloat16")
+
+
+@pytest.mark.parametrize("backend", ["eager", "compiled"])
+def test_the_moments_are_rounded_once_as_those_of_a_whole_tensor(ranks: Ranks, backend: str) -> None:
+    """After the step, not before it, which would leave three digits of its direction."""
+    ranks.run(steps_from_unrounded_moments, backend)
+
+
+def nothing_is_cut(rule: type, backend: str) -> None:
+    """Replicas of shards, each of which is the whole."""
+    over = init_device_mesh("cpu", (2, 1), mesh_dim_names=("replicas", "shards"))
+    plain, parts = Net(torch.bfloat16), fully_shard(Net(torch.bfloat16), mesh=over)
+    optimizers = [rule(model.parameters(), lr=1e-2, backend=backend) for model in (plain, parts)]
+    for step in range(3):
+        given_gradients([plain, parts], step)
+        for optimizer in optimizers:
+            optimizer.step()
+    assert_bitwise(masters(parts, optimizers[1]), masters(plain, optimizers[0]), backend)
+
+
+def test_where_nothing_is_cut_shards_get_the_bits_of_whole_tensors(ranks: Ranks) -> None:
+    ranks.run(nothing_is_cut, StableAdamW, "eager")
 
 
 def one_collective_a_step() -> int:

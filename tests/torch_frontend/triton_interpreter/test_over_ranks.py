@@ -15,16 +15,19 @@ from tests.torch_frontend.distributed.models import (
     assert_ranks_equal,
     data,
     ddp,
+    mesh,
     parameters_of,
     sharded,
     train,
     whole,
 )
 from tests.torch_frontend.distributed.processes import Ranks
+from tests.triton_support import watched
 from torch import nn
+from torch.distributed.fsdp import fully_shard
 
+from penstock.core.release import Action
 from penstock.torch_frontend import Adam, AdamW, StableAdamW, release_gradients
-from penstock.torch_frontend.backends.triton import kernels
 
 pytestmark = pytest.mark.xdist_group("distributed")
 
@@ -64,6 +67,69 @@ def released_equals_plain(rule: type, dtype: torch.dtype, capturable: bool) -> N
 @pytest.mark.parametrize("rule", [StableAdamW, AdamW], ids=lambda rule: rule.__name__)
 def test_released_shards_equal_a_step_bit_for_bit(ranks: Ranks, rule: type) -> None:  # noqa: F811
     ranks.run(released_equals_plain, rule, torch.bfloat16, rule is StableAdamW)
+
+
+@quietly
+def launches_and_collectives(released: bool) -> tuple[int, int]:
+    """Of one backward and step, without what FSDP2 and the published norm exchange."""
+    launched: list[str] = []
+    reduced: list[int] = []
+    model = Wide()  # its parts all begin at a multiple of 16 bytes: they are alike
+    for layer in model.layers:
+        fully_shard(layer, mesh=mesh())
+    fully_shard(model, mesh=mesh())
+    optimizer = StableAdamW(model.parameters(), **OPTIONS)
+    if released:
+        release_gradients(model, optimizer)
+    original = torch.distributed.all_reduce
+    torch.distributed.all_reduce = lambda *a, **k: (reduced.append(1), original(*a, **k))[1]
+    try:
+        with watched(launched.append):
+            train(model, optimizer, range(1))
+    finally:
+        torch.distributed.all_reduce = original
+    assert set(launched) == {"update_group"}
+    return len(launched), len(reduced) - released
+
+
+def test_shards_are_measured_in_one_launch_and_written_in_one(ranks: Ranks) -> None:  # noqa: F811
+    """A step all of them, and under release those of each of four FSDP2 groups."""
+    assert ranks.run(launches_and_collectives, False) == [(2, 1)] * 2
+    assert ranks.run(launches_and_collectives, True) == [(2 * 4, 4)] * 2
+
+
+@quietly
+def together_equals_one_by_one(dtype: torch.dtype) -> None:
+    models = [sharded(Net(dtype)) for _ in range(3)]
+    together, alone, halves = (StableAdamW(model.parameters(), **OPTIONS) for model in models)
+    for step in range(3):
+        shards.given_gradients(models, step)
+        together.step()
+        with torch.no_grad():
+            for p in alone._parameters():
+                alone.perform(p, p.grad, Action.UPDATE)
+            for p in halves._parameters() if dtype is torch.float32 else ():
+                halves.perform(p, p.grad, Action.ACCUMULATE_FIRST)
+                halves.perform(p, None, Action.APPLY)
+    found = [[whole(x) for p in one._parameters() for x in (p, *one.state[p].values())] for one in (together, alone, halves)]
+    assert_bitwise(found[1], found[0], "one by one")
+    if dtype is torch.float32:  # in bfloat16 the moments would be rounded on the way
+        assert_bitwise(found[2], found[0], "first into the moments")
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_shards_together_get_the_bits_of_one_by_one(ranks: Ranks, dtype: torch.dtype) -> None:  # noqa: F811
+    ranks.run(together_equals_one_by_one, dtype)
+
+
+@quietly
+def as_other_backends() -> None:
+    shards.steps_from_unrounded_moments("triton")
+    shards.nothing_is_cut(StableAdamW, "triton")
+
+
+def test_shards_are_updated_as_by_the_other_backends(ranks: Ranks) -> None:  # noqa: F811
+    ranks.run(as_other_backends)
 
 
 def spoil_on_one_rank(parameter: Any) -> None:
@@ -106,28 +172,19 @@ class Wide(nn.Module):
 
 
 @quietly
-def averaged_gradients_share_launches() -> list[int]:
-    launched, original = [], kernels.update_group
-
-    class Counted:
-        def __getitem__(self, grid):
-            launched.append(1)
-            return original[grid]
-
+def averaged_gradients_share_launches() -> int:
+    launched: list[str] = []
     plain, model = ddp(Wide()), Wide()
     optimizers = [StableAdamW(m.parameters(), **OPTIONS) for m in (plain, model)]
     train(plain, optimizers[0], range(2))
     release = release_gradients(model, optimizers[1])
-    kernels.update_group = Counted()
-    try:
+    with watched(launched.append):
         train(model, optimizers[1], range(2))
-    finally:
-        kernels.update_group = original
     assert_bitwise(parameters_of(model), parameters_of(plain), "release over a process group")
     assert release.ledger.live == 0
-    return launched
+    return launched.count("update_group")
 
 
 def test_averaged_gradients_that_are_small_share_a_launch(ranks: Ranks) -> None:  # noqa: F811
     """Six vectors of 192 bytes each, where three have room."""
-    assert ranks.run(averaged_gradients_share_launches) == [[1] * 4] * 2
+    assert ranks.run(averaged_gradients_share_launches) == [4] * 2

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import pytest
 import torch
 from tests.torch_support import OPTIMIZERS, batches, bits, loss_of, snapshot, spoil, train, unchanged
+from tests.triton_support import watched
 from torch import nn
 
 from penstock.torch_frontend import StableAdamW, release_gradients
-from penstock.torch_frontend.backends.triton import kernels
 
 WIDTH = 48
 
@@ -21,21 +23,11 @@ def blocks(dtype: torch.dtype = torch.float32) -> nn.Sequential:
 
 
 @pytest.fixture
-def launched(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+def launched() -> Iterator[list[str]]:
     """The names of the kernels that were launched."""
     names: list[str] = []
-
-    class Counted:
-        def __init__(self, name: str) -> None:
-            self.name, self.kernel = name, getattr(kernels, name)
-
-        def __getitem__(self, grid):
-            names.append(self.name)
-            return self.kernel[grid]
-
-    for name in ("update_group", "update_tensor"):
-        monkeypatch.setattr(kernels, name, Counted(name))
-    return names
+    with watched(names.append):
+        yield names
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

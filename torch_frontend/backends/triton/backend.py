@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
+import functools
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -11,13 +11,14 @@ import triton.language as tl
 from torch import Tensor
 
 from ....core.dtypes import compute_dtype
-from ....core.errors import InvalidArgument, Refused, UnsupportedTensor
+from ....core.errors import InvalidArgument, Refused
 from ...array_ops import DTYPES, dtype_name
-from ..backend import TensorSlot
+from ..backend import OverShards, TensorSlot
 from . import kernels, work
 from .availability import interpreted
 from .configuration import Configuration, Device, configuration, wave_elements
 from .interpreter import call_helpers_directly, round_like_a_device
+from .launch import Launch, Launcher, on
 from .memory import Operands, Scratches, alignment, capturing, check_device, operands
 from .numbers import numbers_of
 from .tables import GroupTables
@@ -33,11 +34,26 @@ Key = tuple[Any, ...]
 
 
 class Job(NamedTuple):
-    """One tensor to update in a launch for many."""
+    """One tensor to update in a launch for many.
+
+    slot, operands: what is updated.
+    addresses: of the operands, in their order, and of t where the kernels read it, else 0.
+    numel: elements.
+    """
 
     slot: TensorSlot
     operands: Operands
     addresses: list[int]
+    numel: int
+
+
+class Apart(NamedTuple):
+    """One launch that measures, writing nothing but `squares`, the mean squares, and one that writes."""
+
+    jobs: Sequence[Job]
+    squares: Tensor
+    measure: Launch
+    write: Launch
 
 
 class TritonBackend:
@@ -45,6 +61,7 @@ class TritonBackend:
 
     update_all() is one launch for each parameter group (more where dtypes, devices or step counts differ within it). Under
     release a large tensor is one launch, and small ones, which a launch costs more than their update, wait for each other.
+    Every launch of a call is made ready, memory, tables, numbers and program, before the first one writes.
     """
 
     name = "triton"
@@ -56,24 +73,42 @@ class TritonBackend:
             call_helpers_directly()
         self._scratch = Scratches()
         self._tables = GroupTables()
+        self._launch = Launcher()
 
     # -- many tensors ---------------------------------------------------------------------------------------------------
 
-    def update_all(self, pairs: Sequence[tuple[TensorSlot, Tensor]], *, grad_scale: Tensor | None = None) -> None:
-        """See `Backend`."""
-        for jobs in _alike(pairs):
-            clips = jobs[0].slot.rule.clips_update
-            self._launch_group(jobs, "both" if clips else "write", None, grad_scale)
+    def update_all(
+        self,
+        pairs: Sequence[tuple[TensorSlot, Tensor]],
+        *,
+        grad_scale: Tensor | None = None,
+        over_shards: OverShards | None = None,
+    ) -> None:
+        """See `Backend`. With `over_shards` there are two launches for one."""
+        groups = _alike(pairs)
+        if over_shards is None:
+            self._launch([self._together(jobs, grad_scale) for jobs in groups])
+            return
+        apart = [self._apart(jobs, None, grad_scale) for jobs in groups]
+        self._launch([one.measure for one in apart])
+        here = {id(job.slot): square for one in apart for job, square in zip(one.jobs, one.squares.unbind(), strict=True)}
+        for slot, _ in pairs:
+            if id(slot) not in here:  # empty: it adds nothing
+                here[id(slot)] = torch.zeros((), dtype=_wide(slot.parameter), device=slot.parameter.device)
+        whole = over_shards([here[id(slot)] for slot, _ in pairs])
+        there = {id(slot): square for (slot, _), square in zip(pairs, whole, strict=True)}
+        for one in apart:
+            one.squares.copy_(torch.stack([there[id(job.slot)] for job in one.jobs]))
+        self._launch([one.write for one in apart])
 
     def update_all_if_finite(self, pairs: Sequence[tuple[TensorSlot, Tensor]], *, grad_scale: Tensor | None = None) -> Tensor:
         """See `ChecksOnDevice`. Everything is measured before anything is written: two launches instead of one."""
-        groups = _alike(pairs)
         devices = {slot.parameter.device for slot, _ in pairs}
         flags = {device: torch.ones((), dtype=torch.float32, device=device) for device in devices}
-        squares = [self._launch_group(jobs, "measure", flags[_device(jobs)], grad_scale) for jobs in groups]
+        apart = [self._apart(jobs, flags[_device(jobs)], grad_scale) for jobs in _alike(pairs)]
+        self._launch([one.measure for one in apart])
         applied = _combined(flags)
-        for jobs, square in zip(groups, squares, strict=True):
-            self._launch_group(jobs, "write", flags[_device(jobs)], grad_scale, square)
+        self._launch([one.write for one in apart])
         return applied
 
     def update_each_if_finite(
@@ -83,48 +118,63 @@ class TritonBackend:
         if len(pairs) == 1:
             return [self.update_if_finite(*pairs[0], grad_scale=grad_scale)]
         applied: dict[int, Tensor] = {}
+        apart = []
         for jobs in _alike(pairs):
             flags = torch.ones(len(jobs), dtype=torch.float32, device=_device(jobs))
-            squares = self._launch_group(jobs, "measure", flags, grad_scale, each=True)
-            self._launch_group(jobs, "write", flags, grad_scale, squares, each=True)
+            apart.append(self._apart(jobs, flags, grad_scale, each=True))
             applied |= zip((id(job.slot) for job in jobs), flags.unbind(), strict=True)
+        self._launch([one.measure for one in apart])
+        self._launch([one.write for one in apart])
         return [
             applied[id(slot)] if id(slot) in applied else torch.ones((), device=slot.parameter.device)  # empty: nothing to do
             for slot, _ in pairs
         ]
 
-    def _launch_group(
+    def _together(self, jobs: Sequence[Job], grad_scale: Tensor | None) -> Launch:
+        """One launch that measures, if the rule clips, and writes."""
+        phases = "both" if jobs[0].slot.rule.clips_update else "write"
+        return self._ready(jobs, phases, _squares(jobs), None, grad_scale)
+
+    def _apart(self, jobs: Sequence[Job], applied: Tensor | None, grad_scale: Tensor | None, *, each: bool = False) -> Apart:
+        squares = _squares(jobs)
+        measure = self._ready(jobs, "measure", squares, applied, grad_scale, each=each)
+        return Apart(jobs, squares, measure, self._ready(jobs, "write", squares, applied, grad_scale, each=each))
+
+    def _ready(
         self,
         jobs: Sequence[Job],
         phases: str,
+        squares: Tensor,
         applied: Tensor | None,
         grad_scale: Tensor | None,
-        squares: Tensor | None = None,
         *,
         each: bool = False,
-    ) -> Tensor:
-        """One launch; the mean squares, which "write" takes from "measure"."""
-        slot, lead, lead_addresses = jobs[0]
+    ) -> Launch:
+        """A launch of `kernels.update_group`, whose arguments these are."""
+        slot, lead, lead_addresses, _ = jobs[0]
         assert lead.gradient is not None
         device, wide = lead.parameter.device, _wide(lead.parameter)
-        chosen, properties = configuration(device, lead.parameter.dtype), Device.of(device)
         measured_bytes = lead.gradient.element_size() + lead.exp_avg_sq.element_size()
-        elements = wave_elements(chosen, properties, measured_bytes)
-        with _on(device):
+        with on(device):
             _check_capture(slot, device)
-            given, addresses = [job.operands for job in jobs], [job.addresses for job in jobs]
-            tables = self._tables(given, addresses, _steps(jobs), chosen.item, elements, phases, device)
+            chosen, properties = configuration(device, lead.parameter.dtype), Device.of(device)
+            elements = wave_elements(chosen, properties, measured_bytes)
+            tables = self._tables(
+                [job.addresses for job in jobs],
+                tuple(job.numel for job in jobs),
+                chosen.item,
+                elements,
+                phases,
+                device,
+                capturable=slot.capturable,
+                check=functools.partial(_check_devices, jobs),
+            )
             scratch = self._scratch(device)
-            if squares is None:
-                squares = torch.empty(len(jobs), dtype=wide, device=device)
-            buffer, arguments = numbers_of(slot, wide, device, scratch)
-            compiled_in = _options(slot, chosen, lead, lead_addresses)
-            compiled_in |= {"PHASES": phases, "EACH": each, "STEP_ON_DEVICE": slot.capturable}
+            buffer, numbers = numbers_of(slot, wide, device, scratch)
             programs = tables.ticket_count
             if phases == "both":
                 programs = min(programs, properties.multiprocessors * chosen.programs)
-            kernel: Any = kernels.update_group
-            kernel[(programs,)](
+            arguments = (
                 tables.items,
                 tables.tensors,
                 scratch.partials(tables.slot_count, wide),
@@ -135,12 +185,12 @@ class TritonBackend:
                 applied,
                 _scale_on(device, grad_scale),
                 buffer,
-                *arguments,
-                **compiled_in,
+                *numbers,
             )
-        if phases != "measure":
-            _written([job.operands.parameter for job in jobs])
-        return squares
+        compiled_in = _options(slot, chosen, lead, lead_addresses[:5])
+        compiled_in |= {"PHASES": phases, "EACH": each, "STEP_ON_DEVICE": slot.capturable}
+        written = [] if phases == "measure" else [job.operands.parameter for job in jobs]
+        return Launch(kernels.update_group, device, programs, arguments, compiled_in, written)
 
     # -- one tensor -----------------------------------------------------------------------------------------------------
 
@@ -180,22 +230,20 @@ class TritonBackend:
         before = slot.state["mean_square"] if clips and not first else None
         if n == 0:
             return 0.0 if not clips else torch.zeros((), dtype=wide, device=device) if before is None else before
-        chosen, properties = configuration(device, given.parameter.dtype), Device.of(device)
-        (count,) = work.item_counts([n], chosen.item)
         two_phases = action == "update" and (clips or applied is not None)
         check_device(given)
         addresses = [tensor.data_ptr() for tensor in _five(given)]
-        with _on(device):
+        with on(device):
             _check_capture(slot, device)
+            chosen, properties = configuration(device, given.parameter.dtype), Device.of(device)
+            (count,) = work.item_counts([n], chosen.item)
             if before is not None and not isinstance(before, Tensor):
                 before = torch.full((), before, dtype=wide, device=device)
             after = torch.empty((), dtype=wide, device=device)
             scratch = self._scratch(device)
-            buffer, arguments = numbers_of(slot, wide, device, scratch)
-            compiled_in = _options(slot, chosen, given, addresses) | {"ACTION": action, "FIRST": first}
+            buffer, numbers = numbers_of(slot, wide, device, scratch)
             programs = min(2 * count, properties.multiprocessors * chosen.programs) if two_phases else count
-            kernel: Any = kernels.update_tensor
-            kernel[(programs,)](
+            arguments = (
                 *addresses,
                 n,
                 count,
@@ -207,11 +255,11 @@ class TritonBackend:
                 applied,
                 _scale_on(device, grad_scale),
                 buffer,
-                *arguments,
-                **compiled_in,
+                *numbers,
             )
-        if action != "accumulate":
-            _written([given.parameter])
+        compiled_in = _options(slot, chosen, given, addresses) | {"ACTION": action, "FIRST": first}
+        written = [] if action == "accumulate" else [given.parameter]
+        self._launch([Launch(kernels.update_tensor, device, programs, arguments, compiled_in, written)])
         return after if clips else 0.0
 
 
@@ -221,17 +269,19 @@ def _alike(pairs: Sequence[tuple[TensorSlot, Tensor]]) -> list[list[Job]]:
     last: Key = ()
     jobs: list[Job] = []
     for slot, gradient in pairs:
-        given = operands(slot, gradient)
-        g, m, v, p, k = _five(given)
-        addresses = [g.data_ptr(), m.data_ptr(), v.data_ptr(), p.data_ptr(), k.data_ptr()]
-        number = None if slot.capturable else slot.step_number
-        where = (p.get_device(), alignment(given, addresses))
-        key = (id(slot.hyperparameters), number, slot.compensation, *where, g.dtype, m.dtype, v.dtype, p.dtype, k.dtype)
-        if p.numel() == 0:  # a shard may be empty where its parameter is not
+        g, m, v, p, k = given = operands(slot, gradient)
+        assert g is not None
+        n = p.numel()
+        if n == 0:  # a shard may be empty where its parameter is not
             continue
+        addresses = [g.data_ptr(), m.data_ptr(), v.data_ptr(), p.data_ptr(), k.data_ptr()]
+        where = (p.get_device(), alignment(given, addresses))
+        number = None if slot.capturable else slot.state["step"].item()
+        addresses.append(_step(slot, p.device).data_ptr() if slot.capturable else 0)
+        key = (id(slot.hyperparameters), number, slot.compensation, *where, g.dtype, m.dtype, v.dtype, p.dtype, k.dtype)
         if key != last:  # most follow others that are alike, and need no hash
             last, jobs = key, found.setdefault(key, [])
-        jobs.append(Job(slot, given, addresses))
+        jobs.append(Job(slot, given, addresses, n))
     return list(found.values())
 
 
@@ -267,12 +317,18 @@ def _wide(parameter: Tensor) -> torch.dtype:
     return DTYPES[compute_dtype(dtype_name(parameter.dtype))]
 
 
+def _squares(jobs: Sequence[Job]) -> Tensor:
+    """Room for a mean square of each."""
+    return torch.empty(len(jobs), dtype=_wide(jobs[0].operands.parameter), device=_device(jobs))
+
+
 def _device(jobs: Sequence[Job]) -> torch.device:
     return jobs[0].operands.parameter.device
 
 
-def _steps(jobs: Sequence[Job]) -> list[Tensor] | None:
-    return [_step(job.slot, _device(jobs)) for job in jobs] if jobs[0].slot.capturable else None
+def _check_devices(jobs: Sequence[Job]) -> None:
+    for job in jobs:
+        check_device(job.operands)
 
 
 def _step(slot: TensorSlot, device: torch.device) -> Tensor:
@@ -284,22 +340,6 @@ def _step(slot: TensorSlot, device: torch.device) -> Tensor:
             "Construct the optimizer with capturable=True and load its state_dict()."
         )
     return step
-
-
-def _on(device: torch.device) -> contextlib.AbstractContextManager[Any]:
-    """Triton launches on the current device; that is made the tensor's own.
-
-    Raises:
-        UnsupportedTensor: a parameter is (added, or moved since the optimizer was constructed) where no kernel can run.
-    """
-    if device.type == "cuda":
-        return torch.cuda.device(device)
-    if not interpreted():
-        raise UnsupportedTensor(
-            f"backend='triton' cannot update a parameter on {device}; move the model to a CUDA device, or construct the "
-            "optimizer anew with backend='auto'."
-        )
-    return contextlib.nullcontext()
 
 
 def _check_capture(slot: TensorSlot, device: torch.device) -> None:
@@ -323,12 +363,3 @@ def _combined(flags: dict[torch.device, Tensor]) -> Tensor:
     for other in others:
         other.copy_(first, non_blocking=True)
     return first
-
-
-def _written(parameters: list[Tensor]) -> None:
-    """Tell autograd that parameters changed under it: a kernel leaves no trace of its own."""
-    try:
-        torch.autograd.graph.increment_version(parameters)
-    except TypeError:  # an older version takes one at a time
-        for parameter in parameters:
-            torch.autograd.graph.increment_version(parameter)

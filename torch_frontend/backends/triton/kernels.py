@@ -236,7 +236,10 @@ def _left_last(left):
     return tl.atomic_add(left, 1, sem="acq_rel") == tl.num_programs(0) - 1
 
 
-@triton.jit(do_not_specialize=["item_count", "tensor_count", "first1", "log1", "first2", "log2", "lr", "eps", "floor", "decay"])
+@triton.jit(
+    do_not_specialize=["item_count", "tensor_count", "first1", "log1", "first2", "log2", "lr", "eps", "floor", "decay"],
+    do_not_specialize_on_alignment=["applied_ptr", "grad_scale_ptr"],
+)
 def update_group(
     items, tensors, partials, squares, counters, item_count, tensor_count, applied_ptr, grad_scale_ptr,
     numbers, first1, log1, first2, log2, lr, eps, floor, decay,
@@ -337,7 +340,10 @@ def update_group(
             tl.store(counters + 1, 0)
 
 
-@triton.jit(do_not_specialize=[*"gmvpk", "n", "item_count", "first1", "log1", "first2", "log2", "lr", "eps", "floor", "decay"])
+@triton.jit(
+    do_not_specialize=[*"gmvpk", "n", "item_count", "first1", "log1", "first2", "log2", "lr", "eps", "floor", "decay"],
+    do_not_specialize_on_alignment=["step_ptr", "square_before", "applied_ptr", "grad_scale_ptr"],
+)
 def update_tensor(
     g: tl.int64, m: tl.int64, v: tl.int64, p: tl.int64, k: tl.int64, n: tl.int64, item_count: tl.int32, step_ptr,
     partials, counters, square_before, square_after, applied_ptr, grad_scale_ptr,

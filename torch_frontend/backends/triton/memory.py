@@ -115,6 +115,22 @@ def capturing(device: torch.device) -> bool:
     return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
 
+class Uploaded(NamedTuple):
+    """A table on a device, and the stream that it was uploaded on; None where nothing needs to wait for it."""
+
+    tensor: Tensor
+    stream: torch.cuda.Stream | None
+
+    def here(self) -> Tensor:
+        """The table, for launches on the current stream: another one than its own waits until it is there."""
+        if self.stream is not None and not capturing(self.tensor.device):
+            now = torch.cuda.current_stream(self.tensor.device)
+            if now != self.stream:
+                now.wait_stream(self.stream)
+                self.tensor.record_stream(now)
+        return self.tensor
+
+
 class Uploads:
     """Small tables on their way to a device, without waiting for it.
 
@@ -133,7 +149,7 @@ class Uploads:
             pin = device.type == "cuda"
             self._ready[name] = list(torch.empty(CAPTURES, size, dtype=torch.uint8, pin_memory=pin).unbind())
 
-    def __call__(self, name: Hashable, values: np.ndarray, device: torch.device) -> Tensor:
+    def __call__(self, name: Hashable, values: np.ndarray, device: torch.device) -> Uploaded:
         """A copy of `values` on the device.
 
         Raises:
@@ -141,7 +157,9 @@ class Uploads:
         """
         host = torch.from_numpy(values)
         if not capturing(device):
-            return host.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else host
+            if device.type != "cuda":
+                return Uploaded(host, None)
+            return Uploaded(host.pin_memory().to(device, non_blocking=True), torch.cuda.current_stream(device))
         ready = self._ready.get(name)
         if not ready or ready[-1].numel() != values.nbytes:
             raise Refused(
@@ -149,7 +167,7 @@ class Uploads:
                 "optimizer.step() outside of the capture first (and again after every few captures)."
             )
         held = ready.pop().view(host.dtype).view(host.shape).copy_(host)
-        return self.keep(held).to(device, non_blocking=True)
+        return Uploaded(self.keep(held).to(device, non_blocking=True), None)
 
     def keep(self, tensor: Tensor) -> Tensor:
         """Keep a tensor as long as the backend, for a graph that has its address."""

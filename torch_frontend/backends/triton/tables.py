@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable
 from typing import NamedTuple
 
 import numpy as np
@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from . import work
-from .memory import Operands, Uploads, capturing, check_device
+from .memory import Uploaded, Uploads, capturing
 
 PHASES = {"both": (work.MEASURE, work.WRITE), "measure": (work.MEASURE,), "write": (work.WRITE,)}
 
@@ -38,82 +38,80 @@ class GroupTables:
 
     def __init__(self) -> None:
         self._upload = Uploads()
-        self._items: dict[Key, Tensor] = {}
-        self._tensors: dict[Key, tuple[list[list[int]], Tensor]] = {}
+        self._items: dict[Key, tuple[Uploaded, int]] = {}
+        self._tensors: dict[Key, tuple[list[list[int]], tuple[int, ...], Uploaded]] = {}
 
     def __call__(
         self,
-        given: Sequence[Operands],
-        addresses: Sequence[list[int]],
-        steps: Sequence[Tensor] | None,
+        addresses: list[list[int]],
+        numels: tuple[int, ...],
         item_elements: int,
         wave_elements: int,
         phases: str,
         device: torch.device,
+        *,
+        capturable: bool,
+        check: Callable[[], None],
     ) -> Tables:
         """The tables of a launch.
 
         Args:
-            given: of each tensor.
-            addresses: of each of them, in the order of `Operands`.
-            steps: t of each tensor, on the device; None where the host counts, and no launch is ever captured.
+            addresses: of each tensor, in the order of `Operands`, and of its t, or 0.
+            numels: elements of each tensor.
             item_elements: elements of an item.
             wave_elements: elements that are measured before they are written.
             phases: as `kernels.update_group` takes it.
             device: of all tensors.
+            capturable: a later launch may be captured in a graph.
+            check: called if the addresses are new; raises if a kernel must not get them.
 
         Raises:
-            UnsupportedTensor: a tensor of the state is on another device than its parameter.
             Refused: a graph is being captured, and no step of these parameters was taken before.
         """
-        numels = tuple(operands.parameter.numel() for operands in given)
-        counts = work.item_counts(numels, item_elements)
-        rows = []
-        for position, slot in enumerate(work.first_slots(counts)):
-            step = 0 if steps is None else steps[position].data_ptr()
-            rows.append([*addresses[position], step, numels[position], slot, counts[position]])
-        tensors = self._tensors_table(given, rows, steps is not None, phases, device)
-        items = self._items_table(numels, counts, item_elements, wave_elements, phases, device)
-        if device.type == "cuda" and not capturing(device):  # another stream than the one they were uploaded on may read them
-            for table in (items, tensors):
-                table.record_stream(torch.cuda.current_stream(device))
-        return Tables(items, tensors, items.shape[0], sum(counts))
+        tensors = self._tensors_table(addresses, numels, item_elements, phases, device, capturable, check)
+        items, slot_count = self._items_table(numels, item_elements, wave_elements, phases, device)
+        return Tables(items, tensors, items.shape[0], slot_count)
 
     def _items_table(
-        self,
-        numels: tuple[int, ...],
-        counts: list[int],
-        item_elements: int,
-        wave_elements: int,
-        phases: str,
-        device: torch.device,
-    ) -> Tensor:
+        self, numels: tuple[int, ...], item_elements: int, wave_elements: int, phases: str, device: torch.device
+    ) -> tuple[Tensor, int]:
         key = (numels, item_elements, wave_elements, phases, device)
         known = self._items.pop(key, None)
         if known is None:
-            groups = work.waves(numels, wave_elements)
-            known = self._upload(key, work.items(counts, groups, PHASES[phases]), device)
+            counts = work.item_counts(numels, item_elements)
+            rows = work.items(counts, work.waves(numels, wave_elements), PHASES[phases])
+            known = (self._upload(key, rows, device), sum(counts))
         elif capturing(device):
-            self._upload.keep(known)
+            self._upload.keep(known[0].tensor)
         self._items[key] = known  # the last one now
-        while len(self._items) > 1 and sum(table.nbytes for table in self._items.values()) > ITEM_BYTES:
+        while len(self._items) > 1 and sum(table.tensor.nbytes for table, _ in self._items.values()) > ITEM_BYTES:
             del self._items[next(iter(self._items))]
-        return known
+        return known[0].here(), known[1]
 
     def _tensors_table(
-        self, given: Sequence[Operands], rows: list[list[int]], capturable: bool, phases: str, device: torch.device
+        self,
+        addresses: list[list[int]],
+        numels: tuple[int, ...],
+        item_elements: int,
+        phases: str,
+        device: torch.device,
+        capturable: bool,
+        check: Callable[[], None],
     ) -> Tensor:
-        key = (rows[0][3], phases, device)  # no parameter is in two launches of a step
+        key = (addresses[0][3], phases, device)  # no parameter is in two launches of a step
         known = self._tensors.get(key)
         captured = capturing(device)
-        if known is not None and known[0] == rows:
-            table = self._upload.keep(known[1]) if captured else known[1]
+        if known is not None and known[0] == addresses and known[1] == numels:
+            table = known[2]
+            if captured:
+                self._upload.keep(table.tensor)
         else:
-            for operands in given:
-                check_device(operands)
+            check()
+            counts = work.item_counts(numels, item_elements)
+            rows = [[*row, *of] for row, *of in zip(addresses, numels, work.first_slots(counts), counts, strict=True)]
             table = self._upload(key, np.array(rows, np.int64), device)
             if not captured:  # what a graph uploads is there only while the graph runs
-                self._tensors[key] = (rows, table)
+                self._tensors[key] = (addresses, numels, table)
         if capturable and not captured:
-            self._upload.provide(key, len(rows) * len(rows[0]) * 8, device)
-        return table
+            self._upload.provide(key, table.tensor.nbytes, device)
+        return table.here()
