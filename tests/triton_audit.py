@@ -72,6 +72,7 @@ class Audit:
     spilled: bytes and instructions of a thread that go to local memory.
     loads, stores: of global memory, how many of each width in bytes.
     assembly: PTX, or AMD's.
+    arguments: names of the parameters of the compiled function, in order.
     """
 
     registers: int
@@ -79,12 +80,18 @@ class Audit:
     loads: Counter[int]
     stores: Counter[int]
     assembly: str
+    arguments: tuple[str, ...] = ()
 
 
 def group_kernel(
-    storage: Storage, target: GPUTarget, chosen: Configuration, present: tuple[str, ...] = (), **changes: Any
+    storage: Storage,
+    target: GPUTarget,
+    chosen: Configuration,
+    present: tuple[str, ...] = (),
+    kernel: Any = update_group,
+    **changes: Any,
 ) -> Audit:
-    """`update_group` as `update_all` launches it; `present`: the optional pointers that are there."""
+    """`update_group` as `update_all` launches it. `present`: the optional pointers that are there; `kernel`: a changed one."""
     wide = TYPES[storage.wide][0]
     constants = {
         "PHASES": "both", "CLIP": True, "L2": False, "MAXIMIZE": False, "COMPENSATION": storage.compensation,
@@ -96,11 +103,16 @@ def group_kernel(
         "items": "*i32", "tensors": "*i64", "partials": f"*{wide}", "squares": f"*{wide}", "counters": "*i32",
         "item_count": "i32", "tensor_count": "i32", "applied_ptr": "*fp32", "grad_scale_ptr": "*fp32", "numbers": f"*{wide}",
     }  # fmt: skip
-    return _audited(update_group, given, constants, {"items", "tensors", "partials", "counters"}, target, chosen, present)
+    return _audited(kernel, given, constants, {"items", "tensors", "partials", "counters"}, target, chosen, present)
 
 
 def tensor_kernel(
-    storage: Storage, target: GPUTarget, chosen: Configuration, present: tuple[str, ...] = (), **changes: Any
+    storage: Storage,
+    target: GPUTarget,
+    chosen: Configuration,
+    present: tuple[str, ...] = (),
+    kernel: Any = update_tensor,
+    **changes: Any,
 ) -> Audit:
     """`update_tensor` as release launches it."""
     wide = TYPES[storage.wide][0]
@@ -115,7 +127,7 @@ def tensor_kernel(
         "counters": "*i32", "square_before": f"*{wide}", "square_after": f"*{wide}", "applied_ptr": "*fp32",
         "grad_scale_ptr": "*fp32", "numbers": f"*{wide}",
     }  # fmt: skip
-    return _audited(update_tensor, given, constants, {"partials", "counters"}, target, chosen, present)
+    return _audited(kernel, given, constants, {"partials", "counters"}, target, chosen, present)
 
 
 def _audited(
@@ -135,7 +147,8 @@ def _audited(
     source = _source(kernel, signature, constants, aligned)
     cap = {"maxnreg": chosen.registers} if chosen.registers else {}
     made = triton.compile(source, target=target, options={"num_warps": chosen.warps, "enable_fp_fusion": False, **cap})
-    return _nvidia(made.asm["cubin"], made.asm["ptx"]) if "cubin" in made.asm else _amd(made.asm["amdgcn"])
+    audit = _nvidia(made.asm["cubin"], made.asm["ptx"]) if "cubin" in made.asm else _amd(made.asm["amdgcn"])
+    return dataclasses.replace(audit, arguments=tuple(name for name in names if name not in constants))
 
 
 def _source(kernel: Any, signature: dict[str, str], constants: dict[str, Any], aligned: set[str]) -> Any:

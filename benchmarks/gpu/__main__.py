@@ -7,12 +7,16 @@ run that is cut short leaves what it has. `--dry` runs the same code small on th
 from __future__ import annotations
 
 import argparse
+import faulthandler
 import os
 import sys
 import time
 import traceback
 from pathlib import Path
 from typing import Any
+
+STUCK_SECONDS = 300
+"""After so long a section is stuck: the process ends with a traceback, and the results that were there stay."""
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -26,6 +30,7 @@ def main(arguments: list[str] | None = None) -> int:
     if given.dry:
         os.environ["TRITON_INTERPRET"] = "1"  # before anything imports Triton
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # JAX would take the memory that PyTorch needs
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # for matrix products that give the same bits again
 
     import torch
 
@@ -44,11 +49,14 @@ def main(arguments: list[str] | None = None) -> int:
     for name in given.sections or found:
         started = time.perf_counter()
         print(f"{name} ...", flush=True)
+        if name not in ("jax", "parity"):  # kernels that wait for each other for ever would take the results before with them
+            faulthandler.dump_traceback_later(STUCK_SECONDS, exit=True)
         try:
             result["sections"][name] = found[name](setting)
         except Exception as error:
             result["failed"][name] = f"{type(error).__name__}: {error}"
             traceback.print_exc()
+        faulthandler.cancel_dump_traceback_later()
         result["seconds"][name] = round(time.perf_counter() - started, 1)
         print(f"{name}: {result['seconds'][name]} s", flush=True)
         write_result(given.out / "gpu.json", result)

@@ -27,6 +27,7 @@ from .setting import BETAS, Setting
 
 NUMELS = [1, 3, 17, 1023, 8191, 8193, 100_003, 1 << 20, 5_000_001]
 DRY_NUMELS = [1, 17, 1500, 129]
+BEYOND = 2**31 + 4099
 
 
 def parity(setting: Setting) -> dict[str, Any]:
@@ -103,7 +104,7 @@ def soak(setting: Setting) -> dict[str, Any]:
 
 def beyond_32_bits(setting: Setting) -> dict[str, Any]:
     """A tensor of more than 2^31 elements: its last elements are updated as its first, in each kind of launch."""
-    n = 1000 if setting.dry else 2**31 + 4099
+    n = 1000 if setting.dry else BEYOND
     right: dict[str, int] = {}
     for optimizer_class in (AdamW, StableAdamW):
         for name in ("step", "one tensor"):
@@ -194,9 +195,10 @@ def graph(setting: Setting) -> dict[str, Any]:
     for captured in (False, True):
         parameters = setting.parameters(setting.shapes("124M"), torch.bfloat16)
         optimizer = StableAdamW(
-            parameters, lr=torch.tensor(1e-3, device="cuda"), betas=BETAS, capturable=True, backend="triton"
+            parameters, lr=torch.tensor(1e-3, device=setting.device), betas=BETAS, capturable=True, backend="triton"
         )
         stream = torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())  # parameters and gradients are still being made there
         with torch.cuda.stream(stream):
             for _ in range(3):
                 optimizer.step()

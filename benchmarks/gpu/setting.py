@@ -20,6 +20,9 @@ SHAPES: dict[str, list[int]] = {
 }
 """Elements of the parameters of GPT-2, and of models like those of 1 and 7 billion parameters."""
 
+COPIED_ELEMENTS, FILLER_BYTES = 2**30, 2**29
+"""Of the copy whose bandwidth is the floor, and of what keeps the device busy before a measurement."""
+
 DRY_SHAPES = {"124M": [130, 3], "1B": [200], "7B": [5]}
 
 
@@ -102,7 +105,8 @@ class Setting:
             torch.cuda.synchronize()
 
     def clean_up(self) -> None:
-        """Give memory back."""
+        """Give memory back, that of the filler too: a peak that is measured afterwards is without it."""
+        self.__dict__.pop("_filler", None)
         gc.collect()
         if not self.dry:
             torch.cuda.empty_cache()
@@ -148,11 +152,11 @@ class Setting:
 
     @functools.cached_property
     def _filler(self) -> torch.Tensor:
-        return torch.zeros(2**29, dtype=torch.uint8, device=self.device)
+        return torch.zeros(FILLER_BYTES, dtype=torch.uint8, device=self.device)
 
     @functools.cached_property
     def bandwidth(self) -> float:
         """Bytes read and written by a copy in a second."""
-        elements = 2**12 if self.dry else 2**30
+        elements = 2**12 if self.dry else COPIED_ELEMENTS
         source, target = (torch.zeros(elements, device=self.device) for _ in range(2))
         return 2 * source.nbytes / (1e-3 * self.device_ms(lambda: target.copy_(source)))

@@ -19,6 +19,9 @@ from .setting import BETAS, STORAGES, Setting, Storage
 GOALS = {"1B": (1.15, 1.1), "124M": (1.10, 4.0)}
 """By model: the largest ratio to the floor, and the least speed-up over optimi, that StableAdamW is meant to have."""
 
+TRANSFORMER = (2048, 16, 512, 8)
+"""Width, layers, length and batch of the model that is trained plain and released."""
+
 Make = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
 
 
@@ -42,8 +45,8 @@ def peers(storage: Storage) -> tuple[dict[str, Make], dict[str, str]]:
     found: dict[str, Make] = {"torch AdamW(fused=True)": lambda p: torch.optim.AdamW(p, lr=1e-3, betas=BETAS, fused=True)}
     kahan = storage.compensation != "none"
     optional: dict[str, tuple[str, str, dict[str, Any]]] = {
-        "optimi StableAdamW": ("optimi", "StableAdamW", {"betas": BETAS, "kahan_sum": kahan}),
-        "optimi AdamW": ("optimi", "AdamW", {"betas": BETAS, "kahan_sum": kahan}),
+        "optimi StableAdamW": ("optimi", "StableAdamW", {"betas": BETAS, "kahan_sum": kahan, "triton": True}),
+        "optimi AdamW": ("optimi", "AdamW", {"betas": BETAS, "kahan_sum": kahan, "triton": True}),
         "FlashOptim AdamW": ("flashoptim", "FlashAdamW", {"betas": BETAS}),
         "torchao AdamW8bit": ("torchao.optim", "AdamW8bit", {"betas": BETAS}),
     }
@@ -149,7 +152,7 @@ def configurations(setting: Setting) -> dict[str, Any]:
 
 def release(setting: Setting) -> dict[str, Any]:
     """A transformer in bfloat16, plain and released: time of a step, and peak of allocated bytes."""
-    width, layers, length, batch = (16, 2, 4, 2) if setting.dry else (2048, 16, 512, 8)
+    width, layers, length, batch = (16, 2, 4, 2) if setting.dry else TRANSFORMER
     found: dict[str, Any] = {"width": width, "layers": layers, "tokens": length * batch}
     losses = {}
     torch.use_deterministic_algorithms(True, warn_only=True)  # so that two runs can be compared

@@ -45,3 +45,20 @@ def test_without_a_device_it_says_so(tmp_path: Path) -> None:
     done = run("--out", str(tmp_path))
     assert done.returncode == 2
     assert "--dry" in done.stderr
+
+
+def test_every_section_runs_as_on_a_device() -> None:
+    """Not one of the lines that a dry run leaves out is tried for the first time on a device that is lent for minutes."""
+    pytest.importorskip("triton")
+    environment = os.environ | {"PYTHONPATH": str(ROOT / "src"), "TRITON_INTERPRET": "1"}
+    command = [sys.executable, "-m", "tests.benchmarks.fake_device"]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=ROOT, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    results = json.loads(done.stdout.splitlines()[-1])
+    assert all(section.get("holds", True) for section in results.values()), results
+    assert results["device"]["cache_bytes"] == 2**16
+    assert {"launched", "replayed"} <= set(results["graph"])
+    assert results["release"]["released"]["peak_bytes"] == 1
+    changes = [set(row["change"]) for row in results["configurations"]["rows"]]
+    assert {"registers", "programs"} in changes
+    assert not any("failed" in row for row in results["step_time"]["rows"] if "optimi" not in row["optimizer"])

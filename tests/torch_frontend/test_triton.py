@@ -32,6 +32,7 @@ INTERPRETED = [
     "tests/torch_frontend/triton_interpreter/test_all_or_nothing.py",
     "tests/torch_frontend/triton_interpreter/test_release_launches.py",
     "tests/torch_frontend/triton_interpreter/test_over_ranks.py",
+    "tests/torch_frontend/triton_interpreter/test_tickets.py",
     "tests/torch_frontend/test_combinations.py",
     "tests/torch_frontend/distributed/test_every_cell.py",
 ]

@@ -396,6 +396,7 @@ def update_tensor(
     if TWO_PHASES:
         ticket_count = item_count * 2
         ticket = _take_ticket(counters)
+        tl.debug_barrier()  # else LLVM merges this ticket with the next, and on AMD the counting thread leaves the others
     else:
         ticket = tl.program_id(0)
     while ticket < ticket_count:

@@ -1,0 +1,174 @@
+"""JAX on the device: what its compiler makes of the reverse walk there, and of the steps beside it; memory and time."""
+
+from __future__ import annotations
+
+import re
+import statistics
+import time
+from typing import Any
+
+from .setting import Setting
+
+ROUNDS = 10
+MODEL = {"layers": 12, "width": 1024, "heads": 16, "context": 256}
+SCHEDULER = "xla_gpu_enable_latency_hiding_scheduler"
+
+
+def jax_steps(setting: Setting) -> dict[str, Any]:
+    """Every step of `benchmarks.jax_memory` in float32 and bfloat16, the fences of the walk, and XLA's scheduler on and off.
+
+    Of each: the peak that XLA's analysis tells, in units of the parameters' bytes (with Adam's moments 3 is the floor);
+    copies of whole stacks and conditionals in the compiled program, of which each waits for the host; the milliseconds of a
+    step. The allocator's peak only ever grows in a process, so the steps run in the order of their peaks; one that a step
+    before it exceeded says nothing and is left out.
+    """
+    import jax.numpy as jnp
+
+    from benchmarks.jax_decoder import Decoder
+    from benchmarks.jax_memory import METHODS
+    from penstock.jax_frontend import make_release_step
+
+    sizes: dict[str, int] = {"layers": 2, "width": 16, "heads": 2, "context": 4} if setting.dry else MODEL
+    model = Decoder(**sizes)
+    dtypes = [jnp.float32] if setting.dry else [jnp.float32, jnp.bfloat16]
+    rows, left_out = [], []
+    for dtype in dtypes:
+        jobs: list[dict[str, Any]] = []
+        for fence in ("none", "barrier", "conditional"):
+            method = _like("make_release_step", lambda tx, model, fence=fence: make_release_step(model.stack, tx, fence=fence))
+            jobs.append({"step": f"make_release_step, fence={fence}", "method": method})
+        jobs.append({"step": "unrolled, two passes with a barrier", "method": _like("unrolled, clipped by hand", two_passes)})
+        for on in (False, True):
+            method = _like("make_train_step, unrolled")
+            jobs.append({"step": f"make_train_step, unrolled, scheduler={on}", "method": method, "options": {SCHEDULER: on}})
+        jobs += [{"step": method.name, "method": method} for method in METHODS]
+        compiled = []
+        for job in [job for job in jobs if "options" in job][:1] if setting.dry else jobs:
+            if setting.out_of_time:
+                left_out.append(job["step"])
+                continue
+            row = {"step": job["step"], "dtype": dtype.__name__}
+            try:
+                made, found = _compiled(job["method"], model, dtype, job.get("options", {}))
+                compiled.append((made, job["method"], row | found))
+            except Exception as error:  # a compiler may not know an option
+                rows.append(row | {"failed": f"{type(error).__name__}: {' '.join(str(error).split()[:30])}"})
+        for made, method, row in sorted(compiled, key=lambda entry: entry[2]["peak"]):
+            rows.append(row | _run(made, method, model, dtype, setting.few(ROUNDS)))
+            setting.clean_up()
+    return {
+        "holds": not any("failed" in row and "scheduler" not in row["step"] for row in rows),
+        "model": sizes,
+        "rows": rows,
+        "left_out": left_out,
+    }
+
+
+def two_passes(tx: Any, model: Any) -> Any:
+    """Clipped by the norm of a first backward pass, which a barrier over all parameters ought to keep apart from a second."""
+    import jax
+    import jax.numpy as jnp
+    import optax
+    from jax import lax
+
+    def step(state: Any, batch: Any) -> Any:
+        params, opt_state, _ = state
+        first = jax.grad(model.unrolled)(params, batch)
+        norm = jnp.sqrt(sum(jnp.sum(jnp.square(leaf.astype(jnp.float32))) for leaf in jax.tree.leaves(first)))
+        params, norm = lax.optimization_barrier((params, norm))
+        value, grads = jax.value_and_grad(model.unrolled)(params, batch)
+        grads = jax.tree.map(lambda leaf: leaf * jnp.minimum(1.0, 1.0 / norm).astype(leaf.dtype), grads)
+        updates, opt_state = tx.update(grads, opt_state, params)
+        return state._replace(params=optax.apply_updates(params, updates), opt_state=opt_state), value
+
+    return jax.jit(step, donate_argnums=0)
+
+
+def _like(name: str, make: Any = None) -> Any:
+    """The method of that name, made in another way."""
+    import dataclasses
+
+    from benchmarks.jax_memory import METHODS
+
+    (method,) = [method for method in METHODS if method.name == name]
+    return method if make is None else dataclasses.replace(method, make=make)
+
+
+def _arguments(method: Any, model: Any, dtype: Any) -> tuple[Any, Any, Any]:
+    """The optimizer, and functions that make state and batch."""
+    import jax
+    import optax
+
+    from benchmarks.jax_memory import OPTIMIZERS
+    from penstock.jax_frontend import init_train_state
+
+    tx: Any = OPTIMIZERS["stable_adamw"]
+    if method.every > 1:
+        tx = optax.MultiSteps(tx, method.every).gradient_transformation()
+    key = jax.random.key(0)
+
+    def state() -> Any:
+        params = model.params(key, stacked=method.stacked, dtype=dtype)
+        return init_train_state(tx, params, None if method.layered else False)
+
+    return tx, state, lambda: model.batch(key, method.rows)
+
+
+def _compiled(method: Any, model: Any, dtype: Any, options: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+    import jax
+
+    from benchmarks.jax_memory import bytes_of
+
+    tx, state, batch = _arguments(method, model, dtype)
+    abstract = jax.eval_shape(state)
+    started = time.perf_counter()
+    made = method.make(tx, model).lower(abstract, jax.eval_shape(batch)).compile(compiler_options=options or None)
+    seconds = time.perf_counter() - started
+    analysis = made.memory_analysis()
+    peak = analysis.argument_size_in_bytes + analysis.temp_size_in_bytes
+    peak += analysis.output_size_in_bytes - analysis.alias_size_in_bytes
+    text = made.as_text()
+    stack = rf"\[{model.layers},\d+[\d,]*\]\S* copy(?:-start)?\("
+    return made, {
+        "compile_seconds": seconds,
+        "peak": peak,
+        "peak_over_parameters": peak / bytes_of(abstract.params),
+        "copies_of_stacks": len(re.findall(stack, text)),
+        "conditionals": len(re.findall(r" conditional\(", text)),
+        "flops": _first(made.cost_analysis()).get("flops"),
+    }
+
+
+def _first(analysis: Any) -> dict[str, Any]:
+    """Older versions give a list, with an entry a device."""
+    return (analysis[0] if isinstance(analysis, list) else analysis) or {}
+
+
+def _run(made: Any, method: Any, model: Any, dtype: Any, rounds: int) -> dict[str, Any]:
+    """The median of some steps, and the allocator's peak if this is what raised it."""
+    import jax
+
+    try:
+        before = _allocated()
+        _, state, batch = _arguments(method, model, dtype)
+        current, rows = jax.block_until_ready((jax.jit(state)(), batch()))
+        taken = []
+        for _ in range(rounds + 2):
+            started = time.perf_counter()
+            current, metrics = made(current, rows)
+            jax.block_until_ready((current, metrics))
+            taken.append(time.perf_counter() - started)
+        after = _allocated()
+        found: dict[str, Any] = {"step_ms": 1e3 * statistics.median(taken[2:])}
+        if before is not None and after is not None and after > before:
+            found["allocator_peak"] = after
+        return found
+    except Exception as error:
+        return {"failed": f"{type(error).__name__}: {' '.join(str(error).split()[:30])}"}
+
+
+def _allocated() -> int | None:
+    import jax
+
+    peak: int | None = (jax.local_devices()[0].memory_stats() or {}).get("peak_bytes_in_use")
+    return peak
