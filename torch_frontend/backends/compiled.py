@@ -2,8 +2,9 @@
 
 Every tensor is handed over as a vector in the order of memory, so that one graph serves all shapes; every number that
 changes while training (lr, betas, decay, the debiased complements) is an element of a small tensor, so that none is
-compiled in. What remains (rule, compensation, dtypes, eps, a beta of zero, first micro-batch or later) selects the graph. Calling a graph
-costs about as much as updating ten thousand elements: step() hands over `BATCH` tensors at a time, release one.
+compiled in. What remains (rule, compensation, dtypes, eps, whether a beta is zero, first micro-batch or later) selects the
+graph. Calling a graph costs about as much as updating ten thousand elements: step() hands over `BATCH` tensors at a time,
+release one.
 """
 
 from __future__ import annotations
