@@ -64,6 +64,15 @@ def debiased_complements(hyperparameters: Hyperparameters, step: Scalar, xp: Any
     )
 
 
+def remembered(moments: Moments, hyperparameters: Hyperparameters, xp: Any) -> Moments:
+    """What an update takes of the moments before it: nothing where beta is 0, as m + (g-m) keeps the rounding errors of m."""
+    exp_avg, exp_avg_sq = moments
+    return Moments(
+        xp.zeros_like(exp_avg) if is_zero(hyperparameters.beta1) else exp_avg,
+        xp.zeros_like(exp_avg_sq) if is_zero(hyperparameters.beta2) else exp_avg_sq,
+    )
+
+
 def first_moments(moments: Moments, gradient: Array, complements: Complements) -> Moments:
     """The first, or only, micro-batch of an update: m += c1*(g-m), v += c2*(g*g-v)."""
     exp_avg, exp_avg_sq = moments

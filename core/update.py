@@ -23,6 +23,7 @@ from .moments import (
     is_zero,
     later_moments,
     mean_square,
+    remembered,
 )
 from .rules import Rule
 
@@ -83,6 +84,8 @@ def _accumulated(
     """The moments, not rounded yet, and the summed mean square, after one more micro-batch. `parameter` is wide."""
     wide = ops.dtype_name(parameter)
     moments = Moments(ops.cast(state.exp_avg, wide), ops.cast(state.exp_avg_sq, wide))
+    if first:
+        moments = remembered(moments, hyperparameters, ops.xp)
     ready = prepared_gradient(ops, rule, hyperparameters, gradient, parameter, first=first)
     moments = (first_moments if first else later_moments)(moments, ready, complements)
     if not rule.clips_update:

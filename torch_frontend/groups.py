@@ -14,7 +14,7 @@ from ..core.errors import InvalidArgument, UnsupportedTensor
 from ..core.hyperparameters import RANGES, Hyperparameters, check_number
 from ..core.rules import Rule
 from .array_ops import dtype_name
-from .communication.shards import PLAIN, check_placements, placements
+from .communication.shards import PLAIN, check_placements, local, placements
 
 NAMES = {"learning_rate": "lr", "beta1": "betas[0]", "beta2": "betas[1]"}
 """How torch spells the hyperparameters."""
@@ -67,11 +67,14 @@ def _number(value: Any) -> Any:
 
 def fingerprint(group: Mapping[str, Any]) -> tuple[Any, ...]:
     """Equal for two looks at a group exactly if no setting of it changed in between; never waits for a device."""
-    values = []
-    for name in SETTINGS:
-        value = group[name]
-        values.append(SeenTensor(value, value._version) if isinstance(value, Tensor) else value)
-    return tuple(values)
+    return tuple(tuple(map(_seen, group[name])) if name == "betas" else _seen(group[name]) for name in SETTINGS)
+
+
+def _seen(value: Any) -> Any:
+    """What a value is now, whoever writes to it later; of a tensor on a device, which it is and its version."""
+    if isinstance(value, Tensor) and value.device.type != "cpu":
+        return SeenTensor(value, value._version)
+    return _number(value)
 
 
 def changed_settings(before: tuple[Any, ...], group: Mapping[str, Any]) -> list[str]:
@@ -120,7 +123,22 @@ def check_parameter(parameter: Tensor) -> None:
     if parameter.layout is not torch.strided:
         raise UnsupportedTensor(f"{described} is sparse ({parameter.layout}); use a dense parameter.")
     check_placements(parameter, described)
+    if _may_overlap(local(parameter)):
+        raise UnsupportedTensor(
+            f"{described} and strides {parameter.stride()} has elements that share memory, and an update would change them "
+            "together; give them memory of their own (torch.nn.Parameter(tensor.clone(memory_format=torch.contiguous_format)))."
+        )
     dtypes.check_parameter_dtype(dtype_name(parameter.dtype), described)
+
+
+def _may_overlap(tensor: Tensor) -> bool:
+    """Whether two elements may lie in one place, as those of an expanded tensor do."""
+    reach = 0  # how far the elements lie apart along the dimensions looked at
+    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if size > 1 and stride <= reach:
+            return tensor.numel() > 0
+        reach += stride * (size - 1)
+    return False
 
 
 def check_gradient(parameter: Tensor, gradient: Tensor) -> None:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ..core import compensation
-from ..core.errors import InvalidArgument
+from ..core.errors import InvalidArgument, UnsupportedTensor
 from ..core.hyperparameters import Hyperparameters
 from ..core.rules import Rule
 from ..core.update import init_state
@@ -39,6 +39,24 @@ def initial_state(group: Mapping[str, Any], parameter: Tensor, current: Hyperpar
     state = {"step": torch.zeros((), dtype=torch.float32, device=place)}
     state |= {"exp_avg": fresh.exp_avg, "exp_avg_sq": fresh.exp_avg_sq}
     return state if fresh.compensation is None else {**state, "compensation": fresh.compensation}
+
+
+def check_fits(state: Mapping[str, Any], parameter: Tensor, compensation_dtype: str | None) -> None:
+    """Raise `UnsupportedTensor` if the state was made for the parameter when it was another tensor.
+
+    Args:
+        state: of the parameter.
+        compensation_dtype: that it should have; None: it has no compensation.
+    """
+    kept = state.get("compensation")
+    has = None if kept is None else dtype_name(kept.dtype)
+    if has == compensation_dtype and state["exp_avg"].shape == parameter.shape:
+        return
+    raise UnsupportedTensor(
+        f"a parameter of shape {tuple(parameter.shape)} and dtype {dtype_name(parameter.dtype)} has a state of shape "
+        f"{tuple(state['exp_avg'].shape)} and compensation {has}: it was cast or resized, or its group's compensation changed, "
+        "after its first update. Construct the optimizer from the parameters as they are now."
+    )
 
 
 def check_loadable(rule: Rule, state_dict: Mapping[str, Any], groups: list[dict[str, Any]]) -> None:

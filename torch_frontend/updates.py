@@ -32,7 +32,7 @@ class TensorUpdates(Optimizer):
     on_nonfinite: str
     _backend: Backend
     _skipped: SkipCount
-    _group_map: tuple[list[int], dict[Tensor, Group]] | None
+    _group_map: tuple[list[tuple[int, int, int]], dict[Tensor, Group], list[list[Tensor]]] | None
     _validated: dict[int, tuple[tuple[Any, ...], Hyperparameters]]
 
     def _forget_groups(self) -> None:
@@ -62,13 +62,22 @@ class TensorUpdates(Optimizer):
 
     def group_of(self, parameter: Tensor) -> Group:
         """The live group of a parameter: load_state_dict replaces the group dicts, so none is ever kept."""
-        return self._groups()[parameter]
+        return self._groups([parameter])[parameter]
 
-    def _groups(self) -> dict[Tensor, Group]:
-        identities = [id(group) for group in self.param_groups]
-        if self._group_map is None or self._group_map[0] != identities:
-            self._group_map = (identities, {p: group for group in self.param_groups for p in group["params"]})
-        return self._group_map[1]
+    def holds(self, parameter: Tensor) -> bool:
+        """Whether the parameter is in a group."""
+        return parameter in self._groups([parameter])
+
+    def _groups(self, parameters: Iterable[Tensor]) -> dict[Tensor, Group]:
+        """Where each of the parameters is. Groups and their lists may be others at any time, or hold others."""
+        lists = [group["params"] for group in self.param_groups]
+        now = [(id(group), id(params), len(params)) for group, params in zip(self.param_groups, lists, strict=True)]
+        known = self._group_map
+        if known is None or known[0] != now or any(parameter not in known[1] for parameter in parameters):
+            # The lists are kept, as the id of one that is gone may be given to another.
+            known = (now, {p: group for group in self.param_groups for p in group["params"]}, lists)
+            self._group_map = known
+        return known[1]
 
     def _parameters(self) -> list[Tensor]:
         return [parameter for group in self.param_groups for parameter in group["params"]]
@@ -175,22 +184,25 @@ class TensorUpdates(Optimizer):
         """What an update of the parameter reads and writes."""
         return self._slots([parameter])[0]
 
-    def _slots(self, parameters: Iterable[Tensor]) -> list[TensorSlot]:
+    def _slots(self, parameters: Sequence[Tensor]) -> list[TensorSlot]:
         """Those of many, where a group is looked at once."""
-        groups, slots = self._groups(), []
-        known: dict[tuple[int, torch.dtype], tuple[Hyperparameters, str, bool]] = {}
+        groups, slots = self._groups(parameters), []
+        known: dict[tuple[int, torch.dtype], tuple[Hyperparameters, str, bool, str | None]] = {}
         last: tuple[Group | None, torch.dtype | None] = (None, None)
         for parameter in parameters:
             group, dtype = groups[parameter], parameter.dtype
             if group is not last[0] or dtype is not last[1]:  # most follow others that are alike, and need no hash
                 last = group, dtype
                 if (id(group), dtype) not in known:
-                    compensation = compensations.resolve(group["compensation"], dtype_name(dtype))
-                    known[id(group), dtype] = (self._hyperparameters(group), compensation, group["capturable"])
-                current, compensation, capturable = known[id(group), dtype]
+                    name = dtype_name(dtype)
+                    compensation = compensations.resolve(group["compensation"], name)
+                    kept = compensations.compensation_dtype(compensation, name)
+                    known[id(group), dtype] = (self._hyperparameters(group), compensation, group["capturable"], kept)
+                current, compensation, capturable, kept = known[id(group), dtype]
             state = self.state[parameter]
             if not state:
                 state.update(saved_state.initial_state(group, parameter, current))
+            saved_state.check_fits(state, parameter, kept)
             part = local(parameter)
             here = state if part is parameter else LocalState(state)
             slots.append(TensorSlot(part, here, compensation, self.rule, current, capturable))

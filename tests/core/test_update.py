@@ -236,3 +236,13 @@ def test_zero_elements_and_no_dimensions() -> None:
         assert np.shape(parameter) == shape
         assert isinstance(state, TensorState)
         assert np.all(np.isfinite(parameter))
+
+
+@pytest.mark.parametrize("rule", RULES.values(), ids=RULES)
+def test_moments_whose_beta_is_zero_are_those_of_the_gradient_alone(rule: Rule) -> None:
+    """m + (g-m) would keep the rounding errors of a large m, and a v of zero would divide by nothing but eps."""
+    spike, small = (np.full(3, size, np.float32) for size in (1e4, 1e-4))
+    for ops, cast in ((numpy_ops, np.asarray), (torch_ops, torch.tensor), (JaxOps(), jnp.asarray)):
+        _, state = run(ops, rule, cast(spike), [cast(spike), cast(small)], beta1=0.0, beta2=0.0, weight_decay=0.0)
+        np.testing.assert_array_equal(np.asarray(state.exp_avg), small)
+        np.testing.assert_array_equal(np.asarray(state.exp_avg_sq), small * small)

@@ -284,3 +284,18 @@ def test_copies_and_pickles_go_on_alike() -> None:
         assert (other.on_nonfinite, other.backend) == ("skip", optimizer.backend)
         train(other_model, other, given[3:])
         assert unchanged(snapshot(model, optimizer), snapshot(other_model, other))
+
+
+@pytest.mark.parametrize("backend", ["eager", "compiled"])
+@pytest.mark.parametrize("kind", OPTIMIZERS)
+def test_betas_of_zero_keep_nothing_of_gradients_before(kind, backend: str) -> None:
+    """A spike, then gradients 10^8 times smaller: the step is the sign, whatever the rounding of a large moment would leave."""
+    parameter = torch.nn.Parameter(torch.zeros(4))
+    optimizer = kind([parameter], lr=1e-2, betas=(0.0, 0.0), eps=1e-8, weight_decay=0.0, backend=backend)
+    for size in (1e4, 1e-4):
+        parameter.grad = torch.full((4,), size)
+        before = parameter.detach().clone()
+        optimizer.step()
+    torch.testing.assert_close(parameter.detach(), before - 1e-2, rtol=1e-3, atol=0)
+    assert torch.equal(optimizer.state[parameter]["exp_avg"], parameter.grad)
+    assert torch.equal(optimizer.state[parameter]["exp_avg_sq"], parameter.grad.square())

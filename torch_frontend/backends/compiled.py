@@ -2,8 +2,9 @@
 
 Every tensor is handed over as a vector in the order of memory, so that one graph serves all shapes; every number that
 changes while training (lr, betas, decay, the debiased complements) is an element of a small tensor, so that none is
-compiled in. What remains (rule, compensation, dtypes, eps, first micro-batch or later) selects the graph. Calling a graph
-costs about as much as updating ten thousand elements: step() hands over `BATCH` tensors at a time, release one.
+compiled in. What remains (rule, compensation, dtypes, eps, whether a beta is zero, first micro-batch or later) selects the
+graph. Calling a graph costs about as much as updating ten thousand elements: step() hands over `BATCH` tensors at a time,
+release one.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from torch import Tensor
 from ...core import update as core_update
 from ...core.dtypes import compute_dtype
 from ...core.hyperparameters import Hyperparameters
-from ...core.moments import Complements
+from ...core.moments import Complements, is_zero
 from ...core.rules import RULES
 from ...core.update import TensorState
 from ..array_ops import DTYPES, compiled_ops, dtype_name, torch_ops
@@ -125,7 +126,8 @@ def _batches(alike: list[Task]) -> Iterator[list[Task]]:
 def _key(slot: TensorSlot) -> Key:
     """What is compiled in: two slots of one key share a graph."""
     dtypes = (slot.parameter.dtype, slot.state["exp_avg"].dtype, slot.state["exp_avg_sq"].dtype)
-    settings = (slot.hyperparameters.eps, slot.hyperparameters.maximize)
+    current = slot.hyperparameters
+    settings = (current.eps, current.maximize, is_zero(current.beta1), is_zero(current.beta2))
     return (slot.rule.name, slot.compensation, *settings, dtypes, slot.parameter.device)
 
 
@@ -189,6 +191,8 @@ def _compiled(
     compensation: str,
     eps: float,
     maximize: bool,
+    beta1_is_zero: bool,
+    beta2_is_zero: bool,
     dtypes: tuple[torch.dtype, ...],
     device: torch.device,
     count: int,
@@ -197,6 +201,7 @@ def _compiled(
     rule = RULES[rule_name]
     kahan = compensation == "kahan"
     ops = compiled_ops if kahan and not _keeps_casts(dtypes[0], device.type) else torch_ops
+    beta1, beta2 = 0.0 if beta1_is_zero else 0.5, 0.0 if beta2_is_zero else 0.5  # the complements say the rest
 
     def steps(vectors: list[Vectors], scalars: Tensor, totals: Tensor | None, factor: Tensor | None) -> list[Tensor | float]:
         return [
@@ -208,7 +213,7 @@ def _compiled(
         if factor is not None:
             gradient = gradient.to(factor.dtype) * factor
         complements = Complements(scalars[0], scalars[1])
-        current = Hyperparameters(scalars[2], 0.0, 0.0, eps, scalars[3], maximize=maximize)
+        current = Hyperparameters(scalars[2], beta1, beta2, eps, scalars[3], maximize=maximize)
         state = TensorState(exp_avg, exp_avg_sq, kept, total)
         new = parameter
         if kind == "measure":

@@ -15,7 +15,7 @@ from torch import Tensor
 from ...core import compensation as compensations
 from ...core.compensation import Stored
 from ...core.dtypes import compute_dtype
-from ...core.moments import SMALLEST_NORMAL_FLOAT32, clipped_learning_rate
+from ...core.moments import SMALLEST_NORMAL_FLOAT32, clipped_learning_rate, is_zero
 from ..array_ops import DTYPES, dtype_name, torch_ops
 from .backend import OverShards, TensorSlot
 from .memory_order import along_memory
@@ -108,6 +108,12 @@ class _Piece:
         """A tensor of this piece in the compute dtype; itself where it has it already."""
         return self.tensors[name].to(self.dtype)
 
+    def moment(self, name: str, first: bool) -> Tensor:
+        """`core.moments.remembered` of one moment, if this is the first micro-batch."""
+        wide, current = self.wide(name), self.slot.hyperparameters
+        beta = current.beta1 if name == "exp_avg" else current.beta2
+        return torch.zeros_like(wide) if first and is_zero(beta) else wide
+
     def wide_parameter(self) -> Tensor:
         """The parameter with its compensation; itself where nothing needs to be cast."""
         stored = Stored(self.tensors["parameter"], self.tensors.get("compensation"))
@@ -127,7 +133,7 @@ class _Piece:
     def sum_of_squares(self, first: bool) -> Tensor:
         """`core.moments.mean_square` times the number of elements, from a second moment that is not written."""
         square, moment = self.scratch[0], self.scratch[1]
-        exp_avg_sq = self.wide("exp_avg_sq")
+        exp_avg_sq = self.moment("exp_avg_sq", first)
         gradient = self.gradient(first, self.wide_parameter() if self.slot.rule.l2 else self.tensors["parameter"])
         torch.mul(gradient, gradient, out=square)
         torch.sub(square, exp_avg_sq, out=moment) if first else moment.copy_(square)
@@ -140,7 +146,7 @@ class _Piece:
         """`core.moments.first_moments` or `later_moments`: the wide moments, written to the state as well."""
         parameter = self.wide_parameter()
         gradient = self.gradient(first, parameter)
-        exp_avg, exp_avg_sq = self.wide("exp_avg"), self.wide("exp_avg_sq")
+        exp_avg, exp_avg_sq = self.moment("exp_avg", first), self.moment("exp_avg_sq", first)
         change = self.scratch[0]
         if first:
             torch.sub(gradient, exp_avg, out=change)

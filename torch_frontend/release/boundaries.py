@@ -69,6 +69,7 @@ def discard(parts: Parts) -> None:
         parts.finish_round()
     decisions = {p: parts.lifecycle.decide(p, ZeroGrad()) for p in parts.lifecycle.tensors()}
     parts.lifecycle.carry_out([(p, None, decision) for p, decision in decisions.items()])
+    parts.forget(parts.hooks.parameters)  # what a refusal or paused() has left
     _close(parts)
     if overflow_was_used:
         raise Refused(

@@ -50,10 +50,16 @@ class Hooks:
         return parameter in self._handles
 
     def attach(self, parameters: Iterable[Tensor]) -> list[Tensor]:
-        """Hook those of the parameters that are the model's, require a gradient, and have no hook yet; return them."""
+        """Hook those of the parameters that are the model's, require a gradient, and have no hook yet; return them.
+
+        Those that are hooked and not among the parameters any more lose their hook.
+        """
         model = self.model
         if model is None:
             return []
+        parameters = dict.fromkeys(parameters)
+        for parameter in [parameter for parameter in self._handles if parameter not in parameters]:
+            self._handles.pop(parameter).remove()
         names: dict[Tensor, str] = {parameter: name for name, parameter in model.named_parameters()}
         fresh = [p for p in parameters if p.requires_grad and p in names and p not in self._handles]
         for parameter in fresh:

@@ -105,6 +105,9 @@ class Lifecycle:
         for group in self._optimizer.param_groups:
             for parameter in group["params"]:
                 gradient, status = parameter.grad, self.status(parameter)
+                if gradient is None and status is Status.HELD:  # somebody took it out of `.grad`
+                    self.ledger.free(parameter)
+                    status = self._status[parameter] = Status.IDLE
                 if gradient is not None:
                     check_gradient(parameter, gradient)
                     if status is Status.RELEASED:

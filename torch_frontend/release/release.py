@@ -229,6 +229,8 @@ class Release:
             gradient = parameter.grad
             if gradient is None:  # an earlier hook of the user's took it
                 return
+            if not self.optimizer.holds(parameter):  # taken out of its group: `Hooks.attach` takes the hook off, too
+                return
             policy, measuring = parts.lifecycle.policy, parts.measurement is not None
             self._is_last = measuring or policy is Policy.RELEASE or bool(self._last())
             if not measuring and self._keeps:

@@ -23,12 +23,12 @@ from penstock.torch_frontend.updates import TensorUpdates
 from .planting import Fault, Plant, both, instead, value
 
 
-def _first_group_for_all(correct: Any, self: Any) -> Any:
-    return dict.fromkeys(correct(self), self.param_groups[0])
+def _first_group_for_all(correct: Any, self: Any, parameters: Any) -> Any:
+    return dict.fromkeys(correct(self, parameters), self.param_groups[0])
 
 
-def _groups_of_the_first_look(correct: Any, self: Any) -> Any:
-    return self.__dict__.setdefault("_stale", correct(self))
+def _groups_of_the_first_look(correct: Any, self: Any, parameters: Any) -> Any:
+    return self.__dict__.setdefault("_stale", correct(self, parameters))
 
 
 def _counts_every_micro_batch(correct: Any, self: Any, tasks: Any, **how: Any) -> Any:
