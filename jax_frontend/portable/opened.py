@@ -21,7 +21,7 @@ from ..enquiry import Answer, Settings, enquire
 from ..state import PyTree
 from ..train_state import TrainState, check_made_by
 from .arrays import check_readable, to_host
-from .optax_adam import check_betas, rule_of
+from .optax_adam import check_adam, rule_of
 from .roles import Kind, Part, parts_of, roles_of, zipped
 
 
@@ -111,7 +111,7 @@ class Opened:
         found = None
         if biased:
             own = [part for part, _ in parts if biased & part.parameters().keys()]
-            found = check_betas(tx, own, betas)
+            found = check_adam(tx, own, betas)
             rules.add(rule_of(tx, own))
             settings |= {name: {"beta1": found[0], "beta2": found[1]} for name in biased}
         elif betas is not None:

@@ -40,7 +40,7 @@ class Role:
         kind: see `Kind`.
         names: the parameter it belongs to; of a count those whose updates it counts.
         where: its place in the optimizer state, for errors.
-        biased: of a moment: as Optax keeps it.
+        biased: of a moment, and of the count beside it: of Optax's Adam.
     """
 
     kind: Kind
@@ -182,7 +182,7 @@ def _roles(part: Part, node: PyTree, scope: tuple[str, ...], where: str) -> PyTr
         )
 
     def all_of(kind: Kind, tree: PyTree, field: str) -> PyTree:
-        return jax.tree.map(lambda _: Role(kind, scope, f"{where}.{field}"), tree)
+        return jax.tree.map(lambda _: Role(kind, scope, f"{where}.{field}", isinstance(node, optax.ScaleByAdamState)), tree)
 
     if is_adam(node):
         found = {

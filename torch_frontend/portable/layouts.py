@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import inspect
 from collections.abc import Mapping
 from typing import Any
 
@@ -89,8 +90,14 @@ class TorchLayout(OwnLayout):
         groups = optimizer.param_groups
         if any(group["amsgrad"] for group in groups):
             raise Refused("amsgrad=True keeps a third moment, which penstock's rules do not have; use amsgrad=False.")
-        always = isinstance(optimizer, torch.optim.AdamW)
-        rules = {"adamw" if always or group.get("decoupled_weight_decay", False) else "adam" for group in groups}
+        kept = {key for parameter in optimizer.state for key in optimizer.state[parameter]}
+        if more := sorted(kept - {"step", *Moments._fields}):
+            raise Refused(
+                f"optimizer={type(optimizer).__name__} keeps {', '.join(map(repr, more))}, which a file has no place for; only "
+                "what Adam keeps has a portable state."
+            )
+        decoupled = isinstance(optimizer, torch.optim.AdamW)
+        rules = {"adamw" if group.get("decoupled_weight_decay", decoupled) else "adam" for group in groups}
         if len(rules) > 1:
             raise Refused(
                 "decoupled_weight_decay differs between groups, and a file is of one rule; use an optimizer for each."
@@ -139,6 +146,11 @@ def _betas(group: Mapping[str, Any]) -> tuple[float, float]:
     return float(beta1), float(beta2)
 
 
+def _step(kind: type[Optimizer]) -> Any:
+    """The step() of a class as it was written; torch wraps it, for each class anew."""
+    return inspect.unwrap(kind.step)
+
+
 def layout_of(optimizer: Optimizer) -> OwnLayout:
     """How this optimizer keeps its state.
 
@@ -148,6 +160,11 @@ def layout_of(optimizer: Optimizer) -> OwnLayout:
     if isinstance(optimizer, ReleasableOptimizer):
         return OwnLayout(optimizer)
     if isinstance(optimizer, (torch.optim.AdamW, torch.optim.Adam)):
+        if not any(_step(type(optimizer)) is _step(known) for known in (torch.optim.AdamW, torch.optim.Adam)):
+            raise Refused(
+                f"optimizer={type(optimizer).__name__} has a step() of its own, which may keep other moments than Adam's. If it "
+                "does not, load its state_dict() into torch.optim.AdamW or torch.optim.Adam, and give that."
+            )
         return TorchLayout(optimizer)
     raise InvalidArgument(
         f"optimizer={type(optimizer).__name__} has no portable state; give one of penstock's, torch.optim.AdamW or "
