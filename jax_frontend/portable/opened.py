@@ -34,12 +34,14 @@ class Slot:
         arrays: of the optimizer state.
         biased: whether the moments are as Optax keeps them.
         count: of its updates; of each layer.
+        layered: whether there is a layer axis.
     """
 
     parameter: Any
     arrays: dict[Kind, Any]
     biased: bool
     count: Any
+    layered: bool
 
     @property
     def step(self) -> int:
@@ -177,7 +179,7 @@ def _slots(part: Part, roles: PyTree) -> dict[str, Slot]:
             if to_host(found[Kind.COMPENSATION]).any():
                 raise Refused(f"{name!r} is compensated, but no Adam updates it; a file would lose its compensation.")
             del arrays[name]
-    return {name: Slot(params[name], found, name in biased, counts[name]) for name, found in arrays.items()}
+    return {name: Slot(params[name], found, name in biased, counts[name], part.layered) for name, found in arrays.items()}
 
 
 def _check_dtypes(tx: optax.GradientTransformation, part: Part, roles: PyTree) -> None:

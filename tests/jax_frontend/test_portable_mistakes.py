@@ -12,6 +12,7 @@ import pytest
 
 from penstock.core.errors import InvalidArgument
 from penstock.core.portable_file import load
+from penstock.core.portable_names import Transposed
 from penstock.jax_frontend import TrainState, adamw, export_state, import_state, init_train_state, make_update
 
 
@@ -79,3 +80,24 @@ def test_layers_stay_stacked_in_the_file_where_names_says_so(path: Path) -> None
     assert all(map(np.array_equal, jax.tree.leaves(found), jax.tree.leaves(state)))
     with pytest.raises(InvalidArgument, match=r"lacks 'layers.{layer}.w' \(here 'layers.w'\); it has .*'layers.w'.*names="):
         import_state(path, tx, fresh, parameters=True)
+
+
+@pytest.mark.parametrize("layered", [False, True])
+@pytest.mark.parametrize("parameters", [False, True])
+def test_a_square_matrix_whose_values_lie_transposed_is_refused(path: Path, layered: bool, parameters: bool) -> None:
+    """Neither the shapes nor the names tell; the parameters in the file do."""
+    tx = adamw(1e-2)
+    values = jnp.asarray(np.random.default_rng(0).normal(size=(2, 3, 3)), "float32")
+
+    def started(values: jax.Array) -> TrainState:
+        return init_train_state(tx, {"outer": {}, "layers": {"w": values}} if layered else {"w": values[0]})
+
+    there, here = started(values), started(values.swapaxes(1, 2))
+    export_state(path, tx, there, parameters=True)
+    with pytest.raises(InvalidArgument, match=r"'(layers\.)?w' lies transposed in the state: .*names=: Transposed"):
+        import_state(path, tx, here, parameters=parameters)
+    names = {"layers.w": Transposed("layers.{layer}.w")} if layered else {"w": Transposed("w")}
+    found = import_state(path, tx, here, parameters=parameters, names=names)
+    assert all(map(np.array_equal, jax.tree.leaves(found), jax.tree.leaves(here)))
+    export_state(path, tx, there)  # and where nothing tells, it is the caller's word
+    import_state(path, tx, here)

@@ -10,6 +10,7 @@ from tests.torch_support import batches, layers, snapshot, train, unchanged
 from torch import nn
 
 from penstock.core.errors import InvalidArgument
+from penstock.core.portable_names import Transposed
 from penstock.torch_frontend import StableAdamW, export_state, import_state
 
 
@@ -55,3 +56,19 @@ def test_a_name_that_the_file_has_not_is_told_as_it_is_called_on_both_sides(tmp_
         import_state(path, optimizer, model, names={"0.0.weight": "h.0.weight"})
     with pytest.raises(InvalidArgument, match=r"lacks 'w' \(here '{layer}.0.weight'\)"):
         import_state(path, optimizer, model, names={"{layer}.0.weight": "w"})
+
+
+@pytest.mark.parametrize("parameters", [False, True])
+def test_a_square_matrix_whose_values_lie_transposed_is_refused(tmp_path: Path, parameters: bool) -> None:
+    """Neither the shapes nor the names tell; the parameters in the file do."""
+    path = tmp_path / "state"
+    model, optimizer = trained(torch.float32)
+    export_state(path, optimizer, model, parameters=True)
+    with torch.no_grad():
+        model[0][0].weight.copy_(model[0][0].weight.T.clone())
+    before = snapshot(model, optimizer)
+    with pytest.raises(InvalidArgument, match=r"'0.0.weight' lies transposed in the state: .*names=: Transposed"):
+        import_state(path, optimizer, model, parameters=parameters)
+    assert unchanged(before, snapshot(model, optimizer))
+    names = {"0.0.weight": Transposed("0.0.weight"), "1.0.weight": Transposed("1.0.weight", ())}
+    import_state(path, optimizer, model, parameters=parameters, names=names)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 from typing import Any
 
@@ -131,8 +132,7 @@ def import_state(
         ready = []
         for name, (group, parameter) in placed.items():
             entry = entries[name]
-            if not parameters and entry.compensation is not None and entry.parameter is not None:
-                check_own(name, entry, holds(parameter, entry.parameter))
+            check_own(name, entry, functools.partial(holds, parameter), parameters=parameters)
             new_state = layout.new_state(group, name, parameter, entry)
             ready.append((parameter, new_state, entry.parameter if parameters else None))
         return ready, settings
