@@ -17,7 +17,7 @@ from ..core import update as specification
 from ..core.array_ops import Array
 from ..core.compensation import Stored
 from ..core.dtypes import StateDtypes, check_parameter_dtype, compute_dtype, state_dtypes
-from ..core.errors import InvalidArgument, UnsupportedTensor
+from ..core.errors import InvalidArgument, PenstockError, UnsupportedTensor
 from ..core.hyperparameters import RANGES, Hyperparameters, Scalar
 from ..core.moments import Complements, debiased_complements
 from ..core.rules import Rule
@@ -126,7 +126,16 @@ def _decayed(mask: Mask, params: PyTree) -> PyTree:
             raise InvalidArgument(f"mask has {applies!r} as a leaf; a mask is a tree of True and False.")
         return jax.tree.map(lambda _: bool(applies), below)
 
-    return jax.tree.map(spread, tree, params)
+    try:
+        return jax.tree.map(spread, tree, params)
+    except PenstockError:
+        raise
+    except ValueError as error:
+        raise InvalidArgument(
+            f"mask, {jax.tree.structure(tree)}, has not the structure of params, {jax.tree.structure(params)}, nor of a prefix of "
+            "it. Give a mask of these parameters; or, as where each layer is updated by itself, a function of them, such as "
+            "lambda params: jax.tree.map(lambda leaf: leaf.ndim > 1, params)."
+        ) from error
 
 
 @dataclasses.dataclass(frozen=True)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -14,6 +14,7 @@ from .array_ops import check_floating
 from .buffers import buffers, strong
 from .direct import as_transformation
 from .loss_scaling import LossScale, as_loss_scale
+from .separability import check_takes
 from .sharding import made_beside, put_everywhere
 from .state import PyTree
 from .walk.layer_stack import LayerStack, check_layer_axis, check_parameters, looks_stacked
@@ -57,7 +58,8 @@ def init_train_state(
             number in [1, inf) that stays. It is copied into the state. None: the loss is not scaled.
 
     Raises:
-        InvalidArgument: params that are not what stack says.
+        InvalidArgument: params that are not what stack says, or that a jitted update has deleted; tx is no transform.
+        Refused: a transform of stacked layers that has a mask, or labels, for the tree of all parameters.
     """
     scale = as_loss_scale(loss_scale)
     if stack is not None and stack is not False and not isinstance(stack, LayerStack):
@@ -69,12 +71,18 @@ def init_train_state(
         check_layer_axis(params["layers"], remedy=" For make_train_step give stack=False.")
     copied = jax.tree.map(lambda leaf: strong(jnp.copy(leaf)), params)
     init = as_transformation(tx).init
-    if isinstance(stack, LayerStack) and isinstance(stack.layer, Mapping):
-        layers = {name: made_beside(jax.vmap(init), copied["layers"][name], copied) for name in stack.layer}
-        opt_state: PyTree = LayeredState(made_beside(init, copied["outer"], copied), layers)
-    elif isinstance(stack, LayerStack) or single:
-        opt_state = LayeredState(
-            made_beside(init, copied["outer"], copied), made_beside(jax.vmap(init), copied["layers"], copied)
+
+    def of_part(part: PyTree, make: Callable[[PyTree], PyTree] = init) -> PyTree:
+        first = 0 if make is init else 1
+        check_takes(tx, jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape[first:], leaf.dtype), part))
+        return made_beside(make, part, copied)
+
+    if single or isinstance(stack, LayerStack):
+        layers, of_layers = copied["layers"], jax.vmap(init)
+        named = isinstance(stack, LayerStack) and isinstance(stack.layer, Mapping)
+        opt_state: PyTree = LayeredState(
+            of_part(copied["outer"]),
+            {name: of_part(layers[name], of_layers) for name in layers} if named else of_part(layers, of_layers),
         )
     else:
         opt_state = made_beside(init, copied, copied)
