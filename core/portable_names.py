@@ -46,8 +46,14 @@ class Transposed:
     axes: tuple[int, ...] | None = None
 
     def __post_init__(self) -> None:
-        if self.axes is not None and sorted(self.axes) != list(range(len(self.axes))):
-            raise InvalidArgument(f"axes={self.axes} of {self.name!r} must be a permutation of {tuple(range(len(self.axes)))}.")
+        if not isinstance(self.name, str):
+            raise InvalidArgument(f"Transposed({self.name!r}) must have a name, a str.")
+        if self.axes is None:
+            return
+        axes = tuple(self.axes) if isinstance(self.axes, tuple | list) else None
+        if axes is None or not all(type(axis) is int for axis in axes) or sorted(axes) != list(range(len(axes))):
+            raise InvalidArgument(f"axes={self.axes!r} of {self.name!r} must be a permutation of 0, 1, ..., a tuple.")
+        object.__setattr__(self, "axes", axes)
 
     def backwards(self, name: str) -> Transposed:
         """What undoes it, under another name."""
@@ -73,6 +79,8 @@ def table_of(names: Names, own: Iterable[str]) -> dict[str, Target]:
     own = list(own)
     if names is None:
         return {}
+    if not callable(names) and not isinstance(names, Mapping):
+        raise InvalidArgument(f"names={names!r} must be a mapping of names to names, or a function of a name.")
     if callable(names):
         table = {name: _target(name, names(name)) for name in own}
         matched = {name: name for name in own}
@@ -234,6 +242,8 @@ def refuse_equal(names: Iterable[str]) -> None:
 
 def _target(key: str, target: Any) -> Target:
     """`target`, if it can be one."""
+    if not isinstance(key, str):
+        raise InvalidArgument(f"names has {key!r}, which is no name; it must be a str.")
     if not isinstance(target, (str, Transposed)):
         raise InvalidArgument(f"names gives {target!r} for {key!r}; it must be a name, or Transposed(name).")
     for name in (key, name_of(target)):

@@ -20,7 +20,8 @@ def check_readable(tree: PyTree) -> None:
         numpys = isinstance(leaf, np.ndarray | np.generic)
         if not numpys and not is_concrete(leaf):
             raise InvalidArgument(
-                f"{name} is {type(leaf).__name__}, not an array in memory; do not call this inside of jax.jit."
+                f"{name} is {type(leaf).__name__}, not an array in memory; give what init_train_state made, and do not call "
+                "this inside of jax.jit."
             )
         if not numpys and leaf.is_deleted():
             raise InvalidArgument(f"{name} was donated to an earlier update; use what that update returned.")

@@ -98,7 +98,7 @@ class Opened:
         for part in parts_of(state):
             check_made_by(tx, part.kinds, part.state)
             roles = roles_of(part, part.state)
-            _check_dtypes(tx, part, roles)
+            _check_arrays(tx, part, roles)
             parts.append((part, roles))
         slots = {name: slot for part, roles in parts for name, slot in _slots(part, roles).items()}
         if not slots:
@@ -162,8 +162,6 @@ def _slots(part: Part, roles: PyTree) -> dict[str, Slot]:
             (name,) = role.names
             if role.kind in arrays[name]:
                 raise Refused(f"two transforms keep {role.kind.value} of {name!r}; a file has a place for one.")
-            if name not in params or leaf.shape != params[name].shape:
-                raise InvalidArgument(f"{role.where} of the optimizer state has no parameter of its shape for {name!r}.")
             arrays[name][role.kind] = leaf
             biased |= {name} if role.biased else set()
         elif role.kind is Kind.ZERO and to_host(leaf).any():
@@ -182,10 +180,17 @@ def _slots(part: Part, roles: PyTree) -> dict[str, Slot]:
     return {name: Slot(params[name], found, name in biased, counts[name], part.layered) for name, found in arrays.items()}
 
 
-def _check_dtypes(tx: optax.GradientTransformation, part: Part, roles: PyTree) -> None:
-    """Raise `InvalidArgument` where penstock's transform keeps an array in another dtype: the state is another one's."""
+def _check_arrays(tx: optax.GradientTransformation, part: Part, roles: PyTree) -> None:
+    """Raise `InvalidArgument` where the transform keeps an array of another shape, or penstock's of another dtype: the state
+    is of other parameters, or another one's."""
     made = jax.tree.leaves(jax.eval_shape(as_transformation(tx).init, part.kinds))
+    layers = jax.tree.leaves(part.params)[0].shape[:1] if part.layered else ()
     for (role, leaf), own in zip(zipped(part, roles), made, strict=True):
+        if leaf.shape != (*layers, *own.shape):
+            raise InvalidArgument(
+                f"{role.where}{f' of {role.names[0]!r}' if role.names else ''} has shape {leaf.shape} in the optimizer state, and "
+                f"these parameters need {(*layers, *own.shape)}; give the state that belongs to them."
+            )
         if role.kind in (Kind.EXP_AVG, Kind.EXP_AVG_SQ, Kind.COMPENSATION) and not role.biased and leaf.dtype != own.dtype:
             raise InvalidArgument(
                 f"{role.where} of {role.names[0]!r} is {leaf.dtype} in the optimizer state, and the transform keeps it in "

@@ -15,12 +15,13 @@ from torch.optim import Optimizer
 from ...core import compensation as compensations
 from ...core.dtypes import StateDtypes, state_dtypes
 from ...core.errors import InvalidArgument, Refused
+from ...core.hyperparameters import RANGES, check_number
 from ...core.moments import Moments
 from ...core.portable_bias import with_bias, without_bias
 from ...core.portable_match import Expected
 from ...core.portable_state import ParameterState
 from ..array_ops import dtype_name
-from ..groups import Group, check_group, check_parameter, hyperparameters, moment_dtypes
+from ..groups import NAMES, Group, check_group, check_parameter, hyperparameters, moment_dtypes
 from ..optimizers import ReleasableOptimizer
 from ..state import initial_state
 from .arrays import laid_out_as
@@ -104,6 +105,7 @@ class TorchLayout(OwnLayout):
             )
         (self.rule,) = rules
         for group in groups:
+            _betas(group)
             for parameter in group["params"]:
                 check_parameter(parameter)
 
@@ -142,8 +144,13 @@ class TorchLayout(OwnLayout):
 
 
 def _betas(group: Mapping[str, Any]) -> tuple[float, float]:
-    beta1, beta2 = group["betas"]
-    return float(beta1), float(beta2)
+    """Those of a group of torch.optim. Raises `InvalidArgument` if nothing can be divided by their bias."""
+    betas = group["betas"]
+    if not isinstance(betas, tuple | list) or len(betas) != 2:
+        raise InvalidArgument(f"betas={betas!r} of the optimizer must be a pair of numbers.")
+    for name, beta in zip(("beta1", "beta2"), betas, strict=True):
+        check_number(NAMES[name], float(beta), RANGES[name])
+    return float(betas[0]), float(betas[1])
 
 
 def _step(kind: type[Optimizer]) -> Any:
