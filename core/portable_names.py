@@ -90,8 +90,9 @@ def table_of(names: Names, own: Iterable[str]) -> dict[str, Target]:
             _target(key, target)
             found = _layers(key, own) if LAYER in key else {0: key} if key in own else {}
             if not found:
-                close = difflib.get_close_matches(key, own, 1) or own[:1]
-                instead = f"; did you mean {close[0]!r}?" if close else "; there are none."
+                close = difflib.get_close_matches(key, own, 1)
+                there = f"; there are {listed(own, 3)}." if own else "; there are none."
+                instead = f"; did you mean {close[0]!r}?" if close else there
                 raise InvalidArgument(f"names has {key!r}, and no parameter is called so{instead}")
             for name in found.values():
                 if name in matched:
@@ -324,9 +325,7 @@ def _transposed_pairs(table: Table) -> dict[tuple[str, str], str]:
     return said
 
 
-def _transposed(
-    parameter: ParameterState, target: Target, name: str, pairs: Mapping[tuple[str, str], str]
-) -> ParameterState:
+def _transposed(parameter: ParameterState, target: Target, name: str, pairs: Mapping[tuple[str, str], str]) -> ParameterState:
     """One parameter, without layers, as it lies on the other side. The shape of a square one does not tell how it lies."""
     if not isinstance(target, Transposed):
         why = pairs.get(_last_parts(name, target))

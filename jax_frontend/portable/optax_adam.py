@@ -115,7 +115,9 @@ def _check_increments(probe: Probe, betas: tuple[float, float]) -> None:
         # Where a later transform normalises the increment, nothing of it can be told.
         increments = [tried[name].increment for tried in (plain, lower, twice)]
         if _alike(increments[0], increments[1], 1.01) and not _alike(increments[0], increments[2], 1.01):
-            raise Refused(f"the first update of {name!r} does not depend on exp_avg_sq, as Adam's does (RAdam's is so): {_DECLARE}.")
+            raise Refused(
+                f"the first update of {name!r} does not depend on exp_avg_sq, as Adam's does (RAdam's is so): {_DECLARE}."
+            )
     if 0.0 in betas:
         return
     moved = probe(dict.fromkeys(probe.names, 0.0), one, gradient=_GRADIENT, scheduled=scheduled)

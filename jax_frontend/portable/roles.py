@@ -17,7 +17,7 @@ import optax
 from ...core.errors import InvalidArgument, Refused
 from ...core.portable_names import LAYER
 from ..state import AdamState, CompensatedState, PyTree
-from ..train_state import LayeredState, TrainState
+from ..train_state import LayeredState, check_train_state
 from ..walk.layer_stack import looks_stacked
 
 
@@ -135,10 +135,7 @@ def parts_of(state: Any) -> list[Part]:
     Raises:
         InvalidArgument: it is none, or its parameters are not what its optimizer state says.
     """
-    if not isinstance(state, TrainState):
-        raise InvalidArgument(
-            f"state={type(state).__name__} is no TrainState; give TrainState(params, opt_state), or what init_train_state made."
-        )
+    check_train_state(state)
     params, opt_state = state.params, state.opt_state
     if not isinstance(opt_state, LayeredState):
         return [Part((), params, opt_state, False)]

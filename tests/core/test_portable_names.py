@@ -186,8 +186,15 @@ def test_what_cannot_be_is_one_sentence(fault: str) -> None:
 def test_what_cannot_lead_back_is_refused() -> None:
     with pytest.raises(InvalidArgument, match="several parameters: 'x'"):
         inverted({"a": "x", "b": Transposed("x")})
-    with pytest.raises(InvalidArgument, match="must be a permutation"):
-        Transposed("x", (0, 0))
+    for axes in ((0, 0), (1, 2), "10", 1, (1.0, 0.0)):
+        unfit: Any = axes
+        with pytest.raises(InvalidArgument, match="must be a permutation"):
+            Transposed("x", unfit)
+    given: Any = [1, 0]
+    assert Transposed("x", given) == Transposed("x", (1, 0))
+    given = 3
+    with pytest.raises(InvalidArgument, match=r"Transposed\(3\) must have a name"):
+        Transposed(given)
 
 
 def square(*names: str, shape: tuple[int, ...] = (3, 3)) -> PortableState:
@@ -195,7 +202,11 @@ def square(*names: str, shape: tuple[int, ...] = (3, 3)) -> PortableState:
 
 
 FORGOTTEN: dict[str, tuple[PortableState, Names, str]] = {
-    "to torch": (square("up.kernel"), {"up.kernel": "h.weight"}, "'up.kernel' becomes 'h.weight', which would lie transposed by"),
+    "to torch": (
+        square("up.kernel"),
+        {"up.kernel": "h.weight"},
+        "'up.kernel' becomes 'h.weight', which would lie transposed by",
+    ),
     "to flax": (square("h.weight"), lambda name: "up.kernel", "by the conventions of torch and flax, and the shape (3, 3)"),
     "layers apart": (square("kernel", shape=(2, 3, 3)), {"kernel": "h.{layer}.weight"}, "the shape (3, 3) does not tell"),
     "layers stacked": (square("h.0.weight", "h.1.weight"), {"h.{layer}.weight": "kernel"}, "'h.0.weight' becomes 'kernel'"),
@@ -204,7 +215,11 @@ FORGOTTEN: dict[str, tuple[PortableState, Names, str]] = {
         {"a.w": Transposed("a.v"), "b.w": "b.v"},
         "'b.w' becomes 'b.v', which would lie transposed as names says of 'a.w'",
     ),
-    "as another, kept": (square("a.w", "b.w"), {"a.w": Transposed("c.w")}, "'b.w' becomes 'b.w', which would lie transposed as"),
+    "as another, kept": (
+        square("a.w", "b.w"),
+        {"a.w": Transposed("c.w")},
+        "'b.w' becomes 'b.w', which would lie transposed as",
+    ),
 }
 
 
@@ -232,7 +247,13 @@ def test_nothing_has_to_be_said_where_the_shape_tells_or_nothing_lies_transposed
 
 
 def test_a_table_as_json() -> None:
-    table: dict[str, Target] = {"a": "b", "c": Transposed("d"), "e": Transposed("f", (1, 0)), "g": Transposed("h", ()), "i": "j"}
+    table: dict[str, Target] = {
+        "a": "b",
+        "c": Transposed("d"),
+        "e": Transposed("f", (1, 0)),
+        "g": Transposed("h", ()),
+        "i": "j",
+    }
     content = {
         "a": "b",
         "c": {"name": "d", "transposed": True},

@@ -101,3 +101,34 @@ def test_a_square_matrix_whose_values_lie_transposed_is_refused(path: Path, laye
     assert all(map(np.array_equal, jax.tree.leaves(found), jax.tree.leaves(here)))
     export_state(path, tx, there)  # and where nothing tells, it is the caller's word
     import_state(path, tx, here)
+
+
+def test_what_is_no_path_or_no_names_is_told(path: Path) -> None:
+    tx = adamw(1e-2)
+    state = trained(tx)
+    for given in (None, 3, b"state", ["state"]):
+        unfit: Any = given
+        for function in (export_state, import_state):
+            with pytest.raises(InvalidArgument, match="is no path of a file; give a str"):
+                function(unfit, tx, state)
+    export_state(path, tx, state)
+    before = path.read_bytes()
+    for given, said in (
+        (3, "names=3 must be a mapping"),
+        ("w", "names='w' must be a mapping"),
+        ({3: "w"}, "names has 3, which is no name"),
+        ({"layers.w": ("w", True)}, "names gives .* it must be a name, or Transposed"),
+    ):
+        unfit = given
+        for function in (export_state, import_state):
+            with pytest.raises(InvalidArgument, match=said):
+                function(path, tx, state, names=unfit)
+    assert path.read_bytes() == before
+
+
+def test_a_count_of_another_shape_is_refused(path: Path) -> None:
+    tx = adamw(1e-2)
+    state = trained(tx)
+    for count in (jnp.zeros(2, int), jnp.zeros(0, int)):
+        with pytest.raises(InvalidArgument, match=r"AdamState.count of '.*' has shape \(.,\).* these parameters need \(\)"):
+            export_state(path, tx, state._replace(opt_state=state.opt_state._replace(count=count)))

@@ -165,7 +165,8 @@ AROUND: dict[str, Callable[[Callable[..., Any]], Any]] = {
 
 
 @pytest.mark.parametrize(
-    ("name", "around"), [(name, "alone") for name in LOOK_ALIKES] + list(itertools.product(["nadamw", "radam"], list(AROUND)[1:]))
+    ("name", "around"),
+    [(name, "alone") for name in LOOK_ALIKES] + list(itertools.product(["nadamw", "radam"], list(AROUND)[1:])),
 )
 def test_what_only_looks_like_adam_is_refused(path: Path, name: str, around: str) -> None:
     """The type of the state is the same; the file would say adam, or adamw, and other optimizers would go on from it."""
