@@ -6,12 +6,13 @@ Everything is checked before anything is returned: a frontend that puts the arra
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 
 import numpy as np
 
 from .compensation import compensation_dtype
 from .errors import InvalidArgument
+from .portable_names import is_square
 from .portable_state import ParameterState, PortableState, listed, numpy_dtype
 
 WIDER = {
@@ -77,17 +78,32 @@ def matched(
     return {name: _matched(name, state.parameters[name], expected[name], arguments) for name in expected}
 
 
-def check_own(name: str, entry: ParameterState, own: bool) -> None:
-    """Raise `InvalidArgument` where a compensation would be put beside a parameter that it was not kept for.
+def check_own(
+    name: str, entry: ParameterState, holds: Callable[[np.ndarray], bool], *, parameters: bool, layered: bool = False
+) -> None:
+    """Raise `InvalidArgument` where the optimizer's own parameter shows that something of the state is not for it.
 
-    That can be seen where the file holds the parameters, too, and they are not asked for.
+    That can be seen where the file holds the parameters, too: a square matrix that lies transposed, and a compensation, which
+    would be put beside a parameter that it was not kept for.
 
     Args:
         name: of the parameter.
-        entry: of the state.
-        own: whether the optimizer's parameter is equal to the state's.
+        entry: of the state, renamed.
+        holds: whether the optimizer's parameter is equal to an array.
+        parameters: whether the parameter itself comes from the state, too.
+        layered: whether the leading axis is one of layers.
     """
-    if entry.compensation is not None and not own:
+    compared = entry.compensation is not None and not parameters
+    square = is_square(entry.shape[layered:])
+    if entry.parameter is None or not (compared or square) or holds(entry.parameter):
+        return
+    first = (0,) if layered else ()
+    if square and holds(entry.parameter.transpose(*first, *reversed(range(len(first), len(entry.shape))))):
+        raise InvalidArgument(
+            f"parameter {name!r} lies transposed in the state: its values are the model's so, and not as they are. Say it with "
+            "names=: Transposed(NAME)."
+        )
+    if compared:
         raise InvalidArgument(
             f"parameter {name!r} is not that of the state, whose compensation holds the lost digits of just those values; "
             "import with parameters=True, or load the model's checkpoint of the same moment first."

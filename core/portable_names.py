@@ -28,6 +28,9 @@ from .portable_state import ARRAYS, ParameterState, PortableGroup, PortableState
 
 LAYER = "{layer}"
 
+CONVENTIONS = (("kernel", "weight"), ("weight", "kernel"))
+"""Last parts of names of which the one side's lies transposed: flax has kernels [in, out], torch weights [out, in]."""
+
 
 @dataclasses.dataclass(frozen=True)
 class Transposed:
@@ -36,14 +39,21 @@ class Transposed:
     Args:
         name: the file's name.
         axes: the file's array is this side's ``array.transpose(axes)``; None reverses all axes. A layer axis is not counted.
+            (): it lies as it is, which of a square matrix may have to be said.
     """
 
     name: str
     axes: tuple[int, ...] | None = None
 
     def __post_init__(self) -> None:
-        if self.axes is not None and sorted(self.axes) != list(range(len(self.axes))):
-            raise InvalidArgument(f"axes={self.axes} of {self.name!r} must be a permutation of {tuple(range(len(self.axes)))}.")
+        if not isinstance(self.name, str):
+            raise InvalidArgument(f"Transposed({self.name!r}) must have a name, a str.")
+        if self.axes is None:
+            return
+        axes = tuple(self.axes) if isinstance(self.axes, tuple | list) else None
+        if axes is None or not all(type(axis) is int for axis in axes) or sorted(axes) != list(range(len(axes))):
+            raise InvalidArgument(f"axes={self.axes!r} of {self.name!r} must be a permutation of 0, 1, ..., a tuple.")
+        object.__setattr__(self, "axes", axes)
 
     def backwards(self, name: str) -> Transposed:
         """What undoes it, under another name."""
@@ -69,6 +79,8 @@ def table_of(names: Names, own: Iterable[str]) -> dict[str, Target]:
     own = list(own)
     if names is None:
         return {}
+    if not callable(names) and not isinstance(names, Mapping):
+        raise InvalidArgument(f"names={names!r} must be a mapping of names to names, or a function of a name.")
     if callable(names):
         table = {name: _target(name, names(name)) for name in own}
         matched = {name: name for name in own}
@@ -78,8 +90,9 @@ def table_of(names: Names, own: Iterable[str]) -> dict[str, Target]:
             _target(key, target)
             found = _layers(key, own) if LAYER in key else {0: key} if key in own else {}
             if not found:
-                close = difflib.get_close_matches(key, own, 1) or own[:1]
-                instead = f"; did you mean {close[0]!r}?" if close else "; there are none."
+                close = difflib.get_close_matches(key, own, 1)
+                there = f"; there are {listed(own, 3)}." if own else "; there are none."
+                instead = f"; did you mean {close[0]!r}?" if close else there
                 raise InvalidArgument(f"names has {key!r}, and no parameter is called so{instead}")
             for name in found.values():
                 if name in matched:
@@ -110,7 +123,7 @@ def parse_table(text: str) -> dict[str, Target]:
     """A table as JSON has it: {"own name": "file's name"} or {"own name": {"name": "file's name", "transposed": true}}.
 
     Args:
-        text: of the JSON; "transposed" is true (all axes reversed), false, or a list of axes.
+        text: of the JSON; "transposed" is true (all axes reversed), false (it lies as it is), or a list of axes.
 
     Raises:
         InvalidArgument: it is no such table.
@@ -137,7 +150,7 @@ def _parsed(key: str, value: Any) -> Target:
         case str():
             return value
         case {"name": str(name), "transposed": bool(transposed), **rest} if not rest:
-            return Transposed(name) if transposed else name
+            return Transposed(name, None if transposed else ())
         case {"name": str(name), "transposed": list(axes), **rest} if not rest and all(type(axis) is int for axis in axes):
             return Transposed(name, tuple(axes))
         case {"name": str(name), **rest} if not rest:
@@ -159,17 +172,19 @@ def rename(state: PortableState, names: Names) -> PortableState:
         names: as users give them.
 
     Raises:
-        InvalidArgument: as `table_of`; layers that cannot be stacked, or a parameter that has no layers or not these axes.
+        InvalidArgument: as `table_of`; layers that cannot be stacked, or a parameter that has no layers or not these axes; a
+            square matrix of which it has to be declared how it lies.
     """
     table = table_of(names, state.parameters)
     if not table:
         return state
+    pairs = _transposed_pairs(table)
     # Of each name the new ones; of names that are stacked the first has it, the others none.
     becomes: dict[str, list[tuple[str, ParameterState]]] = {}
     for key in (key for key in table if LAYER in key):
         layers = _layers(key, state.parameters)
         _check_stackable(key, layers, state)
-        parts = [_transposed(state.parameters[name], table[key], name) for name in layers.values()]
+        parts = [_transposed(state.parameters[name], table[key], name, pairs) for name in layers.values()]
         becomes |= {name: [] for name in layers.values()}
         becomes[layers[0]] = [(name_of(table[key]), _stack(parts))]
     for name, parameter in state.parameters.items():
@@ -177,10 +192,10 @@ def rename(state: PortableState, names: Names) -> PortableState:
             continue
         target = table.get(name, name)
         if LAYER in (new := name_of(target)):
-            parts = [_transposed(part, target, name) for part in _unstack(name, parameter)]
+            parts = [_transposed(part, target, name, pairs) for part in _unstack(name, parameter)]
             becomes[name] = [(new.replace(LAYER, str(n)), part) for n, part in enumerate(parts)]
         else:
-            becomes[name] = [(new, _transposed(parameter, target, name))]
+            becomes[name] = [(new, _transposed(parameter, target, name, pairs))]
     refuse_equal(new for parts in becomes.values() for new, _ in parts)
     groups = tuple(
         PortableGroup(group.hyperparameters, tuple(new for name in group.parameters for new, _ in becomes[name]))
@@ -214,6 +229,11 @@ def name_of(target: Target) -> str:
     return target.name if isinstance(target, Transposed) else target
 
 
+def is_square(shape: tuple[int, ...]) -> bool:
+    """Whether an array of this shape, without layers, has the same shape with all axes reversed, and is no vector."""
+    return len(shape) > 1 and shape == shape[::-1] and min(shape) > 0 and max(shape) > 1
+
+
 def refuse_equal(names: Iterable[str]) -> None:
     """Raise `InvalidArgument` if a name is there twice."""
     twice = [name for name, count in Counter(names).items() if count > 1]
@@ -223,6 +243,8 @@ def refuse_equal(names: Iterable[str]) -> None:
 
 def _target(key: str, target: Any) -> Target:
     """`target`, if it can be one."""
+    if not isinstance(key, str):
+        raise InvalidArgument(f"names has {key!r}, which is no name; it must be a str.")
     if not isinstance(target, (str, Transposed)):
         raise InvalidArgument(f"names gives {target!r} for {key!r}; it must be a name, or Transposed(name).")
     for name in (key, name_of(target)):
@@ -290,8 +312,31 @@ def _unstack(name: str, parameter: ParameterState) -> list[ParameterState]:
     return [_map(parameter, itemgetter(n)) for n in range(parameter.shape[0])]
 
 
-def _transposed(parameter: ParameterState, target: Target, name: str) -> ParameterState:
+def _last_parts(name: str, target: Target) -> tuple[str, str]:
+    return name.rpartition(".")[2], name_of(target).rpartition(".")[2]
+
+
+def _transposed_pairs(table: Table) -> dict[tuple[str, str], str]:
+    """Last parts of the names of what usually lies transposed, and why: by convention, or as others of the table do."""
+    said = {pair: "by the conventions of torch and flax" for pair in CONVENTIONS}
+    for name, target in table.items():
+        if isinstance(target, Transposed) and (target.axes is None or list(target.axes) != sorted(target.axes)):
+            said.setdefault(_last_parts(name, target), f"as names says of {name!r}")
+    return said
+
+
+def _transposed(parameter: ParameterState, target: Target, name: str, pairs: Mapping[tuple[str, str], str]) -> ParameterState:
+    """One parameter, without layers, as it lies on the other side. The shape of a square one does not tell how it lies."""
     if not isinstance(target, Transposed):
+        why = pairs.get(_last_parts(name, target))
+        if why and is_square(parameter.shape):
+            raise InvalidArgument(
+                f"{name!r} becomes {name_of(target)!r}, which would lie transposed {why}, and the shape {parameter.shape} does "
+                "not tell. Say it with names=: Transposed(NAME), or Transposed(NAME, ()) if it lies as it is; in a table of JSON "
+                '"transposed": true, or false.'
+            )
+        return parameter
+    if target.axes == ():
         return parameter
     if target.axes is not None and len(target.axes) != len(parameter.shape):
         raise InvalidArgument(f"axes={target.axes} cannot be those of {name!r}, of shape {parameter.shape} (without layers).")

@@ -40,6 +40,12 @@ def shown(value: Any) -> str:
     return text if len(text) <= 200 else f"{text[:200]}..."
 
 
+def check_path(path: Any) -> None:
+    """Raise `InvalidArgument` for what is no path, such as the number of an open file."""
+    if not isinstance(path, str | os.PathLike) or not isinstance(os.fspath(path), str):
+        raise InvalidArgument(f"path={shown(path)} is no path of a file; give a str, or a pathlib.Path.")
+
+
 def write(path: Path, arrays: Mapping[str, np.ndarray], document: Mapping[str, Any]) -> None:
     """Write arrays and a document; what was at `path` before is replaced at the very end, in one step.
 
@@ -49,11 +55,12 @@ def write(path: Path, arrays: Mapping[str, np.ndarray], document: Mapping[str, A
         document: what JSON can say; "version" and "digests" are added to it.
 
     Raises:
-        InvalidArgument: a name that is no Unicode text.
+        InvalidArgument: a name that is no Unicode text; what is no path.
         Refused: the file could not be written, or not be read again. What was there is as it was.
     """
     from safetensors import SafetensorError
 
+    check_path(path)
     ordered = {name: _little(array) for name, array in arrays.items()}
     digests = {name: _digest(array) for name, array in ordered.items()}
     try:
@@ -145,11 +152,12 @@ class Reader:
     def __init__(self, path: Path) -> None:
         from safetensors import SafetensorError, safe_open
 
+        check_path(path)
         self.name = repr(os.fspath(path))
         try:
             # Looked at first: opening a named pipe would wait for a writer.
             if not stat.S_ISREG(os.stat(path).st_mode):
-                self.refuse("it is not a regular file")
+                raise OSError("it is not a regular file")
             with open(path, "rb") as file:  # the library calls whatever cannot be opened missing
                 self.size = os.fstat(file.fileno()).st_size
             self._file = safe_open(path, framework="np")

@@ -63,6 +63,37 @@ _REMEDIES = {
 """By the name of the function that makes the transform: what to do instead."""
 
 
+_MASKS = (
+    "Remedy: give masks and labels as functions of the parameters, such as "
+    "lambda params: jax.tree.map(lambda leaf: leaf.ndim > 1, params)."
+)
+_MISFITS = (AttributeError, IndexError, KeyError, TypeError, ValueError)
+"""What a transform raises whose mask is for another tree."""
+
+
+def check_takes(tx: optax.GradientTransformation, params: PyTree) -> None:
+    """Raise `Refused` unless tx.init takes the parameters of a layer, or the outer ones, by themselves.
+
+    Args:
+        params: arrays or jax.ShapeDtypeStructs, of one layer.
+    """
+    try:
+        jax.eval_shape(as_transformation(tx).init, params)
+    except PenstockError:
+        raise
+    except _MISFITS as error:
+        raise Refused(
+            "tx.init fails on a part of the parameters: where each layer is updated by itself, a transform sees the tree of one "
+            f"layer, or the outer parameters, and a mask or labels for all of them do not fit ({_line(error)}). {_MASKS}"
+        ) from error
+
+
+def _line(error: Exception) -> str:
+    """The text of an error in one line, not too long."""
+    text = " ".join(str(error).split())
+    return text if len(text) <= 300 else f"{text[:300]}..."
+
+
 def check_separable(tx: optax.GradientTransformation, params: PyTree, **extra_args: Any) -> None:
     """Raise unless updating several layers together is updating each of them alone.
 
@@ -167,18 +198,18 @@ def _joining(tx: optax.GradientTransformation, layer: PyTree, extra_args: dict[s
     for join in (_inside, _beside):
         try:
             jax.eval_shape(lambda p: tx.update(p, tx.init(p), p, **extra_args), join([layer] * _LAYERS))
-        except (AttributeError, IndexError, KeyError, TypeError, ValueError):
+        except _MISFITS:
             continue
         return join
     raise Refused(
         "tx works on one layer, but not on two of them in one tree, so that it cannot be told whether it can be applied layer "
-        "by layer. Remedy: give masks and labels as functions of the parameters, such as "
-        "lambda params: jax.tree.map(lambda leaf: leaf.ndim > 1, params)."
+        f"by layer. {_MASKS}"
     )
 
 
 def _check_update(tx: optax.GradientTransformation, layer: PyTree, extra_args: dict[str, Any]) -> None:
     """Raise `InvalidArgument` unless an update gives the state back as it was."""
+    check_takes(tx, layer)
     before = jax.eval_shape(tx.init, layer)
     try:
         _, after = jax.eval_shape(lambda g, s, p: tx.update(g, s, p, **extra_args), layer, before, layer)
@@ -186,7 +217,7 @@ def _check_update(tx: optax.GradientTransformation, layer: PyTree, extra_args: d
         raise
     except (TypeError, ValueError) as error:
         given = ", ".join(("the gradient, the state and the parameters", *extra_args))
-        raise Refused(_refusal(tx, f"its update fails when it is given {given} ({error})")) from error
+        raise Refused(_refusal(tx, f"its update fails when it is given {given} ({_line(error)})")) from error
     shapes = [jax.tree.map(jnp.shape, state) for state in (before, after)]
     if shapes[0] != shapes[1]:
         raise InvalidArgument("tx.update returns a state of another structure, or with other shapes, than tx.init made.")

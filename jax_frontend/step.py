@@ -17,7 +17,7 @@ from ..core import update as specification
 from ..core.array_ops import Array
 from ..core.compensation import Stored
 from ..core.dtypes import StateDtypes, check_parameter_dtype, compute_dtype, state_dtypes
-from ..core.errors import InvalidArgument, UnsupportedTensor
+from ..core.errors import InvalidArgument, PenstockError, UnsupportedTensor
 from ..core.hyperparameters import RANGES, Hyperparameters, Scalar
 from ..core.moments import Complements, debiased_complements
 from ..core.rules import Rule
@@ -126,7 +126,16 @@ def _decayed(mask: Mask, params: PyTree) -> PyTree:
             raise InvalidArgument(f"mask has {applies!r} as a leaf; a mask is a tree of True and False.")
         return jax.tree.map(lambda _: bool(applies), below)
 
-    return jax.tree.map(spread, tree, params)
+    try:
+        return jax.tree.map(spread, tree, params)
+    except PenstockError:
+        raise
+    except ValueError as error:
+        raise InvalidArgument(
+            f"mask, {jax.tree.structure(tree)}, has not the structure of params, {jax.tree.structure(params)}, nor of a prefix of "
+            "it. Give a mask of these parameters; or, as where each layer is updated by itself, a function of them, such as "
+            "lambda params: jax.tree.map(lambda leaf: leaf.ndim > 1, params)."
+        ) from error
 
 
 @dataclasses.dataclass(frozen=True)
@@ -233,16 +242,20 @@ def leaves_of(
         state: as it is before the update; its count is that of earlier updates.
         params: None where neither decay nor compensation looks at them.
     """
+    if getattr(state, "_fields", None) != AdamState._fields:
+        raise InvalidArgument(
+            f"the optimizer state is {type(state).__name__}, not AdamState; give what this transform's init made."
+        )
     count: Any = optax.safe_increment(state.count)
     hyperparameters = arguments.hyperparameters(state.count)
     treedef: Any
     grads, treedef = jax.tree_util.tree_flatten_with_path(updates, is_leaf=lambda x: x is None)
-    parameters = [None] * len(grads) if params is None else treedef.flatten_up_to(params)
+    parameters = [None] * len(grads) if params is None else _beside(treedef, params, "the parameters")
     if params is None or arguments.mask is None or not arguments.decays:
         decayed = [True] * len(grads)
     else:
         decayed = treedef.flatten_up_to(_decayed(arguments.mask, params))
-    states = [treedef.flatten_up_to(field) for field in (state.mu, state.nu, state.compensation)]
+    states = [_beside(treedef, field, "the optimizer state") for field in (state.mu, state.nu, state.compensation)]
     by_dtype: dict[str, _Numbers] = {}
     leaves: list[Leaf | None] = []
     for (path, gradient), parameter, decays, *kept in zip(grads, parameters, decayed, *states, strict=True):
@@ -262,6 +275,16 @@ def leaves_of(
         chosen = numbers_.decaying if decays else numbers_.plain
         leaves.append(Leaf(chosen, numbers_.complements, compensation, parameter, gradient, specification.TensorState(*kept)))
     return count, treedef, leaves
+
+
+def _beside(gradients: Any, tree: PyTree, name: str) -> list[Any]:
+    """The leaves of a tree beside those of the gradients, of which only the structure is given."""
+    try:
+        return list(gradients.flatten_up_to(tree))
+    except (TypeError, ValueError) as error:
+        raise InvalidArgument(
+            f"the gradients have the structure {gradients}, and {name} {jax.tree.structure(tree)}; they must be equal."
+        ) from error
 
 
 def _check_without_params(rule: Rule, arguments: Arguments, state: AdamState) -> None:

@@ -2,21 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import numbers
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import optax
 
-from ..core.errors import InvalidArgument
+from ..core.errors import InvalidArgument, UnsupportedTensor
 from .array_ops import check_floating
-from .buffers import buffers, strong
+from .buffers import buffers, is_concrete, strong
 from .direct import as_transformation
 from .loss_scaling import LossScale, as_loss_scale
+from .separability import check_takes
 from .sharding import made_beside, put_everywhere
 from .state import PyTree
-from .walk.layer_stack import LayerStack, check_layer_axis, check_parameters, looks_stacked
+from .walk.layer_stack import NO_OUTER, LayerStack, check_layer_axis, check_parameters, looks_stacked
 
 
 class TrainState(NamedTuple):
@@ -32,6 +34,14 @@ class LayeredState(NamedTuple):
 
     outer: PyTree  # tx.init(outer)
     layers: PyTree  # tx.init of each layer by itself: every leaf, counts too, has a leading layer axis; or {name: that}
+
+
+def check_train_state(state: Any) -> None:
+    """Raise `InvalidArgument` for anything else than a `TrainState`."""
+    if not isinstance(state, TrainState):
+        raise InvalidArgument(
+            f"state={type(state).__name__} is no TrainState; give TrainState(params, opt_state), or what init_train_state made."
+        )
 
 
 def init_train_state(
@@ -57,8 +67,12 @@ def init_train_state(
             number in [1, inf) that stays. It is copied into the state. None: the loss is not scaled.
 
     Raises:
-        InvalidArgument: params that are not what stack says.
+        InvalidArgument: params that are not what stack says, or have no arrays, or were donated; tx is no transform.
+        UnsupportedTensor: a parameter that is no floating-point array.
+        Refused: a transform of stacked layers that has a mask, or labels, for the tree of all parameters.
     """
+    as_transformation(tx)  # raises
+    _check_parameters(params)
     scale = as_loss_scale(loss_scale)
     if stack is not None and stack is not False and not isinstance(stack, LayerStack):
         raise InvalidArgument(f"stack={stack!r} is not possible; give the LayerStack, False, or leave it out.")
@@ -66,15 +80,23 @@ def init_train_state(
         check_parameters(stack, params)
     single = stack is None and looks_stacked(params)
     if single:
+        if params["outer"] is None:
+            raise InvalidArgument(NO_OUTER)
         check_layer_axis(params["layers"], remedy=" For make_train_step give stack=False.")
     copied = jax.tree.map(lambda leaf: strong(jnp.copy(leaf)), params)
     init = as_transformation(tx).init
-    if isinstance(stack, LayerStack) and isinstance(stack.layer, Mapping):
-        layers = {name: made_beside(jax.vmap(init), copied["layers"][name], copied) for name in stack.layer}
-        opt_state: PyTree = LayeredState(made_beside(init, copied["outer"], copied), layers)
-    elif isinstance(stack, LayerStack) or single:
-        opt_state = LayeredState(
-            made_beside(init, copied["outer"], copied), made_beside(jax.vmap(init), copied["layers"], copied)
+
+    def of_part(part: PyTree, make: Callable[[PyTree], PyTree] = init) -> PyTree:
+        first = 0 if make is init else 1
+        check_takes(tx, jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape[first:], leaf.dtype), part))
+        return made_beside(make, part, copied)
+
+    if single or isinstance(stack, LayerStack):
+        layers, of_layers = copied["layers"], jax.vmap(init)
+        named = isinstance(stack, LayerStack) and isinstance(stack.layer, Mapping)
+        opt_state: PyTree = LayeredState(
+            of_part(copied["outer"]),
+            {name: of_part(layers[name], of_layers) for name in layers} if named else of_part(layers, of_layers),
         )
     else:
         opt_state = made_beside(init, copied, copied)
@@ -88,6 +110,19 @@ def init_train_state(
         return jnp.copy(leaf) if shared else strong(leaf)
 
     return jax.tree.map(own, TrainState(copied, opt_state, put_everywhere(jax.tree.map(jnp.copy, scale), copied)))
+
+
+def _check_parameters(params: PyTree) -> None:
+    leaves = jax.tree_util.tree_leaves_with_path(params)
+    if not leaves:
+        raise InvalidArgument("params have no arrays; give a tree with at least one.")
+    for path, leaf in leaves:
+        name = f"params{jax.tree_util.keystr(path)}"
+        if not hasattr(leaf, "dtype") and not isinstance(leaf, numbers.Number):
+            raise UnsupportedTensor(f"{name} is {type(leaf).__name__}; it must be a floating-point array.")
+        if is_concrete(leaf) and leaf.is_deleted():
+            raise InvalidArgument(f"{name} was donated to an earlier update; use what that update returned.")
+    check_floating(params)
 
 
 def check_made_by(tx: optax.GradientTransformation, params: PyTree, opt_state: PyTree) -> None:
@@ -111,6 +146,7 @@ def check_unstacked(tx: optax.GradientTransformation, state: TrainState) -> None
     Raises:
         InvalidArgument, UnsupportedTensor.
     """
+    check_train_state(state)
     if isinstance(state.opt_state, LayeredState):
         raise InvalidArgument(
             "this optimizer state has a layer axis, for make_release_step; make the state for make_train_step with "

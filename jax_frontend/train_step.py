@@ -11,11 +11,10 @@ import optax
 from jax import lax
 
 from ..core.errors import InvalidArgument
-from ..core.hyperparameters import Range, check_number
 from .array_ops import widened
 from .direct import apply_directly, as_transformation
 from .losses import check_microbatches, chunks, divided, scaled_loss
-from .norms import clipped, global_norm
+from .norms import check_max_norm, clipped, global_norm
 from .state import PyTree
 from .train_state import TrainState, check_unstacked
 
@@ -42,8 +41,8 @@ def make_train_step(
             is then sum/weight over the *whole* batch, however the weight (the number of tokens) is spread over the
             micro-batches. The weight is a constant: it is not differentiated.
         tx: any Optax transform.
-        microbatches: into how many equal chunks the leading axis of every leaf of the batch is cut. They run one after
-            the other; their gradients are averaged in float32 (float64 for float64 parameters).
+        microbatches: into how many equal chunks the leading axis of every leaf of the batch is cut: n chunks of every n-th
+            row, so that rows sharded over devices stay where they are. They run one after the other; their gradients are averaged in float32 (float64 for float64 parameters).
         max_norm: largest global norm of the gradient, in (0, inf); None: no clipping. The norm of finite gradients is
             finite wherever float32 can hold it. What is not finite propagates: a NaN makes all gradients NaN, an
             infinity becomes NaN and the others 0.
@@ -59,15 +58,16 @@ def make_train_step(
         tx drops (optax.apply_if_finite) is told by that wrapper's state, not here.
 
     Raises:
-        InvalidArgument: tx is no transform; microbatches, max_norm or clip_passes out of range; when traced, a loss that is
+        InvalidArgument: loss_fn is not callable, or tx no transform; microbatches, max_norm or clip_passes out of range; when traced, a loss that is
             not a scalar, a batch that cannot be cut evenly, or the state of stacked layers or of another transform.
         UnsupportedTensor: when traced, parameters that are not floating-point.
         Refused: when traced, if a transform after a compensated one changes its updates.
     """
+    if not callable(loss_fn):
+        raise InvalidArgument(f"loss_fn={loss_fn!r} is not callable.")
     as_transformation(tx)  # raises
     check_microbatches(microbatches)
-    if max_norm is not None:
-        check_number("max_norm", max_norm, Range(0.0, low_included=False))
+    check_max_norm(max_norm)
     twice = _clips_twice(clip_passes, microbatches) and max_norm is not None
 
     def step(state: TrainState, batch: PyTree) -> tuple[TrainState, dict[str, jax.Array]]:

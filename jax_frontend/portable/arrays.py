@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ...core.errors import InvalidArgument, PenstockError, Refused
+from ...core.errors import InvalidArgument
 from ..buffers import is_concrete
 from ..state import PyTree
 
@@ -21,7 +20,8 @@ def check_readable(tree: PyTree) -> None:
         numpys = isinstance(leaf, np.ndarray | np.generic)
         if not numpys and not is_concrete(leaf):
             raise InvalidArgument(
-                f"{name} is {type(leaf).__name__}, not an array in memory; do not call this inside of jax.jit."
+                f"{name} is {type(leaf).__name__}, not an array in memory; give what init_train_state made, and do not call "
+                "this inside of jax.jit."
             )
         if not numpys and leaf.is_deleted():
             raise InvalidArgument(f"{name} was donated to an earlier update; use what that update returned.")
@@ -44,21 +44,3 @@ def placed(array: np.ndarray, like: Any) -> jax.Array:
         return jnp.array(array)
     # a copy: what a device is given as numpy's memory may stay that
     return jnp.copy(jax.make_array_from_callback(array.shape, like.sharding, lambda index: np.asarray(array[index])))
-
-
-def written_once(save: Callable[[], None]) -> None:
-    """Call `save` in the first process; all of them raise if it fails, and none goes on before it is done."""
-    error: PenstockError | None = None
-    if jax.process_index() == 0:
-        try:
-            save()
-        except PenstockError as raised:
-            error = raised
-    if jax.process_count() > 1:
-        from jax.experimental import multihost_utils
-
-        failed = bool(multihost_utils.broadcast_one_to_all(np.asarray(error is not None)))
-        if failed and error is None:
-            raise Refused("the first process could not write the file; its error says why.")
-    if error is not None:
-        raise error

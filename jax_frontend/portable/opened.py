@@ -21,7 +21,7 @@ from ..enquiry import Answer, Settings, enquire
 from ..state import PyTree
 from ..train_state import TrainState, check_made_by
 from .arrays import check_readable, to_host
-from .optax_adam import check_betas, rule_of
+from .optax_adam import check_adam, rule_of
 from .roles import Kind, Part, parts_of, roles_of, zipped
 
 
@@ -34,12 +34,14 @@ class Slot:
         arrays: of the optimizer state.
         biased: whether the moments are as Optax keeps them.
         count: of its updates; of each layer.
+        layered: whether there is a layer axis.
     """
 
     parameter: Any
     arrays: dict[Kind, Any]
     biased: bool
     count: Any
+    layered: bool
 
     @property
     def step(self) -> int:
@@ -96,7 +98,7 @@ class Opened:
         for part in parts_of(state):
             check_made_by(tx, part.kinds, part.state)
             roles = roles_of(part, part.state)
-            _check_dtypes(tx, part, roles)
+            _check_arrays(tx, part, roles)
             parts.append((part, roles))
         slots = {name: slot for part, roles in parts for name, slot in _slots(part, roles).items()}
         if not slots:
@@ -111,7 +113,7 @@ class Opened:
         found = None
         if biased:
             own = [part for part, _ in parts if biased & part.parameters().keys()]
-            found = check_betas(tx, own, betas)
+            found = check_adam(tx, own, betas)
             rules.add(rule_of(tx, own))
             settings |= {name: {"beta1": found[0], "beta2": found[1]} for name in biased}
         elif betas is not None:
@@ -160,8 +162,6 @@ def _slots(part: Part, roles: PyTree) -> dict[str, Slot]:
             (name,) = role.names
             if role.kind in arrays[name]:
                 raise Refused(f"two transforms keep {role.kind.value} of {name!r}; a file has a place for one.")
-            if name not in params or leaf.shape != params[name].shape:
-                raise InvalidArgument(f"{role.where} of the optimizer state has no parameter of its shape for {name!r}.")
             arrays[name][role.kind] = leaf
             biased |= {name} if role.biased else set()
         elif role.kind is Kind.ZERO and to_host(leaf).any():
@@ -177,13 +177,20 @@ def _slots(part: Part, roles: PyTree) -> dict[str, Slot]:
             if to_host(found[Kind.COMPENSATION]).any():
                 raise Refused(f"{name!r} is compensated, but no Adam updates it; a file would lose its compensation.")
             del arrays[name]
-    return {name: Slot(params[name], found, name in biased, counts[name]) for name, found in arrays.items()}
+    return {name: Slot(params[name], found, name in biased, counts[name], part.layered) for name, found in arrays.items()}
 
 
-def _check_dtypes(tx: optax.GradientTransformation, part: Part, roles: PyTree) -> None:
-    """Raise `InvalidArgument` where penstock's transform keeps an array in another dtype: the state is another one's."""
+def _check_arrays(tx: optax.GradientTransformation, part: Part, roles: PyTree) -> None:
+    """Raise `InvalidArgument` where the transform keeps an array of another shape, or penstock's of another dtype: the state
+    is of other parameters, or another one's."""
     made = jax.tree.leaves(jax.eval_shape(as_transformation(tx).init, part.kinds))
+    layers = jax.tree.leaves(part.params)[0].shape[:1] if part.layered else ()
     for (role, leaf), own in zip(zipped(part, roles), made, strict=True):
+        if leaf.shape != (*layers, *own.shape):
+            raise InvalidArgument(
+                f"{role.where}{f' of {role.names[0]!r}' if role.names else ''} has shape {leaf.shape} in the optimizer state, and "
+                f"these parameters need {(*layers, *own.shape)}; give the state that belongs to them."
+            )
         if role.kind in (Kind.EXP_AVG, Kind.EXP_AVG_SQ, Kind.COMPENSATION) and not role.biased and leaf.dtype != own.dtype:
             raise InvalidArgument(
                 f"{role.where} of {role.names[0]!r} is {leaf.dtype} in the optimizer state, and the transform keeps it in "

@@ -17,7 +17,7 @@ import optax
 from ...core.errors import InvalidArgument, Refused
 from ...core.portable_names import LAYER
 from ..state import AdamState, CompensatedState, PyTree
-from ..train_state import LayeredState, TrainState
+from ..train_state import LayeredState, check_train_state
 from ..walk.layer_stack import looks_stacked
 
 
@@ -40,7 +40,7 @@ class Role:
         kind: see `Kind`.
         names: the parameter it belongs to; of a count those whose updates it counts.
         where: its place in the optimizer state, for errors.
-        biased: of a moment: as Optax keeps it.
+        biased: of a moment, and of the count beside it: of Optax's Adam.
     """
 
     kind: Kind
@@ -135,10 +135,7 @@ def parts_of(state: Any) -> list[Part]:
     Raises:
         InvalidArgument: it is none, or its parameters are not what its optimizer state says.
     """
-    if not isinstance(state, TrainState):
-        raise InvalidArgument(
-            f"state={type(state).__name__} is no TrainState; give TrainState(params, opt_state), or what init_train_state made."
-        )
+    check_train_state(state)
     params, opt_state = state.params, state.opt_state
     if not isinstance(opt_state, LayeredState):
         return [Part((), params, opt_state, False)]
@@ -182,7 +179,7 @@ def _roles(part: Part, node: PyTree, scope: tuple[str, ...], where: str) -> PyTr
         )
 
     def all_of(kind: Kind, tree: PyTree, field: str) -> PyTree:
-        return jax.tree.map(lambda _: Role(kind, scope, f"{where}.{field}"), tree)
+        return jax.tree.map(lambda _: Role(kind, scope, f"{where}.{field}", isinstance(node, optax.ScaleByAdamState)), tree)
 
     if is_adam(node):
         found = {

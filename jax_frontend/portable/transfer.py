@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 from typing import Any
 
@@ -20,8 +21,9 @@ from ...core.portable_names import Names, rename, rename_back
 from ...core.portable_state import ParameterState, PortableState
 from ..state import PyTree
 from ..train_state import LayeredState, TrainState
-from .arrays import placed, to_host, written_once
+from .arrays import placed, to_host
 from .opened import Opened
+from .processes import together
 from .roles import Kind, Part, Role, zipped
 
 
@@ -64,7 +66,7 @@ def export_state(
         Refused: a transform keeps something that the file has no place for; the file cannot be written.
         InvalidArgument: state is no TrainState of tx, or was donated; betas are wrong or missing; a name that does not fit.
     """
-    opened = Opened.of(tx, state, betas)
+    opened = _opened(tx, state, betas, parameters)
     entries = {}
     for name, slot in opened.slots.items():
         mu, nu, step = to_host(slot.arrays[Kind.EXP_AVG]), to_host(slot.arrays[Kind.EXP_AVG_SQ]), slot.step
@@ -83,10 +85,11 @@ def export_state(
         )
 
     def save() -> None:
-        whole = PortableState(opened.rule.name, opened.groups(), entries)
-        portable_file.save(path, rename(whole, opened.table(names)))
+        if jax.process_index() == 0:
+            whole = PortableState(opened.rule.name, opened.groups(), entries)
+            portable_file.save(path, rename(whole, opened.table(names)))
 
-    written_once(save)
+    together(save)
 
 
 def import_state(
@@ -120,15 +123,13 @@ def import_state(
         InvalidArgument: the file is damaged, or is not of this rule, model, dtypes or compensation; state is no TrainState of
             tx, or was donated; parameters of one count that had different numbers of updates.
     """
-    opened = Opened.of(tx, state, betas)
-    given = rename_back(portable_file.load(path), opened.table(names))
-    expected = {name: slot.expected for name, slot in opened.slots.items()}
-    entries = matched(given, opened.rule.name, expected, parameters=parameters, arguments=("mu_dtype", "nu_dtype"))
+    opened = _opened(tx, state, betas, parameters)
+    # Each process reads the file, and what follows may gather arrays: none goes on alone.
+    entries = together(lambda: _matched(path, opened, names, parameters), same=_described)
     arrays: dict[tuple[str, Kind], np.ndarray | None] = {}
     for name, slot in opened.slots.items():
         entry = entries[name]
-        if not parameters and entry.compensation is not None and entry.parameter is not None:
-            check_own(name, entry, np.array_equal(to_host(slot.parameter), entry.parameter))
+        check_own(name, entry, functools.partial(_holds, slot.parameter), parameters=parameters, layered=slot.layered)
         moments = Moments(entry.exp_avg, entry.exp_avg_sq)
         if opened.betas and slot.biased:
             moments = with_bias(name, moments, opened.betas, entry.step, slot.dtypes)
@@ -153,6 +154,28 @@ def import_state(
     ]
     trees = [_with_parameters(part, entries if parameters else {}) for part, _ in opened.parts]
     return _joined(state, [part for part, _ in opened.parts], trees, states)
+
+
+def _opened(tx: optax.GradientTransformation, state: TrainState, betas: Any, parameters: bool) -> Opened:
+    def told(opened: Opened) -> Any:
+        return opened.rule.name, [(name, slot.parameter.shape) for name, slot in opened.slots.items()], parameters
+
+    return together(lambda: Opened.of(tx, state, betas), same=told)
+
+
+def _matched(path: str | os.PathLike[str], opened: Opened, names: Names, parameters: bool) -> dict[str, ParameterState]:
+    """The parameters of a file as the transform keeps them, by their names here."""
+    given = rename_back(portable_file.load(path), opened.table(names))
+    expected = {name: slot.expected for name, slot in opened.slots.items()}
+    return matched(given, opened.rule.name, expected, parameters=parameters, arguments=("mu_dtype", "nu_dtype"))
+
+
+def _described(entries: dict[str, ParameterState]) -> Any:
+    return [(name, entry.step, sorted(entry.arrays())) for name, entry in entries.items()]
+
+
+def _holds(parameter: Any, array: np.ndarray) -> bool:
+    return np.array_equal(to_host(parameter), array)
 
 
 def _count(role: Role, leaf: Any, steps: dict[str, int]) -> np.ndarray | None:

@@ -14,6 +14,8 @@ from ...core.errors import InvalidArgument, UnsupportedTensor
 from ..state import PyTree
 from .stacked import is_floating
 
+NO_OUTER = 'params["outer"] is None; give {} where there are no parameters outside of the layers.'
+
 SOLE = "layers"
 """The name of the only stack of a model."""
 
@@ -206,7 +208,7 @@ def check_parameters(stack: LayerStack, params: PyTree) -> None:
         found = sorted(map(str, params)) if isinstance(params, dict) else type(params).__name__
         raise InvalidArgument(f'params must be a dict {{"outer": ..., "layers": ...}}, but have {found}.')
     if params["outer"] is None:
-        raise InvalidArgument('params["outer"] is None; give {} where there are no parameters outside of the layers.')
+        raise InvalidArgument(NO_OUTER)
     if isinstance(stack.layer, Mapping):
         layers = params["layers"]
         if not isinstance(layers, dict) or layers.keys() != set(stack.layer):

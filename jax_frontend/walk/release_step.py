@@ -12,14 +12,13 @@ import optax
 from jax import lax
 
 from ...core.errors import InvalidArgument, Refused
-from ...core.hyperparameters import Range, check_number
 from ..array_ops import widened
 from ..direct import apply_directly, as_transformation
 from ..losses import check_microbatches, chunks
-from ..norms import Squares, clipped, no_squares, norm_dtype, squares
+from ..norms import Squares, check_max_norm, clipped, no_squares, norm_dtype, squares
 from ..separability import check_separable
 from ..state import AdamState, PyTree
-from ..train_state import LayeredState, TrainState, check_made_by
+from ..train_state import LayeredState, TrainState, check_made_by, check_train_state
 from . import in_state
 from .fence import fenced, resolve_fence
 from .in_state import Moments, Rest, taken_apart
@@ -52,7 +51,7 @@ def make_release_step(
         tx: an Optax transform that can be applied layer by layer; see `check_separable`. It sees the tree of one layer, or
             the outer parameters: masks and labels must be functions of such a tree.
         microbatches: into how many equal chunks the leading axis of every leaf of the batch is cut (a single typed PRNG key
-            is split). For each layer they run one after the other, and their gradients are averaged in float32 (float64
+            is split): n chunks of every n-th row, so that rows sharded over devices stay where they are. For each layer they run one after the other, and their gradients are averaged in float32 (float64
             for float64 parameters) before the layer's update: exact.
         max_norm: largest global norm of the gradient, in (0, inf); None: no clipping. Exact: a first walk measures the norm,
             a second one updates. What is not finite propagates, as in `make_train_step`.
@@ -88,8 +87,7 @@ def make_release_step(
         raise InvalidArgument(f"stack={stack!r} is not a LayerStack.")
     as_transformation(tx)  # raises
     check_microbatches(microbatches)
-    if max_norm is not None:
-        check_number("max_norm", max_norm, Range(0.0, low_included=False))
+    check_max_norm(max_norm)
     if accumulation not in _ACCUMULATIONS:
         raise InvalidArgument(f"accumulation={accumulation!r} is not known; it must be None (exact) or 'state'.")
     resolve_fence(fence)
@@ -112,6 +110,7 @@ def make_release_step(
 
 
 def _check_state(stack: LayerStack, tx: optax.GradientTransformation, state: TrainState) -> None:
+    check_train_state(state)
     check_parameters(stack, state.params)
     again = "make the state with init_train_state(tx, params, stack)."
     if not isinstance(state.opt_state, LayeredState):

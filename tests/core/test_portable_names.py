@@ -186,12 +186,74 @@ def test_what_cannot_be_is_one_sentence(fault: str) -> None:
 def test_what_cannot_lead_back_is_refused() -> None:
     with pytest.raises(InvalidArgument, match="several parameters: 'x'"):
         inverted({"a": "x", "b": Transposed("x")})
-    with pytest.raises(InvalidArgument, match="must be a permutation"):
-        Transposed("x", (0, 0))
+    for axes in ((0, 0), (1, 2), "10", 1, (1.0, 0.0)):
+        unfit: Any = axes
+        with pytest.raises(InvalidArgument, match="must be a permutation"):
+            Transposed("x", unfit)
+    given: Any = [1, 0]
+    assert Transposed("x", given) == Transposed("x", (1, 0))
+    given = 3
+    with pytest.raises(InvalidArgument, match=r"Transposed\(3\) must have a name"):
+        Transposed(given)
+
+
+def square(*names: str, shape: tuple[int, ...] = (3, 3)) -> PortableState:
+    return state({name: parameter(shape, seed=number) for number, name in enumerate(names)})
+
+
+FORGOTTEN: dict[str, tuple[PortableState, Names, str]] = {
+    "to torch": (
+        square("up.kernel"),
+        {"up.kernel": "h.weight"},
+        "'up.kernel' becomes 'h.weight', which would lie transposed by",
+    ),
+    "to flax": (square("h.weight"), lambda name: "up.kernel", "by the conventions of torch and flax, and the shape (3, 3)"),
+    "layers apart": (square("kernel", shape=(2, 3, 3)), {"kernel": "h.{layer}.weight"}, "the shape (3, 3) does not tell"),
+    "layers stacked": (square("h.0.weight", "h.1.weight"), {"h.{layer}.weight": "kernel"}, "'h.0.weight' becomes 'kernel'"),
+    "as another": (
+        square("a.w", "b.w"),
+        {"a.w": Transposed("a.v"), "b.w": "b.v"},
+        "'b.w' becomes 'b.v', which would lie transposed as names says of 'a.w'",
+    ),
+    "as another, kept": (
+        square("a.w", "b.w"),
+        {"a.w": Transposed("c.w")},
+        "'b.w' becomes 'b.w', which would lie transposed as",
+    ),
+}
+
+
+@pytest.mark.parametrize("forgotten", FORGOTTEN)
+def test_how_a_square_matrix_lies_has_to_be_said_where_others_lie_transposed(forgotten: str) -> None:
+    made, names, sentence = FORGOTTEN[forgotten]
+    with pytest.raises(InvalidArgument) as raised:
+        rename(made, names)
+    assert sentence in str(raised.value)
+    assert "Say it with names=: Transposed(NAME), or Transposed(NAME, ())" in str(raised.value)
+    for axes in (None, ()):
+        said = {name: Transposed(f"{name}.new", axes) for name in made.parameters}
+        there = rename(made, said)
+        for name, given in made.parameters.items():
+            array = there.parameters[f"{name}.new"].exp_avg
+            assert array.tobytes() == (given.exp_avg.T if axes is None else given.exp_avg).tobytes()
+        assert contents(rename(there, inverted(said))) == contents(made)
+
+
+def test_nothing_has_to_be_said_where_the_shape_tells_or_nothing_lies_transposed() -> None:
+    table: dict[str, Target] = {"v.kernel": "v.weight", "one.kernel": "one.weight", "w": "lm.w", "n.kernel": "m.kernel"}
+    shapes = {"v.kernel": (3,), "one.kernel": (1, 1), "w": (3, 3), "n.kernel": (3, 3), "oblong.kernel": (3, 4)}
+    made = state({name: parameter(shape) for name, shape in shapes.items()})
+    assert set(rename(made, table | {"oblong.kernel": "oblong.weight"}).parameters) == {*table.values(), "oblong.weight"}
 
 
 def test_a_table_as_json() -> None:
-    table: dict[str, Target] = {"a": "b", "c": Transposed("d"), "e": Transposed("f", (1, 0)), "g": "h", "i": "j"}
+    table: dict[str, Target] = {
+        "a": "b",
+        "c": Transposed("d"),
+        "e": Transposed("f", (1, 0)),
+        "g": Transposed("h", ()),
+        "i": "j",
+    }
     content = {
         "a": "b",
         "c": {"name": "d", "transposed": True},

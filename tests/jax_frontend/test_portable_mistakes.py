@@ -12,6 +12,7 @@ import pytest
 
 from penstock.core.errors import InvalidArgument
 from penstock.core.portable_file import load
+from penstock.core.portable_names import Transposed
 from penstock.jax_frontend import TrainState, adamw, export_state, import_state, init_train_state, make_update
 
 
@@ -79,3 +80,55 @@ def test_layers_stay_stacked_in_the_file_where_names_says_so(path: Path) -> None
     assert all(map(np.array_equal, jax.tree.leaves(found), jax.tree.leaves(state)))
     with pytest.raises(InvalidArgument, match=r"lacks 'layers.{layer}.w' \(here 'layers.w'\); it has .*'layers.w'.*names="):
         import_state(path, tx, fresh, parameters=True)
+
+
+@pytest.mark.parametrize("layered", [False, True])
+@pytest.mark.parametrize("parameters", [False, True])
+def test_a_square_matrix_whose_values_lie_transposed_is_refused(path: Path, layered: bool, parameters: bool) -> None:
+    """Neither the shapes nor the names tell; the parameters in the file do."""
+    tx = adamw(1e-2)
+    values = jnp.asarray(np.random.default_rng(0).normal(size=(2, 3, 3)), "float32")
+
+    def started(values: jax.Array) -> TrainState:
+        return init_train_state(tx, {"outer": {}, "layers": {"w": values}} if layered else {"w": values[0]})
+
+    there, here = started(values), started(values.swapaxes(1, 2))
+    export_state(path, tx, there, parameters=True)
+    with pytest.raises(InvalidArgument, match=r"'(layers\.)?w' lies transposed in the state: .*names=: Transposed"):
+        import_state(path, tx, here, parameters=parameters)
+    names = {"layers.w": Transposed("layers.{layer}.w")} if layered else {"w": Transposed("w")}
+    found = import_state(path, tx, here, parameters=parameters, names=names)
+    assert all(map(np.array_equal, jax.tree.leaves(found), jax.tree.leaves(here)))
+    export_state(path, tx, there)  # and where nothing tells, it is the caller's word
+    import_state(path, tx, here)
+
+
+def test_what_is_no_path_or_no_names_is_told(path: Path) -> None:
+    tx = adamw(1e-2)
+    state = trained(tx)
+    for given in (None, 3, b"state", ["state"]):
+        unfit: Any = given
+        for function in (export_state, import_state):
+            with pytest.raises(InvalidArgument, match="is no path of a file; give a str"):
+                function(unfit, tx, state)
+    export_state(path, tx, state)
+    before = path.read_bytes()
+    for given, said in (
+        (3, "names=3 must be a mapping"),
+        ("w", "names='w' must be a mapping"),
+        ({3: "w"}, "names has 3, which is no name"),
+        ({"layers.w": ("w", True)}, "names gives .* it must be a name, or Transposed"),
+    ):
+        unfit = given
+        for function in (export_state, import_state):
+            with pytest.raises(InvalidArgument, match=said):
+                function(path, tx, state, names=unfit)
+    assert path.read_bytes() == before
+
+
+def test_a_count_of_another_shape_is_refused(path: Path) -> None:
+    tx = adamw(1e-2)
+    state = trained(tx)
+    for count in (jnp.zeros(2, int), jnp.zeros(0, int)):
+        with pytest.raises(InvalidArgument, match=r"AdamState.count of '.*' has shape \(.,\).* these parameters need \(\)"):
+            export_state(path, tx, state._replace(opt_state=state.opt_state._replace(count=count)))

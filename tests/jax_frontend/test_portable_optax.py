@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import functools
+import itertools
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +15,7 @@ import optax
 import pytest
 from tests.jax_support import float64, tree
 
-from penstock.core.errors import InvalidArgument
+from penstock.core.errors import InvalidArgument, Refused
 from penstock.core.portable_file import describe, load
 from penstock.jax_frontend import (
     TrainState,
@@ -102,9 +104,10 @@ def test_each_moment_is_rounded_once(path: Path, dtype: str) -> None:
         optax.MultiSteps(optax.adamw(1e-2, *BETAS), 3),
         compensated(optax.adamw(1e-2, *BETAS)),
         optax.inject_hyperparams(optax.adamw)(1e-2, *BETAS),
-        optax.nadamw(1e-2, *BETAS),
+        optax.chain(optax.adamw(1e-2, *BETAS), optax.normalize_by_update_norm()),
+        optax.chain(optax.adamw(1e3, *BETAS), optax.clip(1.0)),
     ],
-    ids=["mu_dtype", "MultiSteps", "compensated", "inject_hyperparams", "nadamw"],
+    ids=["mu_dtype", "MultiSteps", "compensated", "inject_hyperparams", "normalised", "clipped"],
 )
 def test_around_and_beside_adamw(path: Path, tx: Any) -> None:
     """The rule does not depend on the learning rate, which may be zero when asked."""
@@ -132,6 +135,48 @@ def test_the_betas_must_be_given_and_be_right(path: Path) -> None:
         with pytest.raises(InvalidArgument, match=said):
             export_state(path, tx, state, betas=given)
         assert not path.exists()
-    adamax = optax.adamax(1e-2, *BETAS)
-    with pytest.raises(InvalidArgument, match="adamax"):
-        export_state(path, adamax, init_train_state(adamax, tree(0)), betas=BETAS)
+
+
+def of_normalised_gradients(learning_rate: Any, b1: float, b2: float) -> optax.GradientTransformation:
+    """Decays its moments as Adam does, but the first is a mean of something else than the second."""
+    adam = optax.scale_by_adam(b1, b2)
+
+    def update(updates: Any, state: Any, params: Any = None) -> Any:
+        direction, new = adam.update(updates, state, params)
+        mu = jax.tree.map(lambda old, g: b1 * old + (1 - b1) * jnp.sign(g), state.mu, updates)
+        return direction, new._replace(mu=mu)
+
+    return optax.chain(optax.GradientTransformation(adam.init, update), optax.scale_by_learning_rate(learning_rate))
+
+
+LOOK_ALIKES: dict[str, tuple[Any, type[Exception], str]] = {
+    "adamax": (optax.adamax, InvalidArgument, "decays exp_avg_sq of 'empty' by .*adamax"),
+    "yogi": (optax.yogi, InvalidArgument, "decays exp_avg_sq"),
+    "adopt": (optax.contrib.adopt, InvalidArgument, "decays exp_avg "),
+    "nadamw": (optax.nadamw, Refused, r"depends on the gradient besides .*Nadam.* give optax.adam or optax.adamw"),
+    "radam": (optax.radam, Refused, r"does not depend on exp_avg_sq.*RAdam.* give optax.adam or optax.adamw"),
+    "of normalised gradients": (of_normalised_gradients, Refused, "are not the means of one gradient and of its square"),
+}
+AROUND: dict[str, Callable[[Callable[..., Any]], Any]] = {
+    "alone": lambda make: make(1e-2, *BETAS),
+    "MultiSteps, a schedule from zero": lambda make: optax.MultiSteps(make(optax.linear_schedule(0.0, 1e-2, 50), *BETAS), 3),
+    "chain": lambda make: optax.chain(optax.clip_by_global_norm(1.0), make(1e-2, *BETAS), optax.clip(1.0)),
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "around"),
+    [(name, "alone") for name in LOOK_ALIKES] + list(itertools.product(["nadamw", "radam"], list(AROUND)[1:])),
+)
+def test_what_only_looks_like_adam_is_refused(path: Path, name: str, around: str) -> None:
+    """The type of the state is the same; the file would say adam, or adamw, and other optimizers would go on from it."""
+    make, error, said = LOOK_ALIKES[name]
+    tx = AROUND[around](make)
+    state = init_train_state(tx, tree(0))
+    with pytest.raises(error, match=said):
+        export_state(path, tx, state, betas=BETAS)
+    assert not path.exists()
+    declared = AROUND[around](optax.adamw if name == "nadamw" else optax.adam)
+    export_state(path, declared, state, betas=BETAS)
+    with pytest.raises(error, match=said):
+        import_state(path, tx, state, betas=BETAS)

@@ -13,7 +13,7 @@ from optax import contrib
 from tests.jax_support import tree
 
 from penstock.core.errors import InvalidArgument, Refused, UnsupportedTensor
-from penstock.jax_frontend import adam, adamw, check_separable, compensated, stable_adamw
+from penstock.jax_frontend import adam, adamw, check_separable, compensated, init_train_state, release_layers, stable_adamw
 
 SCHEDULE = optax.linear_schedule(1e-2, 0.0, 10)
 NOISE_KEY = {"key": 0} if "key" in inspect.signature(optax.noisy_sgd).parameters else {}
@@ -189,6 +189,24 @@ def test_a_mask_that_fits_one_layer_only() -> None:
 
     with pytest.raises(Refused, match="give masks and labels as functions of the parameters"):
         check_separable(optax.masked(optax.sgd(1e-2), mask), layer())
+
+
+def test_masks_and_labels_of_all_parameters_do_not_fit_one_layer() -> None:
+    params = {"outer": layer(), "layers": jax.tree.map(lambda leaf: jnp.stack([leaf] * 2), layer())}
+    mask = {"outer": MASK, "layers": MASK}
+    labels = jax.tree.map(str, mask)
+    for tx in (
+        optax.masked(optax.sgd(1e-2), mask),
+        optax.adamw(1e-2, mask=mask),
+        optax.multi_transform({"True": optax.sgd(1e-2), "False": optax.set_to_zero()}, labels),
+    ):
+        for made in (lambda tx=tx: init_train_state(tx, params), lambda tx=tx: check_separable(tx, layer())):
+            with pytest.raises(Refused, match=r"tx.init fails on a part .* Remedy: give masks and labels as functions"):
+                made()
+    tx = stable_adamw(1e-2, mask=mask)  # whose init does not look at it
+    step = release_layers(lambda outer, layers, batch: batch, lambda params, x: x, tx)
+    with pytest.raises(InvalidArgument, match=r"mask, PyTreeDef.* has not the structure of params.*a function of them"):
+        step(init_train_state(tx, params), jnp.ones(()))
 
 
 def test_large_parameters_cost_nothing() -> None:

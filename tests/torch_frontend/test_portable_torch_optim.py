@@ -164,20 +164,45 @@ def test_a_float16_second_moment_that_would_vanish_is_refused(path: Path) -> Non
     assert not theirs.state
 
 
+class Lion(torch.optim.AdamW):
+    """A subclass may do anything with its moments."""
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> None:
+        """Not Adam's."""
+
+
+class Named(torch.optim.AdamW):
+    """Only adds a name."""
+
+
 def test_what_has_no_portable_state_is_refused(path: Path) -> None:
     model = layers(2)
     weight, other = model[0].parameters(), model[1].parameters()
     mixed = torch.optim.Adam([{"params": weight, "decoupled_weight_decay": True}, {"params": other}])
+    more = torch.optim.AdamW(model.parameters())
+    more.state[model[1][0].bias] = {"step": torch.zeros(()), "exp_avg_slow": torch.zeros(8)}
+    unlike = [torch.optim.SGD, torch.optim.NAdam, torch.optim.RAdam, torch.optim.Adamax]
     for optimizer, error, said in [
         (torch.optim.AdamW(model.parameters(), amsgrad=True), Refused, r"amsgrad=True keeps a third moment"),
-        (torch.optim.SGD(model.parameters()), InvalidArgument, r"optimizer=SGD has no portable state"),
+        *((kind(model.parameters()), InvalidArgument, f"optimizer={kind.__name__} has no portable state") for kind in unlike),
         (mixed, Refused, r"decoupled_weight_decay differs between groups"),
+        (Lion(model.parameters()), Refused, r"optimizer=Lion has a step\(\) of its own"),
+        (more, Refused, r"keeps 'exp_avg_slow', which a file has no place for"),
     ]:
         with pytest.raises(error, match=said):
             export_state(path, optimizer, model)
         with pytest.raises(error, match=said):
             import_state(path, optimizer, model)
     assert not path.exists()
+    named = Named(model.parameters())
+    torch.optim.lr_scheduler.ConstantLR(named)  # which wraps step(), of this one
+    export_state(path, named, model)
+    assert load(path).rule == "adamw"
+    for group in named.param_groups:  # which torch's step looks at
+        group["decoupled_weight_decay"] = False
+    export_state(path, named, model)
+    assert load(path).rule == "adam"
 
 
 def test_fully_decoupled_decay_stays_behind(path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import inspect
 from collections.abc import Mapping
 from typing import Any
 
@@ -14,12 +15,13 @@ from torch.optim import Optimizer
 from ...core import compensation as compensations
 from ...core.dtypes import StateDtypes, state_dtypes
 from ...core.errors import InvalidArgument, Refused
+from ...core.hyperparameters import RANGES, check_number
 from ...core.moments import Moments
 from ...core.portable_bias import with_bias, without_bias
 from ...core.portable_match import Expected
 from ...core.portable_state import ParameterState
 from ..array_ops import dtype_name
-from ..groups import Group, check_group, check_parameter, hyperparameters, moment_dtypes
+from ..groups import NAMES, Group, check_group, check_parameter, hyperparameters, moment_dtypes
 from ..optimizers import ReleasableOptimizer
 from ..state import initial_state
 from .arrays import laid_out_as
@@ -89,14 +91,21 @@ class TorchLayout(OwnLayout):
         groups = optimizer.param_groups
         if any(group["amsgrad"] for group in groups):
             raise Refused("amsgrad=True keeps a third moment, which penstock's rules do not have; use amsgrad=False.")
-        always = isinstance(optimizer, torch.optim.AdamW)
-        rules = {"adamw" if always or group.get("decoupled_weight_decay", False) else "adam" for group in groups}
+        kept = {key for parameter in optimizer.state for key in optimizer.state[parameter]}
+        if more := sorted(kept - {"step", *Moments._fields}):
+            raise Refused(
+                f"optimizer={type(optimizer).__name__} keeps {', '.join(map(repr, more))}, which a file has no place for; only "
+                "what Adam keeps has a portable state."
+            )
+        decoupled = isinstance(optimizer, torch.optim.AdamW)
+        rules = {"adamw" if group.get("decoupled_weight_decay", decoupled) else "adam" for group in groups}
         if len(rules) > 1:
             raise Refused(
                 "decoupled_weight_decay differs between groups, and a file is of one rule; use an optimizer for each."
             )
         (self.rule,) = rules
         for group in groups:
+            _betas(group)
             for parameter in group["params"]:
                 check_parameter(parameter)
 
@@ -135,8 +144,18 @@ class TorchLayout(OwnLayout):
 
 
 def _betas(group: Mapping[str, Any]) -> tuple[float, float]:
-    beta1, beta2 = group["betas"]
-    return float(beta1), float(beta2)
+    """Those of a group of torch.optim. Raises `InvalidArgument` if nothing can be divided by their bias."""
+    betas = group["betas"]
+    if not isinstance(betas, tuple | list) or len(betas) != 2:
+        raise InvalidArgument(f"betas={betas!r} of the optimizer must be a pair of numbers.")
+    for name, beta in zip(("beta1", "beta2"), betas, strict=True):
+        check_number(NAMES[name], float(beta), RANGES[name])
+    return float(betas[0]), float(betas[1])
+
+
+def _step(kind: type[Optimizer]) -> Any:
+    """The step() of a class as it was written; torch wraps it, for each class anew."""
+    return inspect.unwrap(kind.step)
 
 
 def layout_of(optimizer: Optimizer) -> OwnLayout:
@@ -148,6 +167,11 @@ def layout_of(optimizer: Optimizer) -> OwnLayout:
     if isinstance(optimizer, ReleasableOptimizer):
         return OwnLayout(optimizer)
     if isinstance(optimizer, (torch.optim.AdamW, torch.optim.Adam)):
+        if not any(_step(type(optimizer)) is _step(known) for known in (torch.optim.AdamW, torch.optim.Adam)):
+            raise Refused(
+                f"optimizer={type(optimizer).__name__} has a step() of its own, which may keep other moments than Adam's. If it "
+                "does not, load its state_dict() into torch.optim.AdamW or torch.optim.Adam, and give that."
+            )
         return TorchLayout(optimizer)
     raise InvalidArgument(
         f"optimizer={type(optimizer).__name__} has no portable state; give one of penstock's, torch.optim.AdamW or "

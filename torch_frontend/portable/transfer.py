@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import functools
 import os
 from typing import Any
 
 import numpy as np
+import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from ...core import portable_file
+from ...core.errors import InvalidArgument, Refused
 from ...core.moments import Moments
 from ...core.portable_match import check_own, matched
 from ...core.portable_names import Names, rename, rename_back, table_of
-from ...core.portable_state import ParameterState, PortableGroup, PortableState
+from ...core.portable_state import ParameterState, PortableGroup, PortableState, listed
 from ..communication.shards import is_sharded
 from ..groups import Group
 from .arrays import fill, holds, to_array
@@ -67,7 +70,7 @@ def export_state(
             if parameters:
                 arrays["parameter"] = to_array(parameter)
             if alone:
-                entries[name] = _entry(layout, group, parameter, int(state["step"]), arrays)
+                entries[name] = _entry(layout, group, parameter, _step(name, state["step"]), arrays)
 
     def save() -> None:
         if alone:
@@ -116,6 +119,8 @@ def import_state(
     sharded = _sharded(optimizer)
 
     def prepare() -> tuple[list[tuple[Tensor, dict[str, Tensor], np.ndarray | None]], list[dict[str, Any]]]:
+        if torch.is_inference_mode_enabled():
+            raise Refused("import_state() under torch.inference_mode() would make tensors that no step can update; leave it.")
         layout, named = _opened(optimizer, model, "import_state()")
         table = table_of(names, [name for members in named for name in members])
         state = rename_back(portable_file.load(path), table)
@@ -131,8 +136,7 @@ def import_state(
         ready = []
         for name, (group, parameter) in placed.items():
             entry = entries[name]
-            if not parameters and entry.compensation is not None and entry.parameter is not None:
-                check_own(name, entry, holds(parameter, entry.parameter))
+            check_own(name, entry, functools.partial(holds, parameter), parameters=parameters)
             new_state = layout.new_state(group, name, parameter, entry)
             ready.append((parameter, new_state, entry.parameter if parameters else None))
         return ready, settings
@@ -154,7 +158,22 @@ def _opened(optimizer: Optimizer, model: nn.Module, call: str) -> tuple[OwnLayou
     """How the optimizer keeps its state, and its parameters by group and name."""
     layout = layout_of(optimizer)
     layout.require_closed(call)
-    return layout, named_groups(optimizer, model)
+    named = named_groups(optimizer, model)
+    for name, parameter in (pair for members in named for pair in members.items()):
+        if parameter.is_meta:
+            raise InvalidArgument(f"parameter {name!r} is on the meta device, without values; materialise the model first.")
+        state = optimizer.state.get(parameter)
+        if state and (missing := {"step", *Moments._fields} - state.keys()):
+            raise InvalidArgument(
+                f"the optimizer's state of {name!r} has no {listed(sorted(missing))}; give the optimizer that updates it."
+            )
+    return layout, named
+
+
+def _step(name: str, step: Any) -> int:
+    if not float(step).is_integer():
+        raise InvalidArgument(f"step of {name!r} is {float(step)} in the optimizer; it must be a whole number.")
+    return int(step)
 
 
 def _told(opened: tuple[OwnLayout, list[dict[str, Tensor]]]) -> Any:

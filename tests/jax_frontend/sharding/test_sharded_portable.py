@@ -52,7 +52,7 @@ SCRIPT = """
 from pathlib import Path
 
 import numpy as np
-from penstock.core.errors import Refused
+from penstock.core.errors import PenstockError
 from penstock.jax_frontend import export_state, import_state, init_train_state
 from tests.processes_support import spread
 from tests.walk_support import TX, parameters
@@ -68,14 +68,28 @@ for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(state), strict=True):
     assert a.sharding == b.sharding
     for one, other in zip(a.addressable_shards, b.addressable_shards, strict=True):
         assert np.asarray(one.data).tobytes() == np.asarray(other.data).tobytes()
-try:
-    export_state(path.parent / "nowhere" / "state", TX, state)
-except Refused as error:
-    assert ("first process" in str(error)) == (jax.process_index() == 1), error
-    print("refused")
+first = jax.process_index() == 0
+
+
+def fails(said, function, where, *arguments, **options):
+    try:
+        function(where, TX, *arguments, **options)
+    except PenstockError as error:
+        assert said in str(error), error
+        return
+    raise AssertionError(said)
+
+
+nowhere = path.parent / "nowhere" / "state"
+fails("could not be written" if first else "process 0 failed: ", export_state, nowhere, state)
+fails("process 1 failed: " if first else "cannot be read", import_state, path if first else nowhere, state)
+fails("process 1 failed: " if first else "no TrainState", import_state, path, state if first else None)
+fails("other arguments", import_state, path, state, parameters=first)
+assert path.read_bytes() == content
+print("refused")
 """
 
 
 def test_over_two_processes(tmp_path: Path) -> None:
-    """Nobody holds a whole array. Where the first process cannot write, the other does not wait for ever."""
+    """Nobody holds a whole array. What fails on one fails on both, and neither waits for ever."""
     in_two_processes(SCRIPT, "refused", str(tmp_path / "state"))
