@@ -13,9 +13,14 @@ import numpy as np
 
 from ..cases import Case
 
+ABILITIES = ("schedules", "groups", "decoupled decay")
+"""See `Backend`."""
+
 
 class Held(NamedTuple):
     """What a run holds for one tensor: numpy arrays of the tensor's shape, in the dtypes in which they are stored.
+
+    They are copies, or what no later step writes to.
 
     parameter: in the case's dtype (bfloat16 is `ml_dtypes.bfloat16`).
     compensation: int16 (split) or the parameter's dtype (kahan); None without.
@@ -59,11 +64,14 @@ class Backend(Protocol):
     An attribute `abilities`, if there is one, names what it can do beyond constant hyperparameters that are the same for
     all tensors; cases that need more are refused for it (`lacks`):
 
-        "schedules"   its runs follow `case.problem.hyperparameters_at(step)` from update to update
-        "groups"      its runs follow it from tensor to tensor
+        "schedules"         its runs follow `case.problem.hyperparameters_at(step)` from update to update
+        "groups"            its runs follow it from tensor to tensor
+        "decoupled decay"   its runs know fully decoupled decay: `decouple_lr` and `max_lr`
 
     An attribute `peer`, if there is one and it is true, says that the backend is there for comparison: its errors are
     reported, but its broken bounds do not count (`is_peer`).
+
+    What `unavailable` and `refuses` raise ends the suite; what a run raises, or returns wrongly, is a failed row.
     """
 
     @property
