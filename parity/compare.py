@@ -103,9 +103,9 @@ def numbers(problem: Problem, held: Mapping[str, Held]) -> dict[str, np.ndarray]
     return found
 
 
-def rows(case: Case, backend: str, held: Mapping[str, Held], truth: Truth) -> list[Row]:
-    """One row a quantity of what a backend holds after `truth.steps` updates."""
-    bounds = truth.bounds[case.storage]
+def rows(case: Case, backend: str, held: Mapping[str, Held], truth: Truth, *, flushes: bool = True) -> list[Row]:
+    """One row a quantity of what a backend holds after `truth.steps` updates; `flushes` as in `Truth.bounds_of`."""
+    bounds = truth.bounds_of(case.storage, flushes=flushes)
     moments = case.storage.moments(case.problem)
     units: dict[str, Unit] = {
         "parameter": functools.partial(stored_spacing, case.problem.dtype, case.storage.compensation),

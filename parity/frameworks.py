@@ -124,7 +124,7 @@ def _rows(pair: Pair, step: int, torch_run: Any, jax_run: Any, truth: Truth, *, 
         yield identical(pair.name, TORCH, step, "JAX's arrays in PyTorch", _bits(to_torch), _bits(held_by_jax))
         yield identical(pair.name, JAX, step, "PyTorch's tensors in JAX", _bits(to_jax), _bits(held_by_torch))
     twice = {quantity: Bound(2.0 * bound.norm, 2.0 * bound.elements) for quantity, bound in truth.bounds[storage].items()}
-    of_jax = Truth(step, numbers(problem, to_torch), {storage: twice})
+    of_jax = Truth(step, numbers(problem, to_torch), {storage: twice}, {storage: twice})
     for row in rows(pair.case, JAX, held_by_torch, of_jax):
         yield dataclasses.replace(row, case=pair.name)
     stored = [(held_by_torch[name].parameter.reshape(-1), to_torch[name].parameter.reshape(-1)) for name in to_torch]

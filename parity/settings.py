@@ -117,6 +117,11 @@ class Setting:
         return TENSORS[self.tensors]
 
     @property
+    def subnormal(self) -> bool:
+        """Whether its gradients or their squares lie below the smallest normal number, which some devices flush to zero."""
+        return self.gradients == "denormal"
+
+    @property
     def element_count(self) -> int:
         """Over all tensors."""
         return sum(math.prod(shape) for shape in self.shapes.values())

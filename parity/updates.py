@@ -6,7 +6,7 @@ import itertools
 from collections.abc import Iterator, Mapping, Sequence
 
 from .backends.calls import FAILURES, held_after, reason
-from .backends.protocol import Backend, lacks
+from .backends.protocol import Backend, flushes, lacks
 from .cases import Case, select
 from .compare import Finding, Refusal, Row, failed_from, rows
 from .progress import Progress, silent
@@ -61,7 +61,7 @@ def run_case(backend: Backend, case: Case, truth: Mapping[int, Truth]) -> list[R
     found: list[Row] = []
     try:
         for step, held in held_after(backend, case, truth):
-            found += rows(case, backend.name, held, truth[step])
+            found += rows(case, backend.name, held, truth[step], flushes=flushes(backend))
     except FAILURES as error:
         found += failed_from(case.name, backend.name, truth, found, error)
     return found

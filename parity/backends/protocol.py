@@ -71,6 +71,9 @@ class Backend(Protocol):
     An attribute `peer`, if there is one and it is true, says that the backend is there for comparison: its errors are
     reported, but its broken bounds do not count (`is_peer`).
 
+    An attribute `flushes_subnormals`, if there is one and it is true, says that numbers below the smallest normal one may be
+    zero for its device; it is granted that much error near zero (`flushes`).
+
     What `unavailable` and `refuses` raise ends the suite; what a run raises, or returns wrongly, is a failed row.
     """
 
@@ -96,6 +99,11 @@ def lacks(backend: Backend, needs: Collection[str]) -> str | None:
     """Why a backend cannot run a case that needs these abilities (a sentence), or None when it can."""
     missing = sorted(set(needs) - set(getattr(backend, "abilities", ())))
     return f"it has no {' and no '.join(missing)} (`Backend.abilities`)" if missing else None
+
+
+def flushes(backend: Backend) -> bool:
+    """Whether a backend's device may flush subnormal numbers to zero."""
+    return bool(getattr(backend, "flushes_subnormals", False))
 
 
 def is_peer(backend: Backend) -> bool:
