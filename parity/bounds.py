@@ -33,13 +33,19 @@ power of two.
             on the device (two casts and the quotient). c1 and c2: COMPLEMENT = 6 u, where they are computed on the device:
             1-beta, log(beta), its product with t, expm1 (off by a unit: two), the quotient
 
-**Underflow.** Numbers below the smallest normal number N of the compute dtype may be flushed to zero where they are read or
-written, as XLA does on a CPU; where they are not, they are off by less. So each operand and each result of m and v may be
-off by another N: g, m, g-m, its product, the sum, the cast to the state dtype, and two more with an L2 term: UNDERFLOWS = 8
-(for v: g, g*g, g*g-v, the product, v, the sum, the cast, and the L2 term's; an error N of g is one of 2|g|N in g*g, which is
-below N or below a rounding). Then m/q by N/q, and a flushed v counts as an error N of v: q is off by sqrt(N) at most, which
-for eps = 1e-8 is less than a rounding. float16 moments keep their subnormal numbers: what is stored is off by half of their
-spacing, whatever the device does in float32.
+**Underflow.** Below the smallest normal number N of a dtype its spacing is the smallest one, s: a number that is rounded there
+is off by half of s, and by no fraction of itself. Sums are exact there. A product or quotient may be off by s/2 beyond its
+rounding: for m the product with c1 and the L2 term's, for v g*g, the product with c2 and the L2 term's, for the step the
+quotient, the decay product and the product with eta: PRODUCTS = 3 each. Like any rounding of a moment they live on with the
+factor 1-c, so that m of subnormal gradients is known to a few s. What is stored is off by half the spacing of its own dtype.
+
+**Flushing to zero** is a case of its own (`flushes`): what a device flushes, as XLA does on a CPU, is lost where it is read or
+written. So each operand and each result of m and v may be off by another N: g, m, g-m, its product, the sum, the cast to the
+state dtype, and two more with an L2 term: FLUSHED = 8 (for v: g, g*g, g*g-v, the product, v, the sum, the cast, and the L2
+term's; an error N of g is one of 2|g|N in g*g, which is below N or below a rounding). Then m/q by N/q, and a flushed v counts
+as an error N of v: q is off by sqrt(N) at most, which for eps = 1e-8 is less than a rounding. A product c1*(g-m) may be
+flushed for ever, so that m stays 0: of m and v below N nothing can be told on such a device. float16 moments keep their
+subnormal numbers, whatever the device does in float32. Where nothing comes near N, these bounds serve every device.
 
 **How roundings add up.** Worst case: sum of h (linear in the number of steps). But where the increments of a stored
 number scatter over several spacings, their rounding errors are uniform in [-h, h] and independent (Widrow's quantisation
@@ -79,7 +85,8 @@ ARITHMETIC = 8  # roundings in the increment of a parameter
 COMPLEMENT = 6  # roundings in c1 and in c2
 SIDES = {"float32": 1, "float64": 2}  # who rounds: in float64 the reference does, too
 DECAY_RATE = 3  # roundings in weight_decay / max_lr, where it is computed on the device; one of weight_decay alone
-UNDERFLOWS = 8  # numbers read or written in a step that may be flushed to zero, for each of m, v and p
+PRODUCTS = 3  # products and quotients in a step that may be off by half the smallest spacing, for each of m, v and p
+FLUSHED = 8  # numbers read or written in a step that may be flushed to zero, for each of m, v and p
 
 PROMISES = (
     ("B/*/float32/*", 1.5e-6),
@@ -113,6 +120,11 @@ def smallest_normal(dtype: str) -> float:
     """What is smaller than this may be flushed to zero."""
     digits, lowest = _FORMATS[dtype]
     return 2.0 ** (lowest + digits - 1)
+
+
+def underflow(dtype: str, *, flushes: bool) -> float:
+    """What the operations of one step, in the compute dtype, may be off by near zero beyond their roundings."""
+    return FLUSHED * smallest_normal(dtype) if flushes else PRODUCTS * 2.0 ** _FORMATS[dtype][1] / 2.0
 
 
 def reference_debiasing(beta: float | np.ndarray, step: int) -> float | np.ndarray:

@@ -8,12 +8,13 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import numpy as np
 
 from ..core.errors import InvalidArgument
+from .backends.calls import checked, described
 from .backends.protocol import Held
 from .bounds import Bound, promised, spacing, stored_spacing
 from .cases import Case, Problem
@@ -31,7 +32,7 @@ class Row:
     units: |x - r| in units in the last place of what the backend stores (of the pair where it is compensated), at the
         element that comes nearest to its bound; `units_bound` is the bound of that element. Of bits: how many differ.
     element_ratio: |x - r| / bound at that element.
-    failure: why there are no numbers: the backend raised this.
+    failure: why there are no numbers: which method of the backend raised what.
     data: more of it, for figures: what JSON can hold.
     within: whether both bounds hold.
     """
@@ -91,9 +92,9 @@ def numbers(problem: Problem, held: Mapping[str, Held]) -> dict[str, np.ndarray]
     bits are p's, followed by sixteen zeros, plus k.
 
     Raises:
-        InvalidArgument: a tensor is missing, or an array is not of its shape, or a parameter not in the problem's dtype.
+        InvalidArgument: as `checked` does.
     """
-    _check(problem, held)
+    checked(problem, held)
     found = {"parameter": problem.flatten({name: _number(tensor) for name, tensor in held.items()})}
     for quantity in ("exp_avg", "exp_avg_sq"):
         arrays = {name: getattr(tensor, quantity) for name, tensor in held.items()}
@@ -102,21 +103,9 @@ def numbers(problem: Problem, held: Mapping[str, Held]) -> dict[str, np.ndarray]
     return found
 
 
-def _check(problem: Problem, held: Mapping[str, Held]) -> None:
-    if held.keys() != problem.setting.shapes.keys():
-        raise InvalidArgument(f"held() has the tensors {sorted(held)}; it must have {sorted(problem.setting.shapes)}.")
-    for name, shape in problem.setting.shapes.items():
-        for field, array in held[name]._asdict().items():
-            if array is not None and array.shape != shape:
-                raise InvalidArgument(f"{field} of {name!r} has the shape {list(array.shape)}; it must have {list(shape)}.")
-        dtype = held[name].parameter.dtype.name
-        if dtype != problem.dtype:
-            raise InvalidArgument(f"parameter of {name!r} has become {dtype}; it must stay {problem.dtype}.")
-
-
-def rows(case: Case, backend: str, held: Mapping[str, Held], truth: Truth) -> list[Row]:
-    """One row a quantity of what a backend holds after `truth.steps` updates."""
-    bounds = truth.bounds[case.storage]
+def rows(case: Case, backend: str, held: Mapping[str, Held], truth: Truth, *, flushes: bool = True) -> list[Row]:
+    """One row a quantity of what a backend holds after `truth.steps` updates; `flushes` as in `Truth.bounds_of`."""
+    bounds = truth.bounds_of(case.storage, flushes=flushes)
     moments = case.storage.moments(case.problem)
     units: dict[str, Unit] = {
         "parameter": functools.partial(stored_spacing, case.problem.dtype, case.storage.compensation),
@@ -199,10 +188,21 @@ def differing_elements(one: np.ndarray, other: np.ndarray) -> int:
     return int(np.count_nonzero(np.ascontiguousarray(one).view(bits) != np.ascontiguousarray(other).view(bits)))
 
 
-def failed(case_name: str, backend: str, steps: int, failure: str, quantity: str = "parameter") -> Row:
-    """The row of a backend that raised before it came to `steps`; what it raised becomes one line."""
+def failed(
+    case_name: str, backend: str, steps: int, error: BaseException, quantity: str = "parameter", *, at: str | None = None
+) -> Row:
+    """The row of a backend that failed before it came to `steps`, with what was raised, and `at` which place."""
     nan = math.nan
-    return Row(case_name, backend, steps, quantity, nan, nan, nan, nan, nan, " ".join(failure.split()))
+    failure = described(error) if at is None else f"{at}: {described(error)}"
+    return Row(case_name, backend, steps, quantity, nan, nan, nan, nan, nan, failure)
+
+
+def failed_from(
+    case_name: str, backend: str, steps: Iterable[int], found: Iterable[Finding], error: BaseException, *, at: str | None = None
+) -> list[Row]:
+    """A failed row for each of `steps` that no row of `found` has come to."""
+    done = {row.steps for row in found if isinstance(row, Row)}
+    return [failed(case_name, backend, count, error, at=at) for count in steps if count not in done]
 
 
 def _number(held: Held) -> np.ndarray:

@@ -14,16 +14,18 @@ from collections.abc import Iterator, Mapping, Sequence
 import numpy as np
 
 from ..core.rules import RULES, Rule
-from .backends.protocol import Backend, Held, lacks
+from .backends.calls import FAILURES, held_after
+from .backends.protocol import Backend, Held
 from .cases import Case, Problem, Storage
 from .compare import Finding, Refusal, differing, differing_elements, failed
 from .progress import Progress
-from .settings import SETTINGS
+from .settings import named
+from .updates import refusal
 
 STEPS = (1, 2, 100)
 QUANTITIES = ("parameter", "exp_avg", "exp_avg_sq")
 
-_SETTING = next(setting for setting in SETTINGS if setting.name == "B")  # whose programs are compiled already
+_SETTING = named("B")  # whose programs are compiled already
 
 
 @dataclasses.dataclass(frozen=True)
@@ -65,30 +67,20 @@ class Differences:
             case, stored = comparison.case, {}
             for backend in backends:
                 progress(comparison.name, backend.name)
-                reason = lacks(backend, case.problem.needs) or backend.refuses(case)
-                if reason is not None:
-                    yield Refusal(comparison.name, backend.name, reason)
+                why = refusal(backend, case)
+                if why is not None:
+                    yield Refusal(comparison.name, backend.name, why)
                     continue
                 try:
-                    stored[backend.name] = stored_after(backend, case, STEPS)
-                except Exception as error:
-                    yield failed(comparison.name, backend.name, max(STEPS), f"{type(error).__name__}: {error}")
+                    stored[backend.name] = dict(held_after(backend, case, STEPS))
+                except FAILURES as error:
+                    yield failed(comparison.name, backend.name, max(STEPS), error)
             for (one, its), (other, others) in itertools.combinations(stored.items(), 2):
                 for step, quantity in itertools.product(STEPS, QUANTITIES):
                     count = differing_between(its[step], others[step], quantity)
                     if count is not None:
                         elements = case.problem.setting.element_count
                         yield differing(comparison.name, one, other, step, quantity, count, elements)
-
-
-def stored_after(backend: Backend, case: Case, steps: Sequence[int]) -> dict[int, Mapping[str, Held]]:
-    """What a backend stores after each of some numbers of steps."""
-    running, found = backend.start(case), {}
-    for step in range(1, max(steps) + 1):
-        running.step(case.problem.gradients(step))
-        if step in steps:
-            found[step] = running.held()
-    return found
 
 
 def differing_between(one: Mapping[str, Held], other: Mapping[str, Held], quantity: str) -> int | None:

@@ -16,18 +16,19 @@ import numpy as np
 from ..core.compensation import resolve
 from ..core.dtypes import PARAMETER_DTYPES
 from ..core.rules import RULES
+from .backends.calls import FAILURES
 from .backends.jax_transforms import float64
 from .backends.protocol import Backend, Held, converted
 from .backends.torch_optimizers import to_numpy
 from .bounds import Bound
 from .cases import Case, Problem, Storage
-from .compare import Finding, Refusal, Row, differing, differing_elements, failed, identical, numbers, rows
+from .compare import Finding, Refusal, Row, differing, differing_elements, failed_from, identical, numbers, rows
 from .progress import Progress
-from .settings import SETTINGS
+from .settings import named
 from .truth import Truth, truths
 
 TORCH, JAX = "eager", "jax"
-SETTING, QUICK_SETTING = (next(setting for setting in SETTINGS if setting.name == name) for name in ("shapes", "B"))
+SETTING, QUICK_SETTING = named("shapes"), named("B")
 """Tensors of odd shapes, 0-d and zero-size among them; in a quick run the matrix whose programs are compiled already."""
 
 
@@ -94,10 +95,8 @@ def run_pair(pair: Pair, torch_backend: Backend, jax_backend: Backend, truth: Ma
                 running.step(pair.case.problem.gradients(step))
             if step in truth:
                 found += _rows(pair, step, one, other, truth[step], crosses=reason is None)
-    except Exception as error:
-        failure = f"step {step}: {type(error).__name__}: {error}"
-        done = {row.steps for row in found if isinstance(row, Row)}
-        found += [failed(pair.name, JAX, count, failure) for count in truth if count not in done]
+    except FAILURES as error:
+        found += failed_from(pair.name, JAX, truth, found, error, at=f"step {step}")
     return found
 
 
@@ -125,7 +124,7 @@ def _rows(pair: Pair, step: int, torch_run: Any, jax_run: Any, truth: Truth, *, 
         yield identical(pair.name, TORCH, step, "JAX's arrays in PyTorch", _bits(to_torch), _bits(held_by_jax))
         yield identical(pair.name, JAX, step, "PyTorch's tensors in JAX", _bits(to_jax), _bits(held_by_torch))
     twice = {quantity: Bound(2.0 * bound.norm, 2.0 * bound.elements) for quantity, bound in truth.bounds[storage].items()}
-    of_jax = Truth(step, numbers(problem, to_torch), {storage: twice})
+    of_jax = Truth(step, numbers(problem, to_torch), {storage: twice}, {storage: twice})
     for row in rows(pair.case, JAX, held_by_torch, of_jax):
         yield dataclasses.replace(row, case=pair.name)
     stored = [(held_by_torch[name].parameter.reshape(-1), to_torch[name].parameter.reshape(-1)) for name in to_torch]

@@ -53,8 +53,10 @@ def constant(generator: np.random.Generator, shape: tuple[int, int], dtype: str)
 
 
 def denormal(generator: np.random.Generator, shape: tuple[int, int], dtype: str) -> np.ndarray:
-    """Around and below the smallest normal number of the dtype; their squares underflow in float32."""
-    return SMALLEST_NORMAL[dtype] * np.exp2(generator.uniform(-9.0, 3.0, shape)) * generator.choice([-1.0, 1.0], shape)
+    """Around and below the smallest normal number of the dtype, where squares underflow in float32; or below its root."""
+    values = SMALLEST_NORMAL[dtype] * np.exp2(generator.uniform(-9.0, 3.0, shape)) * generator.choice([-1.0, 1.0], shape)
+    values[:, ::2] *= SMALLEST_NORMAL[dtype] ** -0.5 / 4.0  # so that the mean of every second square is in this range
+    return values
 
 
 def huge(generator: np.random.Generator, shape: tuple[int, int], dtype: str) -> np.ndarray:

@@ -19,14 +19,16 @@ import numpy as np
 
 from ..core.compensation import resolve
 from ..core.rules import RULES, Rule
-from .backends.protocol import Backend, Held
+from .backends.calls import FAILURES, BrokenBackend, checked, held_after, reason
+from .backends.protocol import Backend, Held, converted
 from .cases import Case, Problem, Storage
-from .compare import Finding, Refusal, Row, failed, identical
+from .compare import Finding, Refusal, failed, identical
 from .events import Backward, Event, EventCase, EventRun, EventSequence, LearningRate, Resumable, RunsEvents, Step
 from .events.section import DTYPES
 from .events.sequences import SEQUENCES
 from .progress import Progress
-from .settings import SETTINGS
+from .settings import named
+from .updates import refusal
 
 ARRAYS = ("parameter", "compensation", "exp_avg", "exp_avg_sq")
 REPEATED = 5
@@ -114,9 +116,10 @@ def run_case(backend: Backend, case: IdentityCase) -> list[Finding]:
             found.append(identical(case.name, backend.name, steps, quantity, one, other))
     except NotPromised as why:
         return [Refusal(case.name, backend.name, str(why))]
-    except Exception as error:
-        row: Row = failed(case.name, backend.name, 0, f"{type(error).__name__}: {error}", "bits")
-        return [*found, row]
+    except BrokenBackend:
+        raise
+    except FAILURES as error:
+        return [*found, failed(case.name, backend.name, 0, error, "bits")]
     return found
 
 
@@ -124,20 +127,14 @@ def run_case(backend: Backend, case: IdentityCase) -> list[Finding]:
 
 
 def _repeat(backend: Backend, case: IdentityCase) -> Bits:
-    setting = next(setting for setting in SETTINGS if setting.name == "B")
-    plain = Case(Problem(setting, case.rule, case.dtype), Storage(resolve("auto", case.dtype), None))
-    reason, events = backend.refuses(plain), case.events(_sequence("release", _STEPS))
+    plain = Case(Problem(named("B"), case.rule, case.dtype), Storage(resolve("auto", case.dtype), None))
+    why, events = refusal(backend, plain), case.events(_sequence("release", _STEPS))
     if events.not_compiled is not None and isinstance(backend, RunsEvents):
-        reason = reason or backend.refuses_events(events)  # as it compiles, and this is not the case to do so for
-    if reason is not None:
-        raise NotPromised(reason)
-    ends = []
-    for _ in range(2):
-        run = backend.start(plain)
-        for step in range(1, REPEATED + 1):
-            run.step(plain.problem.gradients(step))
-        ends.append(run.held())
-    yield from _equal(REPEATED, *ends)
+        why = why or reason(backend, "refuses_events", events)  # as it compiles, and this is not the case to do so for
+    if why is not None:
+        raise NotPromised(why)
+    (one,), (other,) = (held_after(backend, plain, [REPEATED]) for _ in range(2))
+    yield from _equal(REPEATED, one[1], other[1])
 
 
 def _release_is_step(backend: Backend, case: IdentityCase) -> Bits:
@@ -148,7 +145,7 @@ def _release_is_step(backend: Backend, case: IdentityCase) -> Bits:
         released = _start(backend, case.events(events))
         plain = backend.start_plain(case.events(events))
         _run((released, plain), events.events)
-        for steps, quantity, *arrays in _equal(events.steps, released.held(), plain.held()):
+        for steps, quantity, *arrays in _equal(events.steps, _held(released, case), _held(plain, case)):
             yield steps, f"{quantity}, {name}", arrays[0], arrays[1]
 
 
@@ -158,7 +155,7 @@ def _resume(backend: Backend, case: IdentityCase) -> Bits:
     _run((through, resumed), _STEPS)
     resumed = _saved_and_loaded(resumed, lambda: _start(backend, case.events(sequence)))
     _run((through, resumed), _STEPS)
-    yield from _equal(sequence.steps, through.held(), resumed.held())
+    yield from _equal(sequence.steps, _held(through, case), _held(resumed, case))
 
 
 def _skip(backend: Backend, case: IdentityCase) -> Bits:
@@ -174,9 +171,9 @@ def _skip(backend: Backend, case: IdentityCase) -> Bits:
             refusals.append(why)
             continue
         _run((run,), _STEPS)
-        before, updates = run.held(), dict(run.updates())
+        before, updates = _held(run, case), dict(run.updates())
         _run((run,), (overflow, Step()))
-        for steps, quantity, *arrays in _equal(sequence.steps, run.held(), before):
+        for steps, quantity, *arrays in _equal(sequence.steps, _held(run, case), before):
             yield steps, f"{quantity}, {sequence.name}", arrays[0], arrays[1]
         counts = [np.asarray(list(each.values())) for each in (run.updates(), updates)]
         yield sequence.steps, f"number of updates, {sequence.name}", counts[0], counts[1]
@@ -188,11 +185,11 @@ def _frozen(backend: Backend, case: IdentityCase) -> Bits:
     sequence = _sequence("frozen", (*_STEPS, LearningRate(0.0), *_STEPS * 2))
     run = _start(backend, case.events(sequence))
     _run((run,), _STEPS)
-    before = run.held()
+    before = _held(run, case)
     _run((run,), (LearningRate(0.0), *_STEPS))
     run = _saved_and_loaded(run, lambda: _start(backend, case.events(sequence)))
     _run((run,), _STEPS)
-    after = run.held()
+    after = _held(run, case)
     if all(np.array_equal(after[name].exp_avg, before[name].exp_avg) for name in after):  # type: ignore[arg-type]
         raise AssertionError("the moments did not move under a learning rate of zero, so that nothing was tried")
     yield from _equal(sequence.steps, after, before, ("parameter", "compensation"))
@@ -217,9 +214,9 @@ def _sequence(name: str, events: Iterable[Event], **more: Any) -> EventSequence:
 def _start(backend: Any, case: EventCase) -> EventRun:
     if not isinstance(backend, RunsEvents):
         raise NotPromised("it makes plain updates only (`parity.events.RunsEvents`)")
-    reason = backend.refuses_events(case)
-    if reason is not None:
-        raise NotPromised(reason)
+    why = reason(backend, "refuses_events", case)
+    if why is not None:
+        raise NotPromised(why)
     return backend.start_events(case)
 
 
@@ -228,6 +225,12 @@ def _run(runs: Iterable[EventRun], events: Iterable[Event]) -> None:
     for run in runs:
         for event in events:
             run.run(event)
+
+
+def _held(run: EventRun, case: IdentityCase) -> Mapping[str, Held]:
+    """What a run holds, in copies: one that handed out its own arrays would change them under our hands."""
+    held = checked(case.events(_sequence("release", _STEPS)).problem(), run.held())
+    return {name: converted(tensor._asdict(), np.array) for name, tensor in held.items()}
 
 
 def _saved_and_loaded(run: EventRun, start: Callable[[], EventRun]) -> EventRun:

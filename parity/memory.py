@@ -26,6 +26,7 @@ from typing import Any, Protocol, runtime_checkable
 import numpy as np
 
 from ..core.release import Ledger
+from .backends.calls import FAILURES, reason
 from .backends.protocol import Backend
 from .bounds import Bound
 from .compare import Finding, Refusal, Row, against, failed
@@ -118,14 +119,13 @@ def run_case(backend: Backend, case: MemoryCase) -> list[Finding]:
     """One policy on one backend. What the backend raises becomes a broken row."""
     if not isinstance(backend, ShowsMemory):
         return [Refusal(case.name, backend.name, "its gradients cannot be seen (`parity.memory.ShowsMemory`)")]
-    reason = backend.refuses_memory(case)
-    if reason is not None:
-        return [Refusal(case.name, backend.name, reason)]
+    why = reason(backend, "refuses_memory", case)
+    if why is not None:
+        return [Refusal(case.name, backend.name, why)]
     try:
-        measured = backend.measure_memory(case)
-    except Exception as error:
-        return [failed(case.name, backend.name, 0, f"{type(error).__name__}: {error}", "bytes")]
-    return [_row(case, backend.name, *each) for each in measured]
+        return [_row(case, backend.name, *each) for each in backend.measure_memory(case)]
+    except FAILURES as error:
+        return [failed(case.name, backend.name, 0, error, "bytes", at="measure_memory()")]
 
 
 def _row(case: MemoryCase, backend: str, quantity: str, found: int, expected: int, allowed: int, data: dict[str, Any]) -> Row:

@@ -15,7 +15,6 @@ from .bounds import (
     DECAY_RATE,
     INDEPENDENT_FROM,
     SIDES,
-    UNDERFLOWS,
     Bound,
     RoundingErrors,
     Scatter,
@@ -23,6 +22,7 @@ from .bounds import (
     smallest_normal,
     spacing,
     stored_spacing,
+    underflow,
     unit_roundoff,
 )
 from .cases import Problem, Storage
@@ -86,8 +86,8 @@ _TINY = 1e-300  # keeps 0/0 away
 class MomentErrors:
     """The rounding errors of exp_avg and exp_avg_sq. Without an L2 term they do not depend on the compensation."""
 
-    def __init__(self, problem: Problem, dtypes: StateDtypes, n: int) -> None:
-        self.problem, self.dtypes = problem, dtypes
+    def __init__(self, problem: Problem, dtypes: StateDtypes, n: int, *, flushes: bool) -> None:
+        self.problem, self.dtypes, self.flushes = problem, dtypes, flushes
         self.compute = compute_dtype(problem.dtype)
         self.exp_avg, self.exp_avg_sq = RoundingErrors(n), RoundingErrors(n)
         self.step = 0
@@ -135,7 +135,7 @@ class MomentErrors:
         errors.decay(1.0 - complement)
         errors.echo += complement * echo
         errors.linear += complement * (COMPLEMENT * sides * unit * magnitudes[0] + remainder)
-        errors.linear += UNDERFLOWS * smallest_normal(self.compute)
+        errors.linear += underflow(self.compute, flushes=self.flushes)
         # where a rounding may have carried the number across a power of two, its spacing is the wider one
         reach = np.abs(value) + errors.linear + errors.echo
         halves = np.abs(value) + complement * sum(magnitudes)
@@ -159,14 +159,17 @@ class Propagation:
         storage: compensation and state dtype.
         n: elements of the case.
         moments: of another propagation of the problem with the same state dtypes; shared unless an L2 term forbids it.
+        flushes: whether the device may flush subnormal numbers to zero.
     """
 
-    def __init__(self, problem: Problem, storage: Storage, n: int, moments: MomentErrors | None = None) -> None:
-        self.problem = problem
+    def __init__(
+        self, problem: Problem, storage: Storage, n: int, moments: MomentErrors | None = None, *, flushes: bool = True
+    ) -> None:
+        self.problem, self.flushes = problem, flushes
         self.compensation = storage.compensation
         self.compute = compute_dtype(problem.dtype)
         if moments is None or problem.rule.l2:
-            moments = MomentErrors(problem, storage.moments(problem), n)
+            moments = MomentErrors(problem, storage.moments(problem), n, flushes=flushes)
         self.moments = moments
         self.parameter = RoundingErrors(n)
         self.sums_of_reference = (Scatter(), Scatter())
@@ -203,14 +206,15 @@ class Propagation:
         errors, exp_avg, exp_avg_sq = self.parameter, self.moments.exp_avg, self.moments.exp_avg_sq
 
         lowest = smallest_normal(self.compute)
-        linear = exp_avg_sq.linear + lowest  # where it is read, it may be flushed
+        flushed = lowest if self.flushes else 0.0  # where it is read
+        linear = exp_avg_sq.linear + flushed
         of_linear = _of_root(point.exp_avg_sq, root, linear, rule.eps)
         of_worst = _of_root(point.exp_avg_sq, root, linear + exp_avg_sq.worst, rule.eps) - of_linear
         deviation = np.sqrt(exp_avg_sq.variance) / (2.0 * np.maximum(root, lowest))
         errors.persistent += lr * (np.sqrt(exp_avg.variance) + direction * deviation) / q
         errors.worst += lr * (exp_avg.worst / q + direction * of_worst)
-        errors.linear += lr * ((exp_avg.linear + lowest) / q * (1.0 + of_linear) + direction * of_linear)
-        errors.linear += UNDERFLOWS * lowest
+        errors.linear += lr * ((exp_avg.linear + flushed) / q * (1.0 + of_linear) + direction * of_linear)
+        errors.linear += underflow(self.compute, flushes=self.flushes)
         if rule.clips_update:
             self._clip(point, step)
 

@@ -52,7 +52,7 @@ class Section(Protocol):
     ) -> Iterator[Finding]:
         """Run the cases, in their order, and yield what is found as it is found.
 
-        A case that a backend does not run yields a `Refusal`; what a backend raises, a row by `compare.failed`.
+        A case that a backend does not run yields a `Refusal`; what its run raises, a row by `compare.failed`.
 
         Args:
             backends: those that were chosen, available ones. What a backend can do beyond plain updates it says by
@@ -60,6 +60,9 @@ class Section(Protocol):
             cases: some of `cases`.
             steps: the numbers of updates after which to compare, for sections that compare at several.
             progress: to be called before each part, with the case's name and the backend's or "reference".
+
+        Raises:
+            BrokenBackend: a backend cannot say whether it runs a case.
         """
         ...
 

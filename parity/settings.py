@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from collections.abc import Mapping
 from types import MappingProxyType
@@ -116,6 +117,11 @@ class Setting:
         return TENSORS[self.tensors]
 
     @property
+    def subnormal(self) -> bool:
+        """Whether its gradients or their squares lie below the smallest normal number, which some devices flush to zero."""
+        return self.gradients == "denormal"
+
+    @property
     def element_count(self) -> int:
         """Over all tensors."""
         return sum(math.prod(shape) for shape in self.shapes.values())
@@ -132,69 +138,34 @@ _WARM_UP_AND_COSINE = Schedule()
 _DECAY_TOO = Schedule(decay_rises=True)
 _BIASES = Group(("bias",), lr=10.0, weight_decay=0.0, complements=(0.5, 2.0))
 
+_like_b = functools.partial(Setting, lr=1e-4, weight_decay=0.1, longest=100, storages="compensations")
+"""The hyperparameters and tensors of B, whose compiled programs serve these, too."""
+
+_like_shapes = functools.partial(
+    Setting, lr=1e-3, weight_decay=0.01, tensors="odd shapes", longest=100, storages="compensations"
+)
+_changing = functools.partial(Setting, lr=1e-3, longest=100, storages="default")
+"""Hyperparameters that differ from step to step, or from tensor to tensor."""
+
+_ONE_OF_TWO = ("float32", "bfloat16")
+"""Dtypes of a setting that has schedules or groups; "schedules" has both, in every dtype."""
+
 SETTINGS = (
     Setting("A", lr=1e-3, weight_decay=0.01, storages="default"),
     Setting("B", lr=1e-4, weight_decay=0.1),
     Setting("decay", lr=1e-4, weight_decay=0.1, gradients="vanishing", storages="compensations"),
-    # the hyperparameters and tensors of B: its compiled programs serve these, too
-    Setting("constant", lr=1e-4, weight_decay=0.1, gradients="constant", longest=100, storages="compensations"),
-    Setting(
-        "denormal",
-        lr=1e-4,
-        weight_decay=0.1,
-        gradients="denormal",
-        longest=100,
-        storages="compensations",
-        dtypes=("float32", "bfloat16", "float16"),
-    ),
-    Setting("huge", lr=1e-4, weight_decay=0.1, gradients="huge", longest=100, storages="compensations"),
-    Setting("shapes", lr=1e-3, weight_decay=0.01, tensors="odd shapes", longest=100, storages="compensations"),
-    # and those of shapes
-    Setting(
-        "nonfinite",
-        lr=1e-3,
-        weight_decay=0.01,
-        tensors="odd shapes",
-        gradients="nonfinite",
-        longest=100,
-        storages="compensations",
-    ),
-    Setting(
-        "groups",
-        lr=1e-3,
-        weight_decay=0.01,
-        tensors="weight and bias",
-        longest=100,
-        storages="default",
-        dtypes=("float32", "bfloat16"),  # schedules has groups in all
-        group=_BIASES,
-    ),
-    Setting(
-        "schedule",
-        lr=1e-3,
-        weight_decay=0.01,
-        longest=100,
-        storages="default",
-        dtypes=("float32", "bfloat16"),
-        schedule=_WARM_UP_AND_COSINE,
-    ),
-    Setting(
-        "schedules",
-        lr=1e-3,
-        weight_decay=0.1,
-        tensors="weight and bias",
-        longest=100,
-        storages="default",
-        schedule=_DECAY_TOO,
-        group=_BIASES,
-    ),
-    Setting(
+    _like_b("constant", gradients="constant"),
+    _like_b("denormal", gradients="denormal", dtypes=("float32", "bfloat16", "float16")),
+    _like_b("huge", gradients="huge"),
+    _like_shapes("shapes"),
+    _like_shapes("nonfinite", gradients="nonfinite"),
+    _changing("groups", weight_decay=0.01, tensors="weight and bias", dtypes=_ONE_OF_TWO, group=_BIASES),
+    _changing("schedule", weight_decay=0.01, dtypes=_ONE_OF_TWO, schedule=_WARM_UP_AND_COSINE),
+    _changing("schedules", weight_decay=0.1, tensors="weight and bias", schedule=_DECAY_TOO, group=_BIASES),
+    _changing(
         "decoupled",
-        lr=1e-3,
         weight_decay=5e-4,
         tensors="weight and bias",
-        longest=100,
-        storages="default",
         schedule=_WARM_UP_AND_COSINE,
         group=_BIASES,
         decouple_lr=True,
@@ -210,3 +181,9 @@ SETTINGS = (
         dtypes=("float32", "bfloat16"),
     ),
 )
+
+
+def named(name: str) -> Setting:
+    """The setting of `SETTINGS` that has this name."""
+    (found,) = (setting for setting in SETTINGS if setting.name == name)
+    return found

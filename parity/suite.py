@@ -71,7 +71,8 @@ def run(backends: Iterable[str] | None = None, cases: str | None = None, steps: 
         A row for every case, backend, number of steps and quantity: at least one. A case that a backend refuses has none.
 
     Raises:
-        InvalidArgument: an unknown backend, a pattern that matches no case, or a number of steps that is none.
+        InvalidArgument: an unknown backend or one that cannot say what it runs, a pattern that matches no case, or a number of
+            steps that is none.
         Refused: a backend that was named is not available, or the backends refuse every one of the cases.
     """
     steps = list(steps)
@@ -92,7 +93,11 @@ def run_sections(
     steps: Sequence[int],
     progress: Progress = silent,
 ) -> Result:
-    """Sections with their chosen cases, as `sections.select` returns them, on given backends."""
+    """Sections with their chosen cases, as `sections.select` returns them, on given backends.
+
+    Raises:
+        BrokenBackend: a backend cannot say whether it runs a case.
+    """
     started = time.perf_counter()
     backends = sorted(backends, key=is_peer)
     results = []

@@ -23,12 +23,18 @@ class Truth:
     """The reference after `steps` updates.
 
     values: "parameter", "exp_avg" and "exp_avg_sq", debiased; flat float64 arrays over all tensors of the case.
-    bounds: for every storage, what each of the three may be off by.
+    bounds: for every storage, what each of the three may be off by on any device.
+    gradual: the same on a device that does not flush subnormal numbers to zero; `bounds` itself where nothing is so small.
     """
 
     steps: int
     values: Mapping[str, np.ndarray]
     bounds: Mapping[Storage, Mapping[str, Bound]]
+    gradual: Mapping[Storage, Mapping[str, Bound]]
+
+    def bounds_of(self, storage: Storage, *, flushes: bool) -> Mapping[str, Bound]:
+        """What a device may be off by that flushes subnormal numbers to zero, or does not."""
+        return (self.bounds if flushes else self.gradual)[storage]
 
 
 def truths(problem: Problem, storages: Sequence[Storage], step_counts: Sequence[int]) -> dict[int, Truth]:
@@ -45,12 +51,10 @@ def truths(problem: Problem, storages: Sequence[Storage], step_counts: Sequence[
     rule, group_numbers = problem.rule, _group_numbers(problem)
     reference = _References(problem)
     now = reference.values()
-    moments: dict[StateDtypes, MomentErrors] = {}
-    propagations = {}
-    for storage in storages:
-        dtypes = storage.moments(problem)
-        propagations[storage] = Propagation(problem, storage, now["parameter"].size, moments.get(dtypes))
-        moments[dtypes] = propagations[storage].moments
+    size = now["parameter"].size
+    kinds = [_propagations(problem, storages, size, flushes=True)]
+    if problem.setting.subnormal:
+        kinds.append(_propagations(problem, storages, size, flushes=False))
     found = {}
     step_counts = problem.step_counts(step_counts)
     for step in range(1, max(step_counts, default=0) + 1):
@@ -66,11 +70,22 @@ def truths(problem: Problem, storages: Sequence[Storage], step_counts: Sequence[
         )
         start, end = _finite(before["parameter"], now["parameter"])
         point = Point(step, gradient, first, second, start, first_now, second_now, end, coefficients)
-        for propagation in propagations.values():
-            propagation.advance(point)
+        for kind in kinds:
+            for propagation in kind.values():
+                propagation.advance(point)
         if step in step_counts:
-            bounds = {storage: propagation.bounds() for storage, propagation in propagations.items()}
-            found[step] = Truth(step, now, bounds)
+            bounds = [{storage: each.bounds() for storage, each in kind.items()} for kind in kinds]
+            found[step] = Truth(step, now, bounds[0], bounds[-1])
+    return found
+
+
+def _propagations(problem: Problem, storages: Sequence[Storage], n: int, *, flushes: bool) -> dict[Storage, Propagation]:
+    moments: dict[StateDtypes, MomentErrors] = {}
+    found = {}
+    for storage in storages:
+        dtypes = storage.moments(problem)
+        found[storage] = Propagation(problem, storage, n, moments.get(dtypes), flushes=flushes)
+        moments[dtypes] = found[storage].moments
     return found
 
 

@@ -5,9 +5,10 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
 
-from .backends.protocol import Backend, lacks
+from .backends.calls import FAILURES, held_after, reason
+from .backends.protocol import Backend, flushes, lacks
 from .cases import Case, select
-from .compare import Finding, Refusal, Row, failed, rows
+from .compare import Finding, Refusal, Row, failed_from, rows
 from .progress import Progress, silent
 from .truth import Truth, truths
 
@@ -31,17 +32,22 @@ class Updates:
     ) -> Iterator[Finding]:
         """See `Section`. Cases of one problem stand next to each other and share its truth."""
         for problem, group in itertools.groupby(cases, key=lambda case: case.problem):
-            reasons = {case: [lacks(backend, problem.needs) or backend.refuses(case) for backend in backends] for case in group}
+            reasons = {case: [refusal(backend, case) for backend in backends] for case in group}
             progress(next(iter(reasons)).name, "reference")
             wanted = [case.storage for case, of_case in reasons.items() if None in of_case]
             truth = truths(problem, wanted, steps) if wanted else {}
             for case, of_case in reasons.items():
-                for backend, reason in zip(backends, of_case, strict=True):
+                for backend, why in zip(backends, of_case, strict=True):
                     progress(case.name, backend.name)
-                    if reason is None:
+                    if why is None:
                         yield from run_case(backend, case, truth)
                     else:
-                        yield Refusal(case.name, backend.name, reason)
+                        yield Refusal(case.name, backend.name, why)
+
+
+def refusal(backend: Backend, case: Case) -> str | None:
+    """Why a backend does not run a case (a sentence), or None when it does."""
+    return lacks(backend, case.problem.needs) or reason(backend, "refuses", case)
 
 
 def run_cases(backends: Sequence[Backend], cases: Sequence[Case], steps: Sequence[int]) -> list[Row]:
@@ -53,15 +59,9 @@ def run_cases(backends: Sequence[Backend], cases: Sequence[Case], steps: Sequenc
 def run_case(backend: Backend, case: Case, truth: Mapping[int, Truth]) -> list[Row]:
     """One case on one backend. What the backend raises becomes a broken row, and the suite goes on."""
     found: list[Row] = []
-    step = 0
     try:
-        running = backend.start(case)
-        for step in range(1, max(truth) + 1):
-            running.step(case.problem.gradients(step))
-            if step in truth:
-                found += rows(case, backend.name, running.held(), truth[step])
-    except Exception as error:
-        failure = f"step {step}: {type(error).__name__}: {error}"
-        done = {row.steps for row in found}
-        found += [failed(case.name, backend.name, count, failure) for count in truth if count not in done]
+        for step, held in held_after(backend, case, truth):
+            found += rows(case, backend.name, held, truth[step], flushes=flushes(backend))
+    except FAILURES as error:
+        found += failed_from(case.name, backend.name, truth, found, error)
     return found

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from ...core.errors import InvalidArgument, Refused
+from .calls import check_description, reason
 from .interpreted_triton import TritonBackend
 from .jax_transforms import JaxBackend
 from .jax_walk import WalkBackend
@@ -50,16 +51,20 @@ def register(backend: Backend) -> None:
     Raises:
         InvalidArgument: another backend has this name, or it is none.
     """
-    missing = [name for name in ("name", "unavailable", "refuses", "start") if not hasattr(backend, name)]
-    if missing:
-        raise InvalidArgument(f"backend={backend!r} has no {' and no '.join(missing)}; see `penstock.parity.Backend`.")
+    check_description(backend)
     if backend.name in _BACKENDS:
         raise InvalidArgument(f"name={backend.name!r} is taken by another backend; unregister it first, or choose another.")
     _BACKENDS[backend.name] = backend
 
 
 def unregister(name: str) -> None:
-    """Take a backend out of the suite."""
+    """Take a backend out of the suite.
+
+    Raises:
+        InvalidArgument: there is none of this name.
+    """
+    if name not in _BACKENDS:
+        raise InvalidArgument(f"name={name!r} is not known; it must be one of {', '.join(_BACKENDS)}.")
     del _BACKENDS[name]
 
 
@@ -76,23 +81,25 @@ def choose(names: Iterable[str] | None, *, quick: bool = False) -> tuple[list[Ba
         quick: with names None, leave out those of `NOT_QUICK`, and take those of `QUICK` in place of `USUAL`.
 
     Raises:
-        InvalidArgument: an unknown name.
+        InvalidArgument: an unknown name, or a backend that cannot say whether it is available.
         Refused: a backend that was asked for is not available; the text says why.
     """
     if names is None:
-        reasons = {name: _left_out(backend, quick) for name, backend in _BACKENDS.items()}
+        left_out = {name: _left_out(backend, quick) for name, backend in _BACKENDS.items()}
         quicker = QUICK if quick else USUAL
         return (
-            [quicker.get(name, _BACKENDS[name]) for name, reason in reasons.items() if reason is None],
-            {name: reason for name, reason in reasons.items() if reason is not None},
+            [quicker.get(name, _BACKENDS[name]) for name, why in left_out.items() if why is None],
+            {name: why for name, why in left_out.items() if why is not None},
         )
+    if isinstance(names, str):
+        raise InvalidArgument(f"backends={names!r} must be a list of names, such as [{names!r}].")
     chosen = []
     for name in dict.fromkeys(names):
         if name not in _BACKENDS:
             raise InvalidArgument(f"backend={name!r} is not known; it must be one of {', '.join(_BACKENDS)}.")
-        reason = _BACKENDS[name].unavailable()
-        if reason is not None:
-            raise Refused(f"backend={name!r} cannot run here: {reason}")
+        why = reason(_BACKENDS[name], "unavailable")
+        if why is not None:
+            raise Refused(f"backend={name!r} cannot run here: {why}")
         chosen.append(_BACKENDS[name])
     return chosen, {}
 
@@ -101,7 +108,7 @@ def _left_out(backend: Backend, quick: bool) -> str | None:
     """Why a backend that nobody named does not run."""
     if quick and backend.name in NOT_QUICK:
         return NOT_QUICK[backend.name]
-    return backend.unavailable() or (backend.slow() if isinstance(backend, TritonBackend) else None)
+    return reason(backend, "unavailable") or (backend.slow() if isinstance(backend, TritonBackend) else None)
 
 
 __all__ = ["Backend", "Held", "Run", "backend_names", "choose", "optax_transform", "register", "torch_optimizer", "unregister"]

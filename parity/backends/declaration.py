@@ -6,6 +6,7 @@ import importlib
 from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
+from ...core.compensation import possible
 from ...core.dtypes import PARAMETER_DTYPES
 from ...core.errors import InvalidArgument
 from ...core.rules import RULES
@@ -31,7 +32,7 @@ class Declaration:
         abilities: Collection[str],
         peer: bool,
     ) -> None:
-        self.name, self.abilities, self.peer = name, frozenset(abilities), peer
+        self.name, self.abilities, self.peer = name, abilities, peer
         self._rules, self._compensations, self._requires = tuple(rules), dict(compensations), tuple(requires)
 
     def unavailable(self) -> str | None:
@@ -39,7 +40,7 @@ class Declaration:
         for module in self._requires:
             try:
                 importlib.import_module(module)
-            except ImportError as error:
+            except Exception as error:  # a broken installation raises anything
                 return f"{module} cannot be imported: {error}"
         return None
 
@@ -61,12 +62,21 @@ def check(name: str, make: Mapping[str, Any], dtypes: Iterable[str] | Mapping[st
     """The compensation of every dtype.
 
     Raises:
-        InvalidArgument: a rule or a dtype is not known, or there is none.
+        InvalidArgument: a rule, a dtype or a compensation is not known, or there is none.
     """
+    if not isinstance(make, Mapping):
+        raise InvalidArgument(f"make of {name!r} must be a mapping of rules to functions, such as {{'adamw': ...}}.")
+    if isinstance(dtypes, str):
+        raise InvalidArgument(f"dtypes of {name!r} must be a list, such as [{dtypes!r}].")
     compensations = dict(dtypes) if isinstance(dtypes, Mapping) else dict.fromkeys(dtypes, "none")
     for argument, given, known in (("make", make, RULES), ("dtypes", compensations, PARAMETER_DTYPES)):
         unknown = sorted(set(given) - set(known))
         if unknown or not given:
             wrong = f"{unknown[0]!r} is not known" if unknown else "nothing is named"
             raise InvalidArgument(f"{argument} of {name!r}: {wrong}; choose of {', '.join(known)}.")
+    for dtype, compensation in compensations.items():
+        if compensation not in possible(dtype):
+            raise InvalidArgument(
+                f"dtypes of {name!r}: {dtype} has no compensation {compensation!r}; choose of {', '.join(possible(dtype))}."
+            )
     return compensations

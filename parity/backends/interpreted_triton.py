@@ -96,6 +96,12 @@ class TritonBackend:
     norm_eps = TorchBackend.norm_eps
     abilities = TorchBackend.abilities
 
+    @property
+    def flushes_subnormals(self) -> bool:
+        """See `Backend`."""
+        here = self._here()
+        return here is not None and here.flushes_subnormals
+
     def unavailable(self) -> str | None:
         """See `Backend`."""
         try:

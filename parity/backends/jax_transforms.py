@@ -165,6 +165,7 @@ class JaxBackend:
 
     name = "jax"
     norm_eps = 0.0
+    flushes_subnormals = True  # XLA does, on a CPU
     abilities = frozenset({"schedules", "groups", "decoupled decay"})
 
     def unavailable(self) -> str | None:

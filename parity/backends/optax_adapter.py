@@ -92,6 +92,8 @@ class TransformRun:
 class TransformBackend(Declaration):
     """See `optax_transform`."""
 
+    flushes_subnormals = True  # XLA does, on a CPU
+
     def __init__(self, make: Mapping[str, Make], **declared: Any) -> None:
         super().__init__(rules=make, **declared)
         self._make = make

@@ -13,9 +13,14 @@ import numpy as np
 
 from ..cases import Case
 
+ABILITIES = ("schedules", "groups", "decoupled decay")
+"""See `Backend`."""
+
 
 class Held(NamedTuple):
     """What a run holds for one tensor: numpy arrays of the tensor's shape, in the dtypes in which they are stored.
+
+    They are copies, or what no later step writes to.
 
     parameter: in the case's dtype (bfloat16 is `ml_dtypes.bfloat16`).
     compensation: int16 (split) or the parameter's dtype (kahan); None without.
@@ -59,11 +64,17 @@ class Backend(Protocol):
     An attribute `abilities`, if there is one, names what it can do beyond constant hyperparameters that are the same for
     all tensors; cases that need more are refused for it (`lacks`):
 
-        "schedules"   its runs follow `case.problem.hyperparameters_at(step)` from update to update
-        "groups"      its runs follow it from tensor to tensor
+        "schedules"         its runs follow `case.problem.hyperparameters_at(step)` from update to update
+        "groups"            its runs follow it from tensor to tensor
+        "decoupled decay"   its runs know fully decoupled decay: `decouple_lr` and `max_lr`
 
     An attribute `peer`, if there is one and it is true, says that the backend is there for comparison: its errors are
     reported, but its broken bounds do not count (`is_peer`).
+
+    An attribute `flushes_subnormals`, if there is one and it is true, says that numbers below the smallest normal one may be
+    zero for its device; it is granted that much error near zero (`flushes`).
+
+    What `unavailable` and `refuses` raise ends the suite; what a run raises, or returns wrongly, is a failed row.
     """
 
     @property
@@ -88,6 +99,11 @@ def lacks(backend: Backend, needs: Collection[str]) -> str | None:
     """Why a backend cannot run a case that needs these abilities (a sentence), or None when it can."""
     missing = sorted(set(needs) - set(getattr(backend, "abilities", ())))
     return f"it has no {' and no '.join(missing)} (`Backend.abilities`)" if missing else None
+
+
+def flushes(backend: Backend) -> bool:
+    """Whether a backend's device may flush subnormal numbers to zero."""
+    return bool(getattr(backend, "flushes_subnormals", False))
 
 
 def is_peer(backend: Backend) -> bool:

@@ -77,6 +77,7 @@ class OptimizerBackend(Declaration):
     def __init__(self, make: Mapping[str, Make], kept: Kept | None, device: str, **declared: Any) -> None:
         super().__init__(rules=make, **declared)
         self._make, self._kept, self._device = make, kept, device
+        self.flushes_subnormals = device != "cpu"
 
     def start(self, case: Case) -> OptimizerRun:
         """See `Backend`."""

@@ -98,6 +98,7 @@ class TorchBackend:
     def __init__(self, name: str, device: str = "cpu") -> None:
         self.name = name
         self.device = device
+        self.flushes_subnormals = device != "cpu"
 
     def unavailable(self) -> str | None:
         """See `Backend`. The optimizer itself is asked."""

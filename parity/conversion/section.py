@@ -9,15 +9,16 @@ from collections.abc import Iterator, Sequence
 from ...core.compensation import resolve
 from ...core.dtypes import PARAMETER_DTYPES
 from ...core.rules import RULES
+from ..backends.calls import FAILURES
 from ..backends.protocol import Backend
 from ..cases import Case, Problem, storages
 from ..compare import Finding, Refusal, failed, identical, rows
 from ..progress import Progress
-from ..settings import SETTINGS
+from ..settings import named
 from ..truth import Truth, truths
 from .routes import BACKENDS, HALF, PLAIN_ROUTES, ROUTES, ConversionCase, travel
 
-SETTING = next(setting for setting in SETTINGS if setting.name == "shapes")
+SETTING = named("shapes")
 """Tensors of odd shapes, 0-d and zero-size among them."""
 
 QUICK = ("conversion/torch-jax/adam/float32/none", "conversion/jax-torch/stable_adamw/bfloat16/split")
@@ -69,8 +70,8 @@ def _findings(conversion: ConversionCase, backend: str, truth: Truth) -> Iterato
     """What one route shows. What it raises becomes a broken row, and the suite goes on."""
     try:
         promises, held = travel(conversion)
-    except Exception as error:
-        yield failed(conversion.name, backend, HALF, f"{type(error).__name__}: {error}", "state")
+    except FAILURES as error:
+        yield failed(conversion.name, backend, HALF, error, "state")
         return
     for promise in promises:
         yield identical(conversion.name, backend, HALF, promise.quantity, promise.one, promise.other)

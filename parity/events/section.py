@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 import numpy as np
 
 from ...core.rules import RULES, Rule
+from ..backends.calls import FAILURES, reason
 from ..backends.protocol import Backend, Held
 from ..bounds import spacing, stored_spacing
 from ..compare import Finding, Refusal, Row, Unit, against, failed, identical, numbers
@@ -51,9 +52,9 @@ class Events:
             true = {norm_eps: truth(case, norm_eps) for norm_eps in norms}
             for backend in backends:
                 progress(case.name, backend.name)
-                reason = refusal(backend, case)
-                if reason is not None:
-                    yield Refusal(case.name, backend.name, reason)
+                why = refusal(backend, case)
+                if why is not None:
+                    yield Refusal(case.name, backend.name, why)
                 elif isinstance(backend, RunsEvents):
                     yield from run_case(backend.name, backend, case, true[backend.norm_eps if clips else 0.0])
 
@@ -70,28 +71,32 @@ def refusal(backend: Backend, case: EventCase) -> str | None:
     """Why a backend does not run a case (a sentence), or None when it does."""
     if not isinstance(backend, RunsEvents):
         return "it makes plain updates only (`parity.events.protocol.RunsEvents`)"
-    return backend.refuses_events(case)
+    return reason(backend, "refuses_events", case)
 
 
 def run_case(name: str, backend: RunsEvents, case: EventCase, true: EventTruth) -> list[Row]:
     """One case on one backend. What the backend raises becomes a broken row."""
-    steps, done = case.sequence.steps, 0
+    steps, at = case.sequence.steps, "start_events()"
     live: list[list[int]] = []
     try:
         running = backend.start_events(case)
-        for done, event in enumerate(case.sequence.events, 1):  # noqa: B007  (told where it fails)
+        for number, event in enumerate(case.sequence.events, 1):
+            at = f"event {number}"
             running.run(event)
             live.append(list(running.live_bytes() or ()))
+        at = "held()"
         found = rows(name, case, running.held(), true)
+        at = "updates()"
         updates = running.updates()
-    except Exception as error:
-        return [failed(case.name, name, steps, f"event {done}: {type(error).__name__}: {error}")]
-    counts = [np.asarray([of[tensor] for tensor in SHAPES]) for of in (updates, true.updates)]
-    found.append(identical(case.name, name, steps, "number of updates", *counts))
-    if live[0]:
-        accounts = np.asarray(live)
-        expected = np.repeat(np.asarray(true.live_bytes)[:, None], accounts.shape[1], axis=1)
-        found.append(identical(case.name, name, steps, "live gradient bytes", accounts, expected))
+        counts = [np.asarray([of[tensor] for tensor in SHAPES], np.int64) for of in (updates, true.updates)]
+        found.append(identical(case.name, name, steps, "number of updates", *counts))
+        at = "live_bytes()"
+        if live[0]:
+            accounts = np.asarray(live, np.int64)
+            expected = np.repeat(np.asarray(true.live_bytes)[:, None], accounts.shape[1], axis=1)
+            found.append(identical(case.name, name, steps, "live gradient bytes", accounts, expected))
+    except FAILURES as error:
+        return [failed(case.name, name, steps, error, at=at)]
     return found
 
 

@@ -133,7 +133,7 @@ def complaint(row: Row) -> str:
     """What is wrong with a row that breaks its bound, in a sentence."""
     place = f"{row.case} on {row.backend} after {row.steps} steps"
     if row.failure is not None:
-        return f"{place}: it raised at {row.failure}"
+        return f"{place}: it failed at {row.failure}"
     return (
         f"{place}: {row.quantity} has relative error {row.relative_error:.2e} (bound {row.relative_bound:.2e}) and at its "
         f"worst element {row.units:.3g} units in the last place (bound {row.units_bound:.3g})"

@@ -5,9 +5,10 @@ from __future__ import annotations
 import functools
 from collections.abc import Iterator, Sequence
 
+from ..backends.calls import FAILURES, reason
 from ..backends.protocol import Backend
 from ..bounds import spacing
-from ..compare import Finding, Refusal, Row, against, failed
+from ..compare import Finding, Refusal, Row, against, failed_from
 from ..progress import Progress
 from .cases import Trajectory, batches, flatten, trajectories
 from .protocol import RunsTrajectories, TrajectoryRun
@@ -42,9 +43,9 @@ class Trajectories:
                 bounds(case)
             for backend in backends:
                 progress(case.name, backend.name)
-                reason = reasons[backend.name]
-                if reason is not None:
-                    yield Refusal(case.name, backend.name, reason)
+                why = reasons[backend.name]
+                if why is not None:
+                    yield Refusal(case.name, backend.name, why)
                 else:
                     yield from run_case(backend, case)
 
@@ -52,7 +53,7 @@ class Trajectories:
 def _refusal(backend: Backend, case: Trajectory) -> str | None:
     if not isinstance(backend, RunsTrajectories):
         return "it trains no models (`RunsTrajectories`)"
-    return backend.refuses_trajectory(case)
+    return reason(backend, "refuses_trajectory", case)
 
 
 def run_case(backend: Backend, case: Trajectory) -> list[Row]:
@@ -66,10 +67,8 @@ def run_case(backend: Backend, case: Trajectory) -> list[Row]:
             running.step(batches().batch(step))
             if step in case.step_counts:
                 found += _rows(backend.name, case, step, running)
-    except Exception as error:
-        failure = f"step {step}: {type(error).__name__}: {error}"
-        done = {row.steps for row in found}
-        found += [failed(case.name, backend.name, count, failure) for count in case.step_counts if count not in done]
+    except FAILURES as error:
+        found += failed_from(case.name, backend.name, case.step_counts, found, error, at=f"step {step}")
     return found
 
 

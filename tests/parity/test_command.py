@@ -138,7 +138,7 @@ def test_the_json_has_the_usual_permissions(tmp_path: pathlib.Path, mask: int, m
 def test_the_table_shows_the_bound_when_a_backend_has_no_number() -> None:
     (case,) = select("B/adamw/float32/*")
     nan = float("nan")
-    bad = failed(case.name, "broken", 1, "step 1: it fell over")
+    bad = failed(case.name, "broken", 1, RuntimeError("it fell over"))
     poisoned = Row(case.name, "poisoned", 1, "parameter", nan, 2.5e-7, nan, 3.0, nan)
     good = Row(case.name, "good", 1, "parameter", 1e-8, 2.5e-7, 0.5, 4.0, 0.125)
     for rows, bound in (([bad, poisoned, good], "2.5e-07 | 4"), ([bad, poisoned], "2.5e-07 | 3"), ([bad], "-")):

@@ -13,10 +13,11 @@ from penstock.core.errors import Refused
 from penstock.core.rules import RULES
 from penstock.parity import run
 from penstock.parity.backends import choose
+from penstock.parity.backends.calls import held_after
 from penstock.parity.backends.specification import NumpyBackend, NumpyRun
 from penstock.parity.cases import Case, select
 from penstock.parity.compare import Refusal, Row
-from penstock.parity.differences import QUANTITIES, STEPS, Differences, differing_between, stored_after
+from penstock.parity.differences import QUANTITIES, STEPS, Differences, differing_between
 
 EVERY_BIT = (*QUANTITIES, "compensation")
 STORED = ("float64/none", "float32/none", "bfloat16/none", "bfloat16/kahan", "bfloat16/split", "float16/kahan")
@@ -25,8 +26,8 @@ STORED = ("float64/none", "float32/none", "bfloat16/none", "bfloat16/kahan", "bf
 def differing_after(names: list[str], pattern: str, steps: int) -> dict[str, int]:
     """By quantity, how many elements differ between two backends that were named, in the one case of this name."""
     (case,) = select(pattern)
-    one, other = (stored_after(backend, case, [steps])[steps] for backend in choose(names)[0])
-    counts = {quantity: differing_between(one, other, quantity) for quantity in EVERY_BIT}
+    (one,), (other,) = (held_after(backend, case, [steps]) for backend in choose(names)[0])
+    counts = {quantity: differing_between(one[1], other[1], quantity) for quantity in EVERY_BIT}
     return {quantity: count for quantity, count in counts.items() if count is not None}
 
 

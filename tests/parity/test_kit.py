@@ -137,6 +137,16 @@ def _torch_adamw(params, h):
             lambda: optax_transform("x", {"adam": _optax_adam}, {"bfloat16": "kahan"}),
             "dtypes of 'x': a transform keeps no comp",
         ),
+        (lambda: torch_optimizer("x", _torch_adamw), "make of 'x' must be a mapping of rules to functions"),
+        (lambda: torch_optimizer("x", {"adamw": _torch_adamw}, "float32"), "dtypes of 'x' must be a list, such as ['float32']"),
+        (
+            lambda: torch_optimizer("x", {"adamw": _torch_adamw}, {"float16": "split"}),
+            "dtypes of 'x': float16 has no compensation 'split'; choose of none, kahan",
+        ),
+        (
+            lambda: register(torch_optimizer("x", {"adamw": _torch_adamw}, abilities="schedules")),
+            "abilities='schedules' of backend 'x' must be some of ['schedules', 'groups', 'decoupled decay']",
+        ),
     ],
 )
 def test_a_registration_that_cannot_be_is_refused(make: Callable[[], object], sentence: str) -> None:

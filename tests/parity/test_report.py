@@ -80,7 +80,7 @@ def result() -> Result:
                 identical("memory/release", "numpy", 1, "peak, measured", np.zeros(1), np.zeros(1)),
                 data={"policy": "release", "found": 4096, "expected": 4096, "timeline": [["b", 0], ["a", 4096]]},
             ),
-            failed("events/hold", HOSTILE, 1, HOSTILE),
+            failed("events/hold", HOSTILE, 1, RuntimeError(HOSTILE)),
         ],
         [Refusal("events/hold", "numpy", HOSTILE)] * 3,
         {"numpy": 0.5},

@@ -173,7 +173,7 @@ def test_an_optimizer_of_ones_own_is_judged() -> None:
 def test_what_a_backend_raises_is_reported_and_breaks_only_its_own_rows() -> None:
     rows = run_plain(PlainAdamW(raises_at=3), "B/adamw/float32/*", [1, 5])
     assert [row.within for row in rows] == [True, False]
-    assert rows[1].failure == "step 3: RuntimeError: out of memory"
+    assert rows[1].failure == "step() number 3: RuntimeError: out of memory"
 
 
 def test_a_nan_is_never_within_a_bound() -> None:

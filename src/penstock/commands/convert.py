@@ -5,11 +5,10 @@ from __future__ import annotations
 import argparse
 import pathlib
 import sys
-from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 from ..core.errors import PenstockError
-from . import refuse
+from . import refuse, require
 
 if TYPE_CHECKING:
     from ..core.portable_file import Description
@@ -82,8 +81,7 @@ def _table(path: pathlib.Path) -> dict[str, Target]:
 
 
 def _show(path: pathlib.Path) -> int:
-    if find_spec("rich") is None:
-        return refuse("convert", "showing a file needs rich; install with: pip install 'penstock[parity]'")
+    require("rich")
     from rich.console import Console
 
     from ..core.portable_file import describe

@@ -7,12 +7,11 @@ import dataclasses
 import os
 import pathlib
 import sys
-from importlib.util import find_spec
 from typing import Any
 
 from ..core.errors import PenstockError
 from ..parity.demonstration.settings import DEFAULT_STEPS, DTYPES, ModelShape, Settings
-from . import refuse
+from . import refuse, require
 
 NEEDED = ("torch", "jax", "optax", "rich", "matplotlib")
 
@@ -42,10 +41,8 @@ def run(arguments: argparse.Namespace, *, shape: ModelShape | None = None) -> in
         arguments: parsed.
         shape: of another model than the default one.
     """
-    missing = [name for name in NEEDED if find_spec(name) is None]
-    if missing:
-        return refuse("demo", f"this command needs {' and '.join(missing)}; install with: pip install 'penstock[parity]'")
     try:
+        require(*NEEDED)
         settings = Settings(
             steps=DEFAULT_STEPS.get(arguments.dtype, 1) if arguments.steps is None else arguments.steps,
             dtype=arguments.dtype,

@@ -6,12 +6,11 @@ import argparse
 import importlib
 import pathlib
 import sys
-from importlib.util import find_spec
 from typing import Any
 
 from .. import __version__
-from ..core.errors import InvalidArgument, PenstockError
-from . import refuse
+from ..core.errors import InvalidArgument, PenstockError, Refused
+from . import refuse, require
 
 WIDTH = 200  # characters, where the output is no terminal
 
@@ -50,10 +49,14 @@ def add_parser(subparsers: Any) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Run the suite; 0, 1 when a bound is broken, 2 on bad usage or without the report."""
-    needed = ["rich", "ml_dtypes", *(["matplotlib"] if arguments.report is not None else [])]
-    missing = [name for name in needed if find_spec(name) is None]
-    if missing:
-        return refuse("parity", f"this command needs {' and '.join(missing)}; install with: pip install 'penstock[parity]'")
+    try:
+        return _run(arguments)
+    except PenstockError as error:
+        return refuse("parity", str(error))
+
+
+def _run(arguments: argparse.Namespace) -> int:
+    require("rich", "ml_dtypes", *(["matplotlib"] if arguments.report is not None else []))
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
@@ -62,15 +65,12 @@ def run(arguments: argparse.Namespace) -> int:
     from ..parity.sections import select
     from ..parity.suite import parts, run_sections
 
-    try:
-        for module in arguments.modules:
-            _import(module)
-        cases = select(arguments.cases, quick=arguments.quick)
-        if arguments.report is not None:
-            report.prepare(arguments.report)
-        chosen, not_available = backends.choose(arguments.backend, quick=arguments.quick)
-    except PenstockError as error:
-        return refuse("parity", str(error))
+    for module in arguments.modules:
+        _import(module)
+    cases = select(arguments.cases, quick=arguments.quick)
+    if arguments.report is not None:
+        report.prepare(arguments.report)
+    chosen, not_available = backends.choose(arguments.backend, quick=arguments.quick)
 
     columns = (TextColumn("{task.description:60}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     errors = Console(stderr=True)
@@ -86,7 +86,7 @@ def run(arguments: argparse.Namespace) -> int:
 
     console = Console(highlight=False, width=None if sys.stdout.isatty() else WIDTH)
     if not result.rows:
-        return refuse("parity", "the backends refuse every one of these cases; choose others with --backend or --cases.")
+        raise Refused("the backends refuse every one of these cases; choose others with --backend or --cases.")
     for table in report.tables(result):
         console.print(table)
     for name, reason in not_available.items():
@@ -95,11 +95,8 @@ def run(arguments: argparse.Namespace) -> int:
         console.print(sentence, markup=False, soft_wrap=True)
     if arguments.report is not None:
         content = report.document(result, version=__version__, command=["penstock", *sys.argv[1:]], not_available=not_available)
-        try:
-            for written in (report.write_json(arguments.report, content), report.write_page(arguments.report, content)):
-                console.print(f"written: {written}", markup=False, soft_wrap=True)
-        except PenstockError as error:
-            return refuse("parity", str(error))
+        for written in (report.write_json(arguments.report, content), report.write_page(arguments.report, content)):
+            console.print(f"written: {written}", markup=False, soft_wrap=True)
     return 1 if result.broken else 0
 
 

@@ -5,12 +5,11 @@ from __future__ import annotations
 import argparse
 import pathlib
 import sys
-from importlib.util import find_spec
 from typing import Any
 
 from .. import __version__
 from ..core.errors import PenstockError
-from . import refuse
+from . import refuse, require
 
 WIDTH = 160  # characters, where the output is no terminal
 
@@ -51,10 +50,8 @@ def add_parser(subparsers: Any) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Plan, print and write; 0, or 2 on bad usage."""
-    missing = [name for name in ("torch", "rich") if find_spec(name) is None]
-    if missing:
-        return refuse("plan", f"this command needs {' and '.join(missing)}; install with: pip install 'penstock[parity]'")
     try:
+        require("torch", "rich")
         from ..parity.memory_plan.settings import LlamaShape, Training, modes
 
         shape = LlamaShape(

@@ -11,11 +11,13 @@ from penstock.core import compensation, moments, update
 from penstock.core.compensation import Stored
 from penstock.core.moments import Moments
 from penstock.jax_frontend import step
+from penstock.parity.backends import specification
 
 from .planting import Fault, instead, value
 
 B_ADAMW, B_ADAM = "B/adamw/float32/none/state-default", "B/adam/float32/none/state-default"
 B_STABLE = "B/stable_adamw/float32/none/state-default"
+DENORMAL = "denormal/adamw/float32/none/state-default"
 DECAY = "decay/adamw/bfloat16/split/state-default"
 
 
@@ -74,6 +76,26 @@ FAULTS = [
         ),
         B_ADAMW,
         "jax",
+    ),
+    Fault(
+        "beta2 in the place of beta1, seen in subnormal numbers",
+        instead(
+            specification,
+            "debiased_complements",
+            lambda correct, given, number, xp: correct(dataclasses.replace(given, beta1=given.beta2), number, xp),
+        ),
+        DENORMAL,
+        "numpy",
+    ),
+    Fault(
+        "exp_avg_sq not updated, seen in subnormal numbers",
+        instead(
+            update,
+            "first_moments",
+            lambda correct, m, gradient, c: correct(m, gradient, c)._replace(exp_avg_sq=m.exp_avg_sq),
+        ),
+        DENORMAL,
+        "numpy",
     ),
     Fault("eps inside the root", instead(update, "direction", _eps_in_root), B_ADAMW, "numpy"),
     Fault("decay unfolded", instead(update, "_stepped", _decay_unfolded), DECAY, "numpy", 100),
