@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ..core import compensation
-from ..core.errors import InvalidArgument
+from ..core.errors import InvalidArgument, Refused
 from ..core.hyperparameters import Hyperparameters
 from ..core.rules import Rule
 from ..core.update import init_state
@@ -53,8 +53,8 @@ def check_loadable(rule: Rule, state_dict: Mapping[str, Any], groups: list[dict[
         raise InvalidArgument("state_dict has no 'param_groups' and 'state'; give what an optimizer's state_dict() returned.")
     if any(key not in group for group in saved_groups for key in REQUIRED):
         raise InvalidArgument(
-            "state_dict comes from another optimizer than penstock's: its moments are debiased elsewhere. Start with fresh "
-            "state: load only the model, and construct the optimizer anew."
+            "state_dict comes from another optimizer than penstock's: its moments are debiased elsewhere. Load it into "
+            "that optimizer, and take its state over with export_state and import_state; or start with fresh state."
         )
     if len(saved_groups) != len(groups):
         raise InvalidArgument(
@@ -99,6 +99,18 @@ def _check_tensor_state(state: Mapping[str, Any], parameter: Tensor, expected: s
     if state and any(key not in state for key in ("step", *MOMENTS)):
         missing = ", ".join(key for key in ("step", *MOMENTS) if key not in state)
         raise InvalidArgument(f"the state of {described} lacks {missing}; the file is damaged or of another optimizer.")
+
+
+def converted(parameter: Tensor, state: Mapping[str, Any]) -> Refused:
+    """The error for a parameter whose compensation is not that of its dtype, or of its group's setting, any more."""
+    kept = state.get("compensation")
+    return Refused(
+        f"the state of a parameter of shape {tuple(parameter.shape)} has "
+        f"{'no compensation' if kept is None else f'a compensation of dtype {dtype_name(kept.dtype)}'}, which is not what its "
+        f"dtype, now {dtype_name(parameter.dtype)}, and compensation= of its group need: the model was converted, or the "
+        "setting changed, after the first step. Convert the model first and construct the optimizer (and the release) then; "
+        "export_state and import_state carry its moments over."
+    )
 
 
 def restore_dtypes(saved: Mapping[str, Any], groups: list[dict[str, Any]], state: Mapping[Tensor, dict[str, Any]]) -> None:

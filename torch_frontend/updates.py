@@ -14,11 +14,11 @@ from ..core.hyperparameters import Hyperparameters
 from ..core.release import Action
 from ..core.rules import Rule
 from . import state as saved_state
-from .array_ops import dtype_name
+from .array_ops import DTYPES, dtype_name
 from .backends import Backend, ChecksOnDevice, TensorSlot
 from .communication.shards import LocalState, is_sharded, local, sum_over_shards
 from .finiteness import SkipCount
-from .groups import Group, fingerprint, hyperparameters
+from .groups import Group, check_device, fingerprint, hyperparameters
 
 
 class TensorUpdates(Optimizer):
@@ -174,17 +174,23 @@ class TensorUpdates(Optimizer):
     def _slots(self, parameters: Iterable[Tensor]) -> list[TensorSlot]:
         """Those of many, where a group is looked at once."""
         groups, slots = self._groups(), []
-        known: dict[tuple[int, torch.dtype], tuple[Hyperparameters, str, bool]] = {}
+        known: dict[tuple[int, torch.dtype, torch.device], tuple[Hyperparameters, str, torch.dtype | None, bool]] = {}
         for parameter in parameters:
             group = groups[parameter]
-            key = (id(group), parameter.dtype)
+            key = (id(group), parameter.dtype, parameter.device)
             if key not in known:
-                compensation = compensations.resolve(group["compensation"], dtype_name(parameter.dtype))
-                known[key] = (self._hyperparameters(group), compensation, group["capturable"])
-            current, compensation, capturable = known[key]
+                name = dtype_name(parameter.dtype)
+                compensation = compensations.resolve(group["compensation"], name)
+                kept = compensations.compensation_dtype(compensation, name)
+                current = self._hyperparameters(group)
+                check_device(current, parameter)
+                known[key] = (current, compensation, kept and DTYPES[kept], group["capturable"])
+            current, compensation, kept_dtype, capturable = known[key]
             state = self.state[parameter]
             if not state:
                 state.update(saved_state.initial_state(group, parameter, current))
+            elif getattr(state.get("compensation"), "dtype", None) is not kept_dtype:
+                raise saved_state.converted(parameter, state)
             here = LocalState(state) if is_sharded(parameter) else state
             slots.append(TensorSlot(local(parameter), here, compensation, self.rule, current, capturable))
         return slots
