@@ -110,11 +110,28 @@ def check_group(rule: Rule, group: Group) -> None:
     elif group["max_lr"] is not None:
         check_number("max_lr", group["max_lr"], RANGES["max_lr"])
     checked = hyperparameters(group)
+    if len(set(group["params"])) < len(group["params"]):
+        raise InvalidArgument(
+            "params has a parameter more than once, which would be updated as often in every step; give each of them once, as "
+            "model.parameters() does."
+        )
     for parameter in group["params"]:
         check_parameter(parameter)
         name = dtype_name(parameter.dtype)
         compensation.resolve(group["compensation"], name)
         moment_dtypes(group, name, checked)
+
+
+def check_device(current: Hyperparameters, parameter: Tensor) -> None:
+    """Raise `InvalidArgument` for a hyperparameter on a device from which the parameter's update cannot read it."""
+    for field in RANGES:
+        value = getattr(current, field)
+        if isinstance(value, Tensor) and value.device.type not in ("cpu", parameter.device.type):
+            name = NAMES.get(field, field)
+            raise InvalidArgument(
+                f"{name} is a tensor on {value.device}, and a parameter of shape {tuple(parameter.shape)} is on "
+                f"{parameter.device}; give a number, or a tensor on the CPU or on the parameter's device."
+            )
 
 
 def check_parameter(parameter: Tensor) -> None:

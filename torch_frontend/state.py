@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ..core import compensation
-from ..core.errors import InvalidArgument, UnsupportedTensor
+from ..core.errors import InvalidArgument, Refused
 from ..core.hyperparameters import Hyperparameters
 from ..core.rules import Rule
 from ..core.update import init_state
@@ -42,7 +42,7 @@ def initial_state(group: Mapping[str, Any], parameter: Tensor, current: Hyperpar
 
 
 def check_fits(state: Mapping[str, Any], parameter: Tensor, compensation_dtype: str | None) -> None:
-    """Raise `UnsupportedTensor` if the state was made for the parameter when it was another tensor.
+    """Raise `Refused` if the state was made for the parameter when it was another tensor.
 
     Args:
         state: of the parameter.
@@ -52,10 +52,11 @@ def check_fits(state: Mapping[str, Any], parameter: Tensor, compensation_dtype: 
     has = None if kept is None else dtype_name(kept.dtype)
     if has == compensation_dtype and state["exp_avg"].shape == parameter.shape:
         return
-    raise UnsupportedTensor(
-        f"a parameter of shape {tuple(parameter.shape)} and dtype {dtype_name(parameter.dtype)} has a state of shape "
-        f"{tuple(state['exp_avg'].shape)} and compensation {has}: it was cast or resized, or its group's compensation changed, "
-        "after its first update. Construct the optimizer from the parameters as they are now."
+    raise Refused(
+        f"the state of a parameter of shape {tuple(parameter.shape)} and dtype {dtype_name(parameter.dtype)} is of shape "
+        f"{tuple(state['exp_avg'].shape)} and has {'no compensation' if has is None else f'a compensation of dtype {has}'}: the "
+        "model was converted or resized, or compensation= of the group changed, after the first step. Convert the model first "
+        "and construct the optimizer (and the release) then; export_state and import_state carry its moments over."
     )
 
 
@@ -71,8 +72,8 @@ def check_loadable(rule: Rule, state_dict: Mapping[str, Any], groups: list[dict[
         raise InvalidArgument("state_dict has no 'param_groups' and 'state'; give what an optimizer's state_dict() returned.")
     if any(key not in group for group in saved_groups for key in REQUIRED):
         raise InvalidArgument(
-            "state_dict comes from another optimizer than penstock's: its moments are debiased elsewhere. Start with fresh "
-            "state: load only the model, and construct the optimizer anew."
+            "state_dict comes from another optimizer than penstock's: its moments are debiased elsewhere. Load it into "
+            "that optimizer, and take its state over with export_state and import_state; or start with fresh state."
         )
     if len(saved_groups) != len(groups):
         raise InvalidArgument(

@@ -19,7 +19,7 @@ from .array_ops import dtype_name
 from .backends import Backend, ChecksOnDevice, TensorSlot
 from .communication.shards import LocalState, is_sharded, local, means_over_shards
 from .finiteness import SkipCount
-from .groups import Group, fingerprint, hyperparameters
+from .groups import Group, check_device, fingerprint, hyperparameters
 
 
 class TensorUpdates(Optimizer):
@@ -187,18 +187,21 @@ class TensorUpdates(Optimizer):
     def _slots(self, parameters: Sequence[Tensor]) -> list[TensorSlot]:
         """Those of many, where a group is looked at once."""
         groups, slots = self._groups(parameters), []
-        known: dict[tuple[int, torch.dtype], tuple[Hyperparameters, str, bool, str | None]] = {}
-        last: tuple[Group | None, torch.dtype | None] = (None, None)
+        known: dict[tuple[int, torch.dtype, torch.device], tuple[Hyperparameters, str, bool, str | None]] = {}
+        last: tuple[Any, ...] = ()
         for parameter in parameters:
-            group, dtype = groups[parameter], parameter.dtype
-            if group is not last[0] or dtype is not last[1]:  # most follow others that are alike, and need no hash
-                last = group, dtype
-                if (id(group), dtype) not in known:
-                    name = dtype_name(dtype)
+            group = groups[parameter]
+            alike = id(group), parameter.dtype, parameter.device
+            if alike != last:  # most follow others that are alike, and need no hash
+                last = alike
+                if alike not in known:
+                    name = dtype_name(parameter.dtype)
                     compensation = compensations.resolve(group["compensation"], name)
                     kept = compensations.compensation_dtype(compensation, name)
-                    known[id(group), dtype] = (self._hyperparameters(group), compensation, group["capturable"], kept)
-                current, compensation, capturable, kept = known[id(group), dtype]
+                    current = self._hyperparameters(group)
+                    check_device(current, parameter)
+                    known[alike] = (current, compensation, group["capturable"], kept)
+                current, compensation, capturable, kept = known[alike]
             state = self.state[parameter]
             if not state:
                 state.update(saved_state.initial_state(group, parameter, current))

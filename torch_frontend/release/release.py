@@ -129,10 +129,15 @@ class Release:
             loss: 0-d; scaled already, or to be scaled: `scaler.scale(release.guard(loss)).backward()`.
 
         Raises:
+            InvalidArgument: loss is no 0-d tensor.
             Refused: in backward(), before anything is changed, if gradients of an earlier backward are still there, or a
                 guarded one ran in this step already.
         """
         needs_two_passes = self._parts.lifecycle.policy is Policy.RELEASE and self._parts.conditioning.needs_whole
+        if not isinstance(loss, Tensor):
+            raise InvalidArgument(
+                f"loss is a {type(loss).__name__}; guard() takes the scalar tensor that backward() is called on."
+            )
         if not (needs_two_passes and loss.requires_grad and torch.is_grad_enabled()):
             return loss
         if loss.dim() != 0:

@@ -76,6 +76,10 @@ def release_gradients(
         raise InvalidArgument(f"accumulation={accumulation!r} is not known; it must be None, 'hold' or 'state'.")
     if clipping not in CLIPPINGS:
         raise InvalidArgument(f"clipping={clipping!r} is not known; it must be one of {', '.join(CLIPPINGS)}.")
+    if isinstance(max_norm, Tensor):
+        if max_norm.numel() != 1:
+            raise InvalidArgument(f"max_norm is a tensor of shape {tuple(max_norm.shape)}; it must be a number in (0, inf].")
+        max_norm = max_norm.item()
     if max_norm is not None and max_norm != float("inf"):
         check_number("max_norm", max_norm, Range(0.0, low_included=False))
     if clipping == "per_tensor" and max_norm is None:
