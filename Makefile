@@ -17,9 +17,10 @@ parity: $(VENV)/.installed-parity
 test: $(VENV)/.installed-test
 	$(BIN)/python -m pytest -q -n 2 --dist loadgroup $(ARGS)
 
-# The JAX tests with the oldest supported versions; jax and optax need nothing of PyTorch.
-test-oldest: $(OLDEST)/.installed-jax
-	$(OLDEST)/bin/python -m pytest -q -n 2 --dist loadgroup tests/jax_frontend $(ARGS)
+# The specification and both frontends with the oldest supported versions.
+OLDEST_TESTS ?= tests/core tests/torch_frontend tests/jax_frontend
+test-oldest: $(OLDEST)/.installed-both
+	$(OLDEST)/bin/python -m pytest -q -n 2 --dist loadgroup $(OLDEST_TESTS) --ignore=tests/torch_frontend/integrations $(ARGS)
 
 lint: $(VENV)/.installed-lint
 	$(BIN)/ruff check .
@@ -36,7 +37,7 @@ $(VENV)/.installed-%: pyproject.toml constraints.txt
 	$(BIN)/python -m pip install -q -c constraints.txt $(PIP_ARGS) -e '.[$*]'
 	touch $@
 
-$(OLDEST)/.installed-jax: pyproject.toml constraints-oldest.txt
+$(OLDEST)/.installed-both: pyproject.toml constraints-oldest.txt
 	test -x $(OLDEST)/bin/python || $(PYTHON) -m venv $(OLDEST)
-	$(OLDEST)/bin/python -m pip install -q -c constraints-oldest.txt $(PIP_ARGS) -e '.[jax]' pytest pytest-xdist
+	$(OLDEST)/bin/python -m pip install -q -c constraints-oldest.txt $(PIP_ARGS) -e '.[torch,jax]' pytest pytest-xdist hypothesis 'triton; sys_platform == "linux"'
 	touch $@

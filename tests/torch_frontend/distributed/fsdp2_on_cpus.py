@@ -1,4 +1,4 @@
-"""What torch 2.6 lacks to run FSDP2 on CPUs, where the tests run it: later versions have both of themselves."""
+"""What torch 2.6 lacks to run FSDP2 on CPUs, where the tests run it: later versions have it of themselves."""
 
 from __future__ import annotations
 
@@ -9,9 +9,10 @@ import torch
 
 
 def provide() -> None:
-    """Events of streams, and copies of gathered parameters that autograd takes for no change, as on CUDA devices."""
+    """Events of streams; copies of gathered parameters that autograd takes for no change; averages, which gloo has not."""
     if hasattr(torch.cpu.Stream, "record_event"):
         return
+    import torch.distributed.fsdp._fully_shard._fsdp_collectives as collectives
     import torch.distributed.fsdp._fully_shard._fsdp_param_group as groups
 
     original: Any = groups.foreach_all_gather_copy_out
@@ -24,7 +25,11 @@ def provide() -> None:
                 versions.enter_context(torch.autograd._unsafe_preserve_version_counter(tensor))
             original(result, parameters, group)
 
+    def divisors(scattered: Any, replicated: Any, dtype: Any) -> tuple[float, float]:
+        return 1.0, float(scattered.size() * (replicated.size() if replicated is not None else 1))
+
     groups.foreach_all_gather_copy_out = copy_out
+    collectives._get_gradient_divide_factors = divisors
     stream: Any = torch.cpu.Stream
-    stream.record_event = lambda self: None
+    stream.record_event = lambda self: torch.cpu.Event()
     stream.wait_event = lambda self, event: None

@@ -82,7 +82,9 @@ class Ranks:
 
 def _serve(pipe: Connection, rank: int, world: int, meeting: str) -> None:
     warnings.simplefilter("error")
-    warnings.filterwarnings("ignore", "Conversion of an array with ndim > 0", DeprecationWarning, "triton.runtime.interpreter")
+    # Of torch 2.6 itself, in its checkpoints and in its tensor parallelism:
+    warnings.filterwarnings("ignore", "DTensor random operators may not", UserWarning, "torch.distributed.tensor")
+    warnings.filterwarnings("ignore", "TypedStorage is deprecated", UserWarning, "torch.distributed.checkpoint")
     fsdp2_on_cpus.provide()
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{meeting}", rank=rank, world_size=world, timeout=COLLECTIVE_TIMEOUT)

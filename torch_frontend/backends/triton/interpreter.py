@@ -1,6 +1,6 @@
-"""Triton's interpreter made to round as a GPU does, so that what it computes is what the kernels compute.
+"""Triton's interpreter made to run the kernels, and to round as a GPU does, so that it computes what they compute.
 
-Seen in Triton 3.6 to 3.9: float32 to bfloat16 is truncated, whatever rounding was asked for (a GPU rounds to nearest, ties
+Seen in Triton 3.2 to 3.9: float32 to bfloat16 is truncated, whatever rounding was asked for (a GPU rounds to nearest, ties
 to even), and bfloat16 subnormals are read wrongly. Both conversions are one private function; there is no public hook. It
 is replaced only where it is there and wrong, and otherwise left alone.
 """
@@ -54,6 +54,26 @@ def call_helpers_directly() -> None:
 
     call.direct = True  # type: ignore[attr-defined]
     function.__call__ = call
+
+
+def count_with_scalars() -> None:
+    """Let a scalar of a kernel be the end of a range.
+
+    Before Triton 3.7 the interpreter converts an array of one element for it, which numpy 2.4 refuses and an older one
+    deprecates. The conversion is set anew for each launch: so what sets it is extended.
+    """
+    import triton.runtime.interpreter as interpreter
+
+    original: Any = getattr(interpreter, "_patch_lang_tensor", None)
+    if original is None or getattr(original, "counts", False):
+        return
+
+    def patch(tensor: Any, *scope: Any) -> None:
+        original(tensor, *scope)
+        tensor.__index__ = lambda self: int(self.handle.data.item())
+
+    patch.counts = True  # type: ignore[attr-defined]
+    interpreter._patch_lang_tensor = patch
 
 
 def to_bfloat16(x: np.ndarray) -> np.ndarray:
