@@ -2,7 +2,8 @@
 
     TRITON_INTERPRET=1 python -m tests.benchmarks.fake_device
 
-Only sizes are changed (and `one_tensor`, `jax` and `parity` left out, which do the same everywhere), so every line that asks whether the run is dry takes the way of a device. Prints the results as JSON.
+Only sizes are changed, so every line that asks whether the run is dry takes the way of a device; `one_tensor`, `jax` and
+`parity`, which do the same everywhere, are left out. Prints the results as JSON.
 """
 
 from __future__ import annotations
