@@ -1,6 +1,6 @@
 """What a step reads and writes in device memory, *computed* by a simulated second-level cache; nothing is measured.
 
-    python -m benchmarks.cache_model [--model 124M 1B] [--cache-mb 60 50] [--output FILE]
+    python -m benchmarks.cache_model [--model 1B] [--cache-mb 50] [--output FILE]        (some minutes)
 
 The items are those of a launch (`work.items`, the table of configurations), their tiles in the order in which programs that
 progress alike ask for them: as many programs as a launch has, each a tile in turn, a new item when the last one is done. The
@@ -26,7 +26,7 @@ from benchmarks.record import write_result
 from penstock.torch_frontend.backends.triton import work
 from penstock.torch_frontend.backends.triton.configuration import TABLE, Configuration, Device, wave_elements
 
-RESULT = Path(__file__).parent / "results" / "cache_model_computed.json"
+RESULTS = Path(__file__).parent / "results"
 MULTIPROCESSORS = 132
 MODELS = {"124M": SHAPES["124M"], "1B": [2048 * 2048] * 16 + [2048 * 8192] * 12 + [128256 * 512] + [2048] * 9}
 """A quarter of the large one, whose layers are alike."""
@@ -110,9 +110,9 @@ def moved_bytes(
 def main() -> None:
     """Compute, print, write."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", nargs="+", choices=["124M", "1B"], default=["124M", "1B"])
+    parser.add_argument("--model", choices=list(MODELS), default="124M")
     parser.add_argument("--cache-mb", type=float, default=60.0, help="of the device; an H200 reports 60 MB")
-    parser.add_argument("--output", type=Path, default=RESULT)
+    parser.add_argument("--output", type=Path, help="by default benchmarks/results/cache_model_MODEL_computed.json")
     arguments = parser.parse_args()
     cache_bytes = int(arguments.cache_mb * 1e6)
     device = Device(MULTIPROCESSORS, cache_bytes)
@@ -127,24 +127,23 @@ def main() -> None:
     ]
     changes += [("3 programs a multiprocessor", {"programs": 3}, False)]
     rows: list[dict[str, Any]] = []
-    for model in arguments.model:
-        numels = MODELS[model]
-        for storage in STORAGES:
-            floor = storage.floor_bytes(sum(numels))
-            for name, change, unmark in changes:
-                configured = Configuration(**{**vars(chosen), **change})
-                row: dict[str, Any] = {"model": model, "storage": storage.name, "change": name}
-                for label, capacity in (("whole", cache_bytes), ("half", cache_bytes // 2)):
-                    moved = moved_bytes(numels, storage, configured, device, capacity, stores_unmark=unmark)
-                    row[f"ratio_{label}_cache"] = moved / floor
-                rows.append(row)
-            found = [row for row in rows if row["model"] == model and row["storage"] == storage.name]
-            table = Table("change", "whole cache", "half of it", title=f"computed bytes / floor: {model}, {storage.name}")
-            for row in found:
-                table.add_row(row["change"], f"{row['ratio_whole_cache']:.3f}", f"{row['ratio_half_cache']:.3f}")
-            Console().print(table)
+    model, numels = arguments.model, MODELS[arguments.model]
+    for storage in STORAGES:
+        floor = storage.floor_bytes(sum(numels))
+        for name, change, unmark in changes:
+            configured = Configuration(**{**vars(chosen), **change})
+            row: dict[str, Any] = {"model": model, "storage": storage.name, "change": name}
+            for label, capacity in (("whole", cache_bytes), ("half", cache_bytes // 2)):
+                moved = moved_bytes(numels, storage, configured, device, capacity, stores_unmark=unmark)
+                row[f"ratio_{label}_cache"] = moved / floor
+            rows.append(row)
+        found = [row for row in rows if row["storage"] == storage.name]
+        table = Table("change", "whole cache", "half of it", title=f"computed bytes / floor: {model}, {storage.name}")
+        for row in found:
+            table.add_row(row["change"], f"{row['ratio_whole_cache']:.3f}", f"{row['ratio_half_cache']:.3f}")
+        Console().print(table)
     write_result(
-        arguments.output,
+        arguments.output or RESULTS / f"cache_model_{model}_computed.json",
         {
             "computed": "by a simulated cache; no device was measured",
             "settings": {"cache_bytes": cache_bytes, "multiprocessors": MULTIPROCESSORS, "configuration": vars(chosen)},
