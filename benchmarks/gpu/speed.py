@@ -45,8 +45,8 @@ def peers(storage: Storage) -> tuple[dict[str, Make], dict[str, str]]:
     found: dict[str, Make] = {"torch AdamW(fused=True)": lambda p: torch.optim.AdamW(p, lr=1e-3, betas=BETAS, fused=True)}
     kahan = storage.compensation != "none"
     optional: dict[str, tuple[str, str, dict[str, Any]]] = {
-        "optimi StableAdamW": ("optimi", "StableAdamW", {"betas": BETAS, "kahan_sum": kahan, "triton": True}),
-        "optimi AdamW": ("optimi", "AdamW", {"betas": BETAS, "kahan_sum": kahan, "triton": True}),
+        "optimi StableAdamW": ("optimi", "StableAdamW", {"betas": BETAS, "kahan_sum": kahan}),
+        "optimi AdamW": ("optimi", "AdamW", {"betas": BETAS, "kahan_sum": kahan}),
         "FlashOptim AdamW": ("flashoptim", "FlashAdamW", {"betas": BETAS}),
         "torchao AdamW8bit": ("torchao.optim", "AdamW8bit", {"betas": BETAS}),
     }
