@@ -318,7 +318,7 @@ def _last_parts(name: str, target: Target) -> tuple[str, str]:
 
 def _transposed_pairs(table: Table) -> dict[tuple[str, str], str]:
     """Last parts of the names of what usually lies transposed, and why: by convention, or as others of the table do."""
-    said = {pair: "by the conventions of torch and flax" for pair in CONVENTIONS}
+    said = dict.fromkeys(CONVENTIONS, "by the conventions of torch and flax")
     for name, target in table.items():
         if isinstance(target, Transposed) and (target.axes is None or list(target.axes) != sorted(target.axes)):
             said.setdefault(_last_parts(name, target), f"as names says of {name!r}")
@@ -332,7 +332,7 @@ def _transposed(parameter: ParameterState, target: Target, name: str, pairs: Map
         if why and is_square(parameter.shape):
             raise InvalidArgument(
                 f"{name!r} becomes {name_of(target)!r}, which would lie transposed {why}, and the shape {parameter.shape} does "
-                "not tell. Say it with names=: Transposed(NAME), or Transposed(NAME, ()) if it lies as it is; in a table of JSON "
+                "not tell. Say it with names=: Transposed(NAME), or Transposed(NAME, ()) if it lies as it is; in JSON "
                 '"transposed": true, or false.'
             )
         return parameter

@@ -83,8 +83,8 @@ def check_takes(tx: optax.GradientTransformation, params: PyTree) -> None:
         raise
     except _MISFITS as error:
         raise Refused(
-            "tx.init fails on a part of the parameters: where each layer is updated by itself, a transform sees the tree of one "
-            f"layer, or the outer parameters, and a mask or labels for all of them do not fit ({_line(error)}). {_MASKS}"
+            "tx.init fails on a part of the parameters: where each layer is updated by itself, a transform sees the tree of "
+            f"one layer, or the outer parameters, and a mask or labels for all of them do not fit ({_line(error)}). {_MASKS}"
         ) from error
 
 

@@ -132,9 +132,9 @@ def _decayed(mask: Mask, params: PyTree) -> PyTree:
         raise
     except ValueError as error:
         raise InvalidArgument(
-            f"mask, {jax.tree.structure(tree)}, has not the structure of params, {jax.tree.structure(params)}, nor of a prefix of "
-            "it. Give a mask of these parameters; or, as where each layer is updated by itself, a function of them, such as "
-            "lambda params: jax.tree.map(lambda leaf: leaf.ndim > 1, params)."
+            f"mask, {jax.tree.structure(tree)}, has not the structure of params, {jax.tree.structure(params)}, nor of a "
+            "prefix of it. Give a mask of these parameters; or, as where each layer is updated by itself, a function of "
+            "them, such as lambda params: jax.tree.map(lambda leaf: leaf.ndim > 1, params)."
         ) from error
 
 

@@ -42,7 +42,8 @@ def make_train_step(
             micro-batches. The weight is a constant: it is not differentiated.
         tx: any Optax transform.
         microbatches: into how many equal chunks the leading axis of every leaf of the batch is cut: n chunks of every n-th
-            row, so that rows sharded over devices stay where they are. They run one after the other; their gradients are averaged in float32 (float64 for float64 parameters).
+            row, so that rows sharded over devices stay where they are. They run one after the other; their gradients are
+            averaged in float32 (float64 for float64 parameters).
         max_norm: largest global norm of the gradient, in (0, inf); None: no clipping. The norm of finite gradients is
             finite wherever float32 can hold it. What is not finite propagates: a NaN makes all gradients NaN, an
             infinity becomes NaN and the others 0.
@@ -58,8 +59,9 @@ def make_train_step(
         tx drops (optax.apply_if_finite) is told by that wrapper's state, not here.
 
     Raises:
-        InvalidArgument: loss_fn is not callable, or tx no transform; microbatches, max_norm or clip_passes out of range; when traced, a loss that is
-            not a scalar, a batch that cannot be cut evenly, or the state of stacked layers or of another transform.
+        InvalidArgument: loss_fn is not callable, or tx no transform; microbatches, max_norm or clip_passes out of range; when
+            traced, a loss that is not a scalar, a batch that cannot be cut evenly, no TrainState, or the state of stacked
+            layers or of another transform.
         UnsupportedTensor: when traced, parameters that are not floating-point.
         Refused: when traced, if a transform after a compensated one changes its updates.
     """

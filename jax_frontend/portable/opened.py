@@ -187,9 +187,10 @@ def _check_arrays(tx: optax.GradientTransformation, part: Part, roles: PyTree) -
     layers = jax.tree.leaves(part.params)[0].shape[:1] if part.layered else ()
     for (role, leaf), own in zip(zipped(part, roles), made, strict=True):
         if leaf.shape != (*layers, *own.shape):
+            of = f" of {role.names[0]!r}" if role.names else ""
             raise InvalidArgument(
-                f"{role.where}{f' of {role.names[0]!r}' if role.names else ''} has shape {leaf.shape} in the optimizer state, and "
-                f"these parameters need {(*layers, *own.shape)}; give the state that belongs to them."
+                f"{role.where}{of} has shape {leaf.shape} in the optimizer state, and these parameters need "
+                f"{(*layers, *own.shape)}; give the state that belongs to them."
             )
         if role.kind in (Kind.EXP_AVG, Kind.EXP_AVG_SQ, Kind.COMPENSATION) and not role.biased and leaf.dtype != own.dtype:
             raise InvalidArgument(

@@ -95,8 +95,8 @@ def _check_means(probe: Probe, betas: tuple[float, float]) -> None:
         rounded = any(unit > (1 - beta) / 8 for unit, beta in zip(units, betas, strict=True))
         if not rounded and not _alike(square, (1 - betas[1]) * (mean / (1 - betas[0])) ** 2, 2.0):
             raise Refused(
-                f"exp_avg and exp_avg_sq of {name!r} are not the means of one gradient and of its square, although the state of "
-                "the transform looks like Adam's; only Adam's moments have a portable state."
+                f"exp_avg and exp_avg_sq of {name!r} are not the means of one gradient and of its square, although the state "
+                "of the transform looks like Adam's; only Adam's moments have a portable state."
             )
 
 

@@ -46,7 +46,7 @@ class Probe:
             if names:
                 break
             self._state = self._after
-        self.dtypes = {
+        self.dtypes: dict[tuple[str, Kind], Any] = {
             (role.names[0], role.kind): leaf.dtype
             for role, leaf in zip(self._roles, jax.tree.leaves(self._state), strict=True)
             if role.biased and role.kind in (Kind.EXP_AVG, Kind.EXP_AVG_SQ)

@@ -51,8 +51,9 @@ def make_release_step(
         tx: an Optax transform that can be applied layer by layer; see `check_separable`. It sees the tree of one layer, or
             the outer parameters: masks and labels must be functions of such a tree.
         microbatches: into how many equal chunks the leading axis of every leaf of the batch is cut (a single typed PRNG key
-            is split): n chunks of every n-th row, so that rows sharded over devices stay where they are. For each layer they run one after the other, and their gradients are averaged in float32 (float64
-            for float64 parameters) before the layer's update: exact.
+            is split): n chunks of every n-th row, so that rows sharded over devices stay where they are. For each layer they
+            run one after the other, and their gradients are averaged in float32 (float64 for float64 parameters) before the
+            layer's update: exact.
         max_norm: largest global norm of the gradient, in (0, inf); None: no clipping. Exact: a first walk measures the norm,
             a second one updates. What is not finite propagates, as in `make_train_step`.
         accumulation: None: exact, as above. "state": the micro-batches run one after the other through the whole model, and

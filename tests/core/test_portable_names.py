@@ -186,15 +186,15 @@ def test_what_cannot_be_is_one_sentence(fault: str) -> None:
 def test_what_cannot_lead_back_is_refused() -> None:
     with pytest.raises(InvalidArgument, match="several parameters: 'x'"):
         inverted({"a": "x", "b": Transposed("x")})
-    for axes in ((0, 0), (1, 2), "10", 1, (1.0, 0.0)):
-        unfit: Any = axes
+    unfit: Any
+    for unfit in ((0, 0), (1, 2), "10", 1, (1.0, 0.0)):
         with pytest.raises(InvalidArgument, match="must be a permutation"):
             Transposed("x", unfit)
-    given: Any = [1, 0]
-    assert Transposed("x", given) == Transposed("x", (1, 0))
-    given = 3
+    unfit = [1, 0]
+    assert Transposed("x", unfit) == Transposed("x", (1, 0))
+    unfit = 3
     with pytest.raises(InvalidArgument, match=r"Transposed\(3\) must have a name"):
-        Transposed(given)
+        Transposed(unfit)
 
 
 def square(*names: str, shape: tuple[int, ...] = (3, 3)) -> PortableState:
@@ -205,7 +205,7 @@ FORGOTTEN: dict[str, tuple[PortableState, Names, str]] = {
     "to torch": (
         square("up.kernel"),
         {"up.kernel": "h.weight"},
-        "'up.kernel' becomes 'h.weight', which would lie transposed by",
+        "'up.kernel' becomes 'h.weight', which would lie",
     ),
     "to flax": (square("h.weight"), lambda name: "up.kernel", "by the conventions of torch and flax, and the shape (3, 3)"),
     "layers apart": (square("kernel", shape=(2, 3, 3)), {"kernel": "h.{layer}.weight"}, "the shape (3, 3) does not tell"),
@@ -218,7 +218,7 @@ FORGOTTEN: dict[str, tuple[PortableState, Names, str]] = {
     "as another, kept": (
         square("a.w", "b.w"),
         {"a.w": Transposed("c.w")},
-        "'b.w' becomes 'b.w', which would lie transposed as",
+        "'b.w' becomes 'b.w', which would lie",
     ),
 }
 
@@ -233,9 +233,9 @@ def test_how_a_square_matrix_lies_has_to_be_said_where_others_lie_transposed(for
     for axes in (None, ()):
         said = {name: Transposed(f"{name}.new", axes) for name in made.parameters}
         there = rename(made, said)
-        for name, given in made.parameters.items():
+        for name, old in made.parameters.items():
             array = there.parameters[f"{name}.new"].exp_avg
-            assert array.tobytes() == (given.exp_avg.T if axes is None else given.exp_avg).tobytes()
+            assert array.tobytes() == (old.exp_avg.T if axes is None else old.exp_avg).tobytes()
         assert contents(rename(there, inverted(said))) == contents(made)
 
 

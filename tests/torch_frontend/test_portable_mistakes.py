@@ -105,5 +105,5 @@ def test_where_no_step_could_follow_nothing_is_imported(tmp_path: Path) -> None:
     train(model, optimizer, batches(1))
     empty = layers(2).to("meta")
     for function in (export_state, import_state):
-        with pytest.raises(InvalidArgument, match="'0.0.weight' is on the meta device"):
+        with pytest.raises(InvalidArgument, match=r"'0.0.weight' is on the meta device"):
             function(path, StableAdamW(empty.parameters()), empty)

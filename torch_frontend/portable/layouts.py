@@ -169,8 +169,8 @@ def layout_of(optimizer: Optimizer) -> OwnLayout:
     if isinstance(optimizer, (torch.optim.AdamW, torch.optim.Adam)):
         if not any(_step(type(optimizer)) is _step(known) for known in (torch.optim.AdamW, torch.optim.Adam)):
             raise Refused(
-                f"optimizer={type(optimizer).__name__} has a step() of its own, which may keep other moments than Adam's. If it "
-                "does not, load its state_dict() into torch.optim.AdamW or torch.optim.Adam, and give that."
+                f"optimizer={type(optimizer).__name__} has a step() of its own, which may keep other moments than Adam's. If "
+                "it does not, load its state_dict() into torch.optim.AdamW or torch.optim.Adam, and give that."
             )
         return TorchLayout(optimizer)
     raise InvalidArgument(
