@@ -52,7 +52,7 @@ def check_description(backend: Any) -> None:
     if isinstance(abilities, str) or not isinstance(abilities, Collection) or not set(abilities) <= set(ABILITIES):
         raise InvalidArgument(f"abilities={abilities!r} of backend {backend.name!r} must be some of {list(ABILITIES)}.")
     added = getattr(backend, "norm_eps", 0.0)
-    if not isinstance(added, numbers.Real) or not 0.0 <= added < np.inf:
+    if not isinstance(added, numbers.Real) or not 0.0 <= float(added) < np.inf:
         raise InvalidArgument(f"norm_eps={added!r} of backend {backend.name!r} must be a number in [0, inf).")
 
 

@@ -80,3 +80,10 @@ def test_which_compensation_a_parameter_gets() -> None:
         resolve("split", "float16")
     with pytest.raises(InvalidArgument, match=r"compensation='half'.*auto, none, kahan, split"):
         resolve("half", "float32")
+
+
+def test_a_kahan_number_that_overflows_or_is_none_keeps_nothing() -> None:
+    x = np.array([7e4, -np.inf, np.nan], np.float32)
+    stored = compensations.store(numpy_ops, "kahan", x, "float16")
+    assert stored.compensation is not None
+    assert np.array_equal(stored.compensation, np.zeros(3, np.float16))

@@ -15,8 +15,9 @@ from penstock.core import compensation as compensations
 from penstock.core.array_ops import numpy_dtype, numpy_ops
 from penstock.core.compensation import Stored
 from penstock.core.dtypes import state_dtypes
+from penstock.core.errors import InvalidArgument
 from penstock.core.hyperparameters import Hyperparameters
-from penstock.core.moments import debiased_complement, debiased_complements
+from penstock.core.moments import SMALLEST_NORMAL_FLOAT32, debiased_complement, debiased_complements
 from penstock.core.reference import Gradient, Reference, Settings
 from penstock.core.rules import ADAM, ADAMW, RULES, STABLE_ADAMW, Rule
 from penstock.core.update import TensorState, init_state, measure, update
@@ -135,6 +136,28 @@ def test_numpy_torch_and_jax_arrays_go_through_the_same_functions(rule: Rule) ->
         assert other.dtype == np.float32
         # Only mean and sqrt may round differently: one unit in the last place a step.
         assert relative_error(other, plain) < STEPS * 2.0**-24
+
+
+@pytest.mark.parametrize("beta", [0.9, 0.999])
+def test_complements_of_arrays_are_those_of_numbers(beta: float) -> None:
+    """A beta or a step on a device: c = (1-beta)/(1-beta^t), 1 at the first step."""
+    for step in (1, 7, 1000):
+        expected = (1.0 - beta) / (1.0 - beta**step)
+        for given in ((beta, step), (np.array(beta), step), (beta, np.array(step)), (np.array(beta), np.array(step))):
+            assert abs(debiased_complement(*given, np) / expected - 1.0) < 1e-12
+
+
+def test_the_rules_have_the_defaults_of_their_papers_and_of_torch() -> None:
+    adam, adamw = torch.optim.Adam([torch.zeros(1)]).defaults, torch.optim.AdamW([torch.zeros(1)]).defaults
+    for rule, theirs in ((ADAM, adam), (ADAMW, adamw)):
+        assert (rule.betas, rule.eps, rule.weight_decay) == (theirs["betas"], theirs["eps"], theirs["weight_decay"])
+    assert (STABLE_ADAMW.betas, STABLE_ADAMW.eps, STABLE_ADAMW.weight_decay) == ((0.9, 0.99), 1e-6, 1e-2)
+    assert np.finfo(np.float32).tiny == SMALLEST_NORMAL_FLOAT32
+
+
+def test_the_refusal_of_a_low_second_moment_says_what_beta2_it_needs() -> None:
+    with pytest.raises(InvalidArgument, match=r"it needs beta2 <= 0\.9921875"):
+        state_dtypes("bfloat16", 0.999, exp_avg_sq="bfloat16")
 
 
 CASES = [
