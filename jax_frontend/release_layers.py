@@ -29,7 +29,7 @@ from .losses import scaled_loss
 from .norms import global_norm, norm_dtype
 from .separability import check_separable
 from .state import PyTree
-from .train_state import LayeredState, TrainState, check_made_by
+from .train_state import LayeredState, TrainState, check_made_by, check_train_state
 from .walk.fence import fenced, resolve_fence
 from .walk.layer_stack import check_layer_axis, looks_stacked, number_of_layers
 
@@ -145,6 +145,7 @@ def release_layers(
 
 def _checked(tx: optax.GradientTransformation, state: TrainState) -> tuple[PyTree, PyTree]:
     """(outer parameters, stacked layers) of a state that is what `release_layers` needs."""
+    check_train_state(state)
     params = state.params
     if not looks_stacked(params) or not isinstance(state.opt_state, LayeredState) or state.loss_scale is not None:
         raise InvalidArgument(

@@ -57,8 +57,9 @@ def init_train_state(
             number in [1, inf) that stays. It is copied into the state. None: the loss is not scaled.
 
     Raises:
-        InvalidArgument: params that are not what stack says.
+        InvalidArgument: params that are not what stack says; tx is no transform.
     """
+    init = as_transformation(tx).init
     scale = as_loss_scale(loss_scale)
     if stack is not None and stack is not False and not isinstance(stack, LayerStack):
         raise InvalidArgument(f"stack={stack!r} is not possible; give the LayerStack, False, or leave it out.")
@@ -68,7 +69,6 @@ def init_train_state(
     if single:
         check_layer_axis(params["layers"], remedy=" For make_train_step give stack=False.")
     copied = jax.tree.map(lambda leaf: strong(jnp.copy(leaf)), params)
-    init = as_transformation(tx).init
     if isinstance(stack, LayerStack) and isinstance(stack.layer, Mapping):
         layers = {name: made_beside(jax.vmap(init), copied["layers"][name], copied) for name in stack.layer}
         opt_state: PyTree = LayeredState(made_beside(init, copied["outer"], copied), layers)
@@ -88,6 +88,15 @@ def init_train_state(
         return jnp.copy(leaf) if shared else strong(leaf)
 
     return jax.tree.map(own, TrainState(copied, opt_state, put_everywhere(jax.tree.map(jnp.copy, scale), copied)))
+
+
+def check_train_state(state: TrainState) -> None:
+    """Raise `InvalidArgument` unless it is what `init_train_state` makes."""
+    if not isinstance(state, TrainState):
+        raise InvalidArgument(
+            f"state is a {type(state).__name__}, no TrainState; make it with init_train_state(tx, params), and give each step "
+            "the state that the last one returned."
+        )
 
 
 def check_made_by(tx: optax.GradientTransformation, params: PyTree, opt_state: PyTree) -> None:
@@ -111,6 +120,7 @@ def check_unstacked(tx: optax.GradientTransformation, state: TrainState) -> None
     Raises:
         InvalidArgument, UnsupportedTensor.
     """
+    check_train_state(state)
     if isinstance(state.opt_state, LayeredState):
         raise InvalidArgument(
             "this optimizer state has a layer axis, for make_release_step; make the state for make_train_step with "

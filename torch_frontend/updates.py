@@ -184,7 +184,7 @@ class TensorUpdates(Optimizer):
                 kept = compensations.compensation_dtype(compensation, name)
                 current = self._hyperparameters(group)
                 check_device(current, parameter)
-                known[key] = (current, compensation, kept and DTYPES[kept], group["capturable"])
+                known[key] = (current, compensation, None if kept is None else DTYPES[kept], group["capturable"])
             current, compensation, kept_dtype, capturable = known[key]
             state = self.state[parameter]
             if not state:

@@ -19,7 +19,7 @@ from ..losses import check_microbatches, chunks
 from ..norms import Squares, clipped, no_squares, norm_dtype, squares
 from ..separability import check_separable
 from ..state import AdamState, PyTree
-from ..train_state import LayeredState, TrainState, check_made_by
+from ..train_state import LayeredState, TrainState, check_made_by, check_train_state
 from . import in_state
 from .fence import fenced, resolve_fence
 from .in_state import Moments, Rest, taken_apart
@@ -112,6 +112,7 @@ def make_release_step(
 
 
 def _check_state(stack: LayerStack, tx: optax.GradientTransformation, state: TrainState) -> None:
+    check_train_state(state)
     check_parameters(stack, state.params)
     again = "make the state with init_train_state(tx, params, stack)."
     if not isinstance(state.opt_state, LayeredState):
