@@ -207,6 +207,11 @@ def transformation(rule: Rule, arguments: Arguments) -> RuleTransformation:
         )
 
     def update(updates: PyTree, state: Any, params: PyTree | None = None, **extra_args: Any) -> tuple[PyTree, AdamState]:
+        if not all(hasattr(state, field) for field in AdamState._fields):
+            raise InvalidArgument(
+                f"state is a {type(state).__name__}, and {rule.name} needs an AdamState; make it with tx.init(params) of this "
+                "transform (import_state takes over optax's), and call update(grads, state, params) in this order."
+            )
         destination = destination_of(extra_args)
         if isinstance(asked := extra_args.pop(ENQUIRY, None), Enquiry):
             mask = True if arguments.mask is None else arguments.mask
@@ -266,8 +271,9 @@ def leaves_of(
         compensation = "none"
         if parameter is None:
             parameter = jnp.zeros_like(gradient)  # no decay: only its dtype is looked at
-        elif kept[2] is not None:
+        else:
             compensation = compensations.resolve(arguments.compensation, jax_ops.dtype_name(parameter))
+            _check_compensation(compensation, kept[2], parameter, path)
         wide = compute_dtype(jax_ops.dtype_name(parameter))
         if wide not in by_dtype:
             by_dtype[wide] = _Numbers.of(hyperparameters, count, wide)
@@ -304,6 +310,16 @@ def _check_gradient(gradient: Array, mu: Array, path: Any) -> None:
         raise UnsupportedTensor(f"{name} has dtype {dtype}; it must be a floating-point array.")
     if jnp.shape(gradient) != jnp.shape(mu):
         raise InvalidArgument(f"{name} has shape {jnp.shape(gradient)}, but its state has {jnp.shape(mu)}; they must be equal.")
+
+
+def _check_compensation(compensation: str, kept: Array | None, parameter: Array, path: Any) -> None:
+    dtype = jax_ops.dtype_name(parameter)
+    needed, found = compensations.compensation_dtype(compensation, dtype), None if kept is None else jax_ops.dtype_name(kept)
+    if needed != found:
+        raise InvalidArgument(
+            f"params{jax.tree_util.keystr(path)} has dtype {dtype}, whose compensation is {needed}, and the state has {found}: "
+            "the parameters were cast after init. Cast them first, and make the state with tx.init(params) then."
+        )
 
 
 def _update_leaf(

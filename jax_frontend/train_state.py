@@ -40,7 +40,8 @@ def check_train_state(state: Any) -> None:
     """Raise `InvalidArgument` for anything else than a `TrainState`."""
     if not isinstance(state, TrainState):
         raise InvalidArgument(
-            f"state={type(state).__name__} is no TrainState; give TrainState(params, opt_state), or what init_train_state made."
+            f"state is a {type(state).__name__}, no TrainState; make it with init_train_state(tx, params), and give each step "
+            "the state that the last one returned."
         )
 
 

@@ -55,8 +55,8 @@ def check_fits(state: Mapping[str, Any], parameter: Tensor, compensation_dtype: 
     raise Refused(
         f"the state of a parameter of shape {tuple(parameter.shape)} and dtype {dtype_name(parameter.dtype)} is of shape "
         f"{tuple(state['exp_avg'].shape)} and has {'no compensation' if has is None else f'a compensation of dtype {has}'}: "
-        "the model was converted or resized, or compensation= of the group changed, after the first step. Convert the model first "
-        "and construct the optimizer (and the release) then; export_state and import_state carry its moments over."
+        "the model was converted or resized, or compensation= of the group changed, after the first step. Convert the model "
+        "first and construct the optimizer (and the release) then; export_state and import_state carry its moments over."
     )
 
 

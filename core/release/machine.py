@@ -192,7 +192,8 @@ def _step(status: Status, event: Step, strict: bool) -> Decision:
         return Decision(Action.UPDATE_LAST if event.waiting and event.finite else Action.APPLY, Status.IDLE)
     if status is Status.RELEASED and event.waiting:
         raise Refused(
-            "a gradient lies in `.grad`, set by hand or left by release.paused(), after it was already updated in this step. "
+            "a gradient lies in `.grad`, set by hand, left by release.paused(), or put there by a DistributedDataParallel that "
+            "release_gradients was not given, after it was already updated in this step. "
             "Call optimizer.step() before such a gradient comes; optimizer.zero_grad() discards it."
         )
     return Decision(Action.NOTHING, Status.IDLE)

@@ -93,7 +93,7 @@ class Hooks:
             if name in now and now[name] is not parameter and not gathered:
                 raise Refused(
                     f"parameter {name!r} of the model was replaced after release_gradients (load_state_dict(assign=True), "
-                    "to_empty, an assignment): the optimizer and its hooks still hold the old one. Call release.remove(), "
+                    "to_empty, fully_shard, an assignment): the optimizer still holds the old one. Call release.remove(), "
                     "construct the optimizer from the new parameters, and call release_gradients again."
                 )
             self.check_one(parameter)

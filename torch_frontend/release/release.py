@@ -136,7 +136,7 @@ class Release:
         needs_two_passes = self._parts.lifecycle.policy is Policy.RELEASE and self._parts.conditioning.needs_whole
         if not isinstance(loss, Tensor):
             raise InvalidArgument(
-                f"loss is a {type(loss).__name__}; guard() takes the scalar tensor that backward() is called on."
+                f"loss is a {type(loss).__name__}; guard() takes the 0-d tensor that backward() is called on."
             )
         if not (needs_two_passes and loss.requires_grad and torch.is_grad_enabled()):
             return loss
