@@ -17,6 +17,7 @@ from torch.autograd.graph import get_gradient_edge
 
 from ...core.errors import Refused
 from ..communication.shards import is_sharded
+from .backward_pass import is_compiled
 from .graph import Graph
 
 
@@ -62,7 +63,7 @@ def require_whole(release: object, parameters: Iterable[Tensor]) -> None:
         release: whose guard it is.
         parameters: that are released. (FSDP2 computes gradients of others than those that it shards.)
     """
-    if _will_run is None:
+    if _will_run is None or is_compiled():
         return
     others = [node for node, owner in list(_GUARDED.items()) if owner is release and node.loss is not None]
     edges = (get_gradient_edge(parameter) for parameter in parameters if not is_sharded(parameter))
