@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping
 from typing import Any
 
@@ -14,7 +15,7 @@ from ..core.hyperparameters import Hyperparameters
 from ..core.rules import Rule
 from ..core.update import init_state
 from .array_ops import dtype_name, torch_ops
-from .communication.shards import placements
+from .communication.shards import is_sharded, placements
 from .groups import SETTINGS, check_group, moment_dtypes
 
 REQUIRED = (*SETTINGS, "compensation", "state_dtype", "capturable")
@@ -60,6 +61,51 @@ def check_fits(state: Mapping[str, Any], parameter: Tensor, compensation_dtype: 
     )
 
 
+def gatherable(state_dict: dict[str, Any]) -> dict[str, Any]:
+    """The same state_dict, with shards of int16 that go over the wire as int32, in a whole copy (`full_state_dict=True`).
+
+    No backend of torch.distributed sends int16, which "split" keeps of bfloat16 parameters. The values are the same, and
+    `restore_dtypes` takes them back.
+    """
+    states = dict(state_dict["state"])
+    for index, state in states.items():
+        kept = state.get("compensation")
+        if is_sharded(kept) and kept.dtype is torch.int16:
+            states[index] = {**state, "compensation": _gathered_as_int32(kept)}
+    return {**state_dict, "state": states}
+
+
+def _gathered_as_int32(shards: Any) -> Any:
+    """The same shards, the same memory."""
+    placed: dict[str, Any] = {"run_check": False, "shape": shards.shape, "stride": shards.stride()}
+    view = type(shards).from_local(shards.to_local(), shards.device_mesh, shards.placements, **placed)
+    view.__class__ = _gathered_as_int32_class()
+    return view
+
+
+@functools.cache
+def _gathered_as_int32_class() -> type:
+    from torch.distributed.tensor import DTensor  # takes a second to import, and is there when shards are
+
+    class GatheredAsInt32(DTensor):
+        """A DTensor of int16 whose whole, which `full_tensor` also gets from here, is of int32."""
+
+        __slots__ = ()
+
+        def redistribute(self, *arguments: Any, **options: Any) -> Any:
+            """As that of a DTensor, and int32."""
+            placed: dict[str, Any] = {"run_check": False, "shape": self.shape, "stride": self.stride()}
+            wide = self.to_local().to(torch.int32)
+            return DTensor.from_local(wide, self.device_mesh, self.placements, **placed).redistribute(*arguments, **options)
+
+    return GatheredAsInt32
+
+
+def _saved_dtype(key: str, value: Tensor) -> torch.dtype:
+    """The dtype in which a saved tensor is kept; what was gathered as int32 is int16."""
+    return torch.int16 if key == "compensation" and value.dtype is torch.int32 else value.dtype
+
+
 def check_loadable(rule: Rule, state_dict: Mapping[str, Any], groups: list[dict[str, Any]]) -> None:
     """Raise `InvalidArgument` if `state_dict` is not one of penstock's, or not one of these parameters'.
 
@@ -95,7 +141,7 @@ def check_loadable(rule: Rule, state_dict: Mapping[str, Any], groups: list[dict[
 
 def _check_tensor_state(state: Mapping[str, Any], parameter: Tensor, expected: str, described: str) -> None:
     kept = state.get("compensation")
-    has = None if kept is None else dtype_name(kept.dtype)
+    has = None if kept is None else dtype_name(_saved_dtype("compensation", kept))
     wants = compensation.compensation_dtype(expected, dtype_name(parameter.dtype))
     if state and has != wants:
         raise InvalidArgument(
@@ -126,6 +172,9 @@ def restore_dtypes(saved: Mapping[str, Any], groups: list[dict[str, Any]], state
         for index, parameter in zip(saved_group["params"], group["params"], strict=True):
             for key in PER_ELEMENT:
                 value = saved["state"].get(index, {}).get(key)
-                if isinstance(value, Tensor) and state[parameter][key].dtype != value.dtype:
-                    layout = torch.empty_like(parameter, dtype=value.dtype, memory_format=torch.preserve_format)
+                if not isinstance(value, Tensor):
+                    continue
+                dtype = _saved_dtype(key, value)
+                if state[parameter][key].dtype != dtype:
+                    layout = torch.empty_like(parameter, dtype=dtype, memory_format=torch.preserve_format)
                     state[parameter][key] = layout.copy_(value)

@@ -27,6 +27,11 @@ class Ledger:
         """The gradient of `tensor` is gone; nothing happens if there was none."""
         self.live -= self._held.pop(tensor, 0)
 
+    @property
+    def booked(self) -> list[Hashable]:
+        """The tensors whose gradients exist."""
+        return list(self._held)
+
     def reset_peak(self) -> None:
         """Start a new peak from what is alive now."""
         self.peak = self.live

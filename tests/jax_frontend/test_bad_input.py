@@ -59,7 +59,9 @@ STEPS: dict[str, Any] = {
 def test_what_is_no_state_is_told_by_its_type(step: str) -> None:
     state = init_train_state(TX, parameters())
     for given in (None, state.params, state.opt_state, tuple(state)):
-        with pytest.raises(InvalidArgument, match=f"state is a {type(given).__name__}, no TrainState; make it with init_train_state"):
+        with pytest.raises(
+            InvalidArgument, match=f"state is a {type(given).__name__}, no TrainState; make it with init_train_state"
+        ):
             STEPS[step](given, batch())
     assert not any(leaf.is_deleted() for leaf in jax.tree.leaves(state))
 

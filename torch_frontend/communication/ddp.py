@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from ...core.errors import Refused
 from .local import LocalCommunication
+from .protocol import Deliver, Purpose
 
 _HOOKED: weakref.WeakKeyDictionary[nn.Module, _BucketHook] = weakref.WeakKeyDictionary()
 """DistributedDataParallel takes one hook for ever; it serves the release that is in force, and averages plainly without."""
@@ -46,9 +47,9 @@ class DDPCommunication(LocalCommunication):
         self._local: set[Tensor] = set()  # gradients in .grad that are not averaged
         self._dropped: set[Tensor] = set()  # delivered, and given back in .grad by DistributedDataParallel
 
-    def attach(self, parameters: Sequence[Tensor], deliver: Any) -> None:
+    def attach(self, parameters: Sequence[Tensor], deliver: Deliver, purpose: Callable[[], Purpose]) -> None:
         """See `Communication`."""
-        super().attach(parameters, deliver)
+        super().attach(parameters, deliver, purpose)
         self._parameters.update(parameters)
         self._hook.engine = weakref.ref(self)
 

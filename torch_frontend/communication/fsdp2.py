@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import sys
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from torch import Tensor, nn
 
 from .local import LocalCommunication
-from .protocol import Deliver
+from .protocol import Deliver, Purpose
 
 
 class FSDP2Communication(LocalCommunication):
@@ -28,9 +28,9 @@ class FSDP2Communication(LocalCommunication):
         self._group_of: dict[Tensor, tuple[Tensor, ...]] = {}
         self._arrived: list[Tensor] = []
 
-    def attach(self, parameters: Sequence[Tensor], deliver: Deliver) -> None:
+    def attach(self, parameters: Sequence[Tensor], deliver: Deliver, purpose: Callable[[], Purpose]) -> None:
         """See `Communication`."""
-        super().attach(parameters, deliver)
+        super().attach(parameters, deliver, purpose)
         model = self._model()
         if model is not None:
             self._group_of = parameter_groups(model)

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from torch import Tensor
 
-from .protocol import Deliver
+from .protocol import Deliver, Purpose
 
 
 class LocalCommunication:
@@ -15,7 +15,7 @@ class LocalCommunication:
     name = "local"
     _deliver: Deliver
 
-    def attach(self, parameters: Sequence[Tensor], deliver: Deliver) -> None:
+    def attach(self, parameters: Sequence[Tensor], deliver: Deliver, purpose: Callable[[], Purpose]) -> None:
         """See `Communication`."""
         self._deliver = deliver
 
@@ -37,6 +37,9 @@ class LocalCommunication:
         """See `Communication`."""
 
     def average(self, parameters: Sequence[Tensor]) -> None:
+        """See `Communication`."""
+
+    def fail(self) -> None:
         """See `Communication`."""
 
     def end_step(self) -> None:

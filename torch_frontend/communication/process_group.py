@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -11,8 +11,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from ...core.errors import Refused
+from .agreement import LENGTH, Agreement
 from .local import LocalCommunication
-from .protocol import Deliver
+from .protocol import Deliver, Purpose
 
 IN_FLIGHT = 2
 """Gradients under way at once: one is reduced while the next is computed; more would only be more memory."""
@@ -22,8 +23,9 @@ class ProcessGroupCommunication(LocalCommunication):
     """Averages over a process group. In a round every parameter is all-reduced once, in the same order on every rank.
 
     Graphs may differ between ranks: a gradient whose turn has not come waits, and when the round ends a rank takes part
-    with zeros where it has no gradient. Each all-reduce carries one number more, by which a rank learns whether another had
-    a gradient: a parameter that none has used is left alone. As in DistributedDataParallel, a gradient is multiplied by
+    with zeros where it has no gradient. Each all-reduce carries a few numbers more, by which a rank learns whether another had
+    a gradient: a parameter that none has used is left alone; and whether all are in the same round, and well (`Agreement`):
+    otherwise each of them raises, and none uses the gradient. As in DistributedDataParallel, a gradient is multiplied by
     1/world_size and then summed, in its own dtype; with two ranks the average is the same bit for bit.
 
     The first round goes backwards through the parameters, later ones as gradients arrived on the first rank in the first.
@@ -40,10 +42,16 @@ class ProcessGroupCommunication(LocalCommunication):
         self._in_flight: deque[_Flight] = deque()
         self._arrivals: list[Tensor] | None = []  # of the first round; None once the order is settled
         self._completed = False  # a round, in this step
+        self._purpose: Purpose | None = None  # of the round under way
+        self._failed = False  # the round under way: what is still to be launched in it is used by no rank
+        self._agreement = Agreement()
 
-    def attach(self, parameters: Sequence[Tensor], deliver: Deliver) -> None:
+    def attach(self, parameters: Sequence[Tensor], deliver: Deliver, purpose: Callable[[], Purpose]) -> None:
         """See `Communication`."""
-        super().attach(parameters, deliver)
+        super().attach(parameters, deliver, purpose)
+        self._ask_purpose = purpose
+        if self._failed:
+            self._end_failed_round()
         self._order = [*reversed(parameters), *self._order]
         self._arrivals = []
 
@@ -54,10 +62,12 @@ class ProcessGroupCommunication(LocalCommunication):
         self._in_flight.clear()
         self._waiting.clear()
         self._order, self._next, self._arrivals = [], 0, []
+        self._purpose, self._failed = None, False
 
     def gradient_ready(self, parameter: Tensor) -> None:
         """See `Communication`."""
         gradient, parameter.grad = parameter.grad, None
+        self._begin()
         assert gradient is not None
         self._waiting[parameter] = gradient
         del gradient
@@ -68,38 +78,82 @@ class ProcessGroupCommunication(LocalCommunication):
 
     def flush(self, *, always: bool = False) -> None:
         """See `Communication`."""
-        if self._next or self._waiting or always:
+        if self._failed and not always:
+            self._end_failed_round()
+        elif self._next or self._waiting or always:
+            self._begin()
             self._complete(self._deliver)
 
     def average(self, parameters: Sequence[Tensor]) -> None:
         """See `Communication`."""
+        if self._failed:
+            self._end_failed_round()
         if parameters or not self._completed:
+            self._begin(step=True)
             self._complete(lambda averaged: None)
+
+    def fail(self) -> None:
+        """See `Communication`."""
+        self._settle_purpose()
+        assert self._purpose is not None
+        if self._failed:
+            return
+        self._failed = True
+        self._waiting.clear()
+        while self._in_flight and not self._purpose.measured:  # the others use these, as nothing is wrong with them
+            self._land(self._deliver)
 
     def end_step(self) -> None:
         """See `Communication`."""
         self._completed = False
 
+    def _begin(self, *, step: bool = False) -> None:
+        """Take part in the round under way, or in a new one; `step`: that of step()."""
+        if self._failed:
+            self._end_failed_round()
+        if self._purpose is None:
+            self._agreement.read()
+            self._settle_purpose(step=step)
+
+    def _settle_purpose(self, *, step: bool = False) -> None:
+        if self._purpose is None:
+            purpose = self._ask_purpose()
+            self._purpose = purpose._replace(last=True) if step else purpose
+
+    def _end_failed_round(self) -> None:
+        """Tell the other ranks, and meet them where the next round begins."""
+        self._complete(self._deliver)
+
     def _complete(self, deliver: Deliver) -> None:
         while self._next < len(self._order):
             parameter = self._order[self._next]
-            if parameter.grad is not None:
+            if parameter.grad is not None and not self._failed:
                 self._waiting[parameter], parameter.grad = parameter.grad, None
             self._launch(deliver)
         while self._in_flight:
             self._land(deliver)
-        self._next = 0
-        self._completed = True
+        assert self._purpose is not None
+        if self._failed:
+            self._agreement.forget_round()
+        else:
+            try:
+                self._agreement.end_round(self._purpose)
+            except Refused:
+                self._failed = True  # what is left of the round is to settle the order, with the others
+                raise
         self._settle_order()
+        self._next, self._purpose, self._failed = 0, None, False
+        self._completed = True
 
     def _launch(self, deliver: Deliver) -> None:
         parameter = self._order[self._next]
         self._next += 1
-        buffer = torch.zeros(parameter.numel() + 1, dtype=parameter.dtype, device=parameter.device)
+        buffer = torch.zeros(parameter.numel() + LENGTH, dtype=parameter.dtype, device=parameter.device)
         used = parameter in self._waiting
         if used:
-            torch.mul(self._waiting.pop(parameter).reshape(-1), self._share, out=buffer[:-1])
-            buffer[-1] = 1.0
+            torch.mul(self._waiting.pop(parameter).reshape(-1), self._share, out=buffer[:-LENGTH])
+        assert self._purpose is not None
+        buffer[-LENGTH:] = self._agreement.tag(self._purpose, buffer, used=used, failed=self._failed)
         work = dist.all_reduce(buffer, group=self._group, async_op=True)
         self._in_flight.append(_Flight(parameter, buffer, work, used))
         while len(self._in_flight) > IN_FLIGHT:
@@ -108,8 +162,16 @@ class ProcessGroupCommunication(LocalCommunication):
     def _land(self, deliver: Deliver) -> None:
         parameter, buffer, work, used = self._in_flight.popleft()
         work.wait()
-        if used or bool(buffer[-1] > 0):  # only a rank that did not use it has to wait for the device to know
-            parameter.grad = buffer[:-1].view(parameter.shape)
+        assert self._purpose is not None
+        problem = self._agreement.problem(self._purpose, buffer[-LENGTH:])
+        if problem is not None and not self._failed:
+            self._failed = True
+            self._waiting.clear()
+            raise Refused(problem)
+        if problem is not None or (self._failed and self._purpose.measured):
+            return
+        if used or bool(buffer[-LENGTH] > 0):  # only a rank that did not use it has to wait for the device to know
+            parameter.grad = buffer[:-LENGTH].view(parameter.shape)
             del buffer
             deliver([parameter])
 
@@ -117,7 +179,7 @@ class ProcessGroupCommunication(LocalCommunication):
         """Take the order in which gradients arrived on the first rank, so that few of them wait for their turn."""
         if self._arrivals is None or not self._order:
             return
-        position = {parameter: number for number, parameter in enumerate(self._arrivals)}
+        position = {} if self._failed else {parameter: number for number, parameter in enumerate(self._arrivals)}
         told = torch.tensor([position.get(p, len(self._order)) for p in self._order], device=self._order[0].device)
         dist.broadcast(told, src=dist.get_global_rank(self._group, 0), group=self._group)
         numbers: list[int] = told.tolist()
@@ -129,7 +191,7 @@ class ProcessGroupCommunication(LocalCommunication):
 
 
 class _Flight(NamedTuple):
-    """An all-reduce under way: a flat gradient and, behind it, how many ranks had one."""
+    """An all-reduce under way: a flat gradient and, behind it, a tag."""
 
     parameter: Tensor
     buffer: Tensor

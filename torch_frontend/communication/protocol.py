@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from torch import Tensor
 
@@ -14,6 +14,18 @@ Those of one call may share an exchange with other processes, so every process m
 """
 
 
+class Purpose(NamedTuple):
+    """What a round is for; it must be the same on every process, or their gradients do not belong together.
+
+    measured: gradients are looked at, and not used. last: parameters are updated. first: no micro-batch of the same update
+    came before.
+    """
+
+    measured: bool
+    last: bool
+    first: bool
+
+
 class Communication(Protocol):
     """Averages gradients over processes, each as soon as it exists, in rounds: a backward pass is one.
 
@@ -22,8 +34,8 @@ class Communication(Protocol):
 
     name: str
 
-    def attach(self, parameters: Sequence[Tensor], deliver: Deliver) -> None:
-        """Know these parameters, as well as those of earlier calls."""
+    def attach(self, parameters: Sequence[Tensor], deliver: Deliver, purpose: Callable[[], Purpose]) -> None:
+        """Know these parameters, as well as those of earlier calls. `purpose` tells what a round that begins now is for."""
         ...
 
     def detach(self) -> None:
@@ -55,6 +67,13 @@ class Communication(Protocol):
 
     def average(self, parameters: Sequence[Tensor]) -> None:
         """step(), once: averages in place what is held in `.grad` of these parameters, and of those that others name."""
+        ...
+
+    def fail(self) -> None:
+        """The pass that runs, or ran last, has failed on this process: the rest of its round is used on none.
+
+        Every process learns of it: the round is ended when anything else is asked of the engine.
+        """
         ...
 
     def end_step(self) -> None:

@@ -14,12 +14,16 @@ from .reentrant import StillToCome
 class Arrivals:
     """Knows which pass has updated parameters in this step, and which gradients are under way to be averaged.
 
+    Attributes:
+        watched: the pass that updates parameters and whose end is waited for, if there is one.
+
     Args:
         one_pass: a step has one backward, and every gradient is used in it.
         describe: how an error names a parameter.
     """
 
     def __init__(self, *, one_pass: bool, describe: Callable[[Tensor], str]) -> None:
+        self.watched: int | None = None
         self._one_pass = one_pass
         self._describe = describe
         self._pass: int | None = None  # the backward pass that updated parameters in this step
@@ -39,8 +43,8 @@ class Arrivals:
             )
         self._pass = now
 
-    def send(self, parameter: Tensor, *, seen: bool) -> None:
-        """Its gradient goes to communication now; `seen`: another part of it was measured in this pass.
+    def check_whole(self, parameter: Tensor, *, seen: bool) -> None:
+        """Its gradient is about to go to communication; `seen`: another part of it was measured in this pass.
 
         Raises:
             Refused: it is a part of a gradient, and would be used as if it were the whole.
@@ -56,6 +60,9 @@ class Arrivals:
                 f"{self._describe(parameter)}: a second gradient of it arrived while the first was being averaged. Call "
                 "optimizer.step() after each backward; or declare the micro-batches with accumulation='hold' or 'state'."
             )
+
+    def send(self, parameter: Tensor) -> None:
+        """Its gradient goes to communication now."""
         self._sent.add(parameter)
 
     def delivered(self, parameters: Iterable[Tensor]) -> None:

@@ -37,15 +37,19 @@ def current_pass() -> int | None:
     return None if _graph_task is None or is_nested() else _graph_task()
 
 
+def is_compiled() -> bool:
+    """Whether compiled autograd, not the engine, runs this pass."""
+    return getattr(sys.modules.get("torch._dynamo.compiled_autograd"), "in_compiled_autograd_region", False)
+
+
 def at_end_of_pass(callback: Callable[[], None]) -> bool:
     """Call `callback` when the pass that is running, nested or not, has ended without an error; False if that cannot be had.
 
     It comes after what others wanted called by then, such as DistributedDataParallel, which fills `.grad` there: a callback
     that is queued by a callback is the last.
     """
-    compiled = sys.modules.get("torch._dynamo.compiled_autograd")  # it runs hooks by itself, and forgets what is queued
     engine = _engine
-    if engine is None or getattr(compiled, "in_compiled_autograd_region", False):
+    if engine is None or is_compiled():  # which runs hooks by itself, and forgets what is queued
         return False
     engine.queue_callback(lambda: engine.queue_callback(callback))
     return True

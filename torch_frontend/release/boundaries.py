@@ -22,6 +22,7 @@ def close_step(parts: Parts) -> None:
     if parts.conditioning.scaler is not None:
         parts.held_average.require_judged()
     parts.conditioning.withdraw()
+    parts.end_failed_pass()
     parts.finish_round()
     parts.held_average.step([p for p, gradient in parts.lifecycle.waiting().items() if gradient is not None])
     _use_waiting(parts, parts.lifecycle.waiting())
@@ -63,6 +64,7 @@ def discard(parts: Parts) -> None:
     propagates = parts.optimizer.on_nonfinite == "propagate"
     overflow_was_used = propagates and parts.released and parts.conditioning.overflow_published
     parts.conditioning.withdraw()
+    parts.end_failed_pass()
     if parts.alone:
         parts.launches.discard()
     else:

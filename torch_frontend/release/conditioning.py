@@ -72,11 +72,12 @@ class Conditioning:
         if self.scaler is not None:
             raise Refused(
                 f"{describe(parameter)}: with a scaler, the first update needs to know that the whole gradient is finite. Call "
-                "scaler.scale(release.guard(loss)).backward(), or use accumulation='hold'."
+                "scaler.scale(release.guard(loss)).backward(), with all of the loss in guard(), or use accumulation='hold'."
             )
         raise Refused(
             f"{describe(parameter)}: max_norm={self.max_norm} needs the norm of the whole gradient before the first update. "
-            "Call release.guard(loss).backward(), or use accumulation='hold', or clipping='per_tensor'."
+            "Call release.guard(loss).backward(), with all of the loss in guard(), or use accumulation='hold', or "
+            "clipping='per_tensor'."
         )
 
     def scale(self) -> float:

@@ -24,15 +24,16 @@ _HANDLES: weakref.WeakKeyDictionary[nn.Module, list[tuple[weakref.ref[Any], Any]
 
 
 class Hooks:
-    """One hook on each released parameter, which calls `on_gradient` inside the backward pass.
+    """Two hooks on each released parameter, called inside the backward pass: `before_gradient` and `on_gradient`.
 
-    The hook holds the release weakly: torch's collector cannot see a cycle that leads through a hook.
+    They hold the release weakly, and no parameter: torch's collector cannot see a cycle that leads through a hook.
     """
 
     def __init__(self, release: Release, model: nn.Module) -> None:
         self._release = weakref.ref(release)
         self._model = weakref.ref(model)
         self._handles: dict[Tensor, Any] = {}
+        self._before: list[tuple[Tensor, Any]] = []
         self._names: dict[Tensor, str] = {parameter: name for name, parameter in model.named_parameters()}
         _ACTIVE.add(release)
 
@@ -45,6 +46,10 @@ class Hooks:
     def parameters(self) -> list[Tensor]:
         """Those that have a hook, in the optimizer's order."""
         return list(self._handles)
+
+    def numbered(self, number: int) -> Tensor:
+        """The parameter that got its hooks as this one. (Swapping conversions refuse parameters with a weak reference.)"""
+        return self._before[number][0]
 
     def __contains__(self, parameter: Tensor) -> bool:
         return parameter in self._handles
@@ -62,18 +67,23 @@ class Hooks:
             self._handles.pop(parameter).remove()
         names: dict[Tensor, str] = {parameter: name for name, parameter in model.named_parameters()}
         fresh = [p for p in parameters if p.requires_grad and p in names and p not in self._handles]
+        added: list[Any] = []
         for parameter in fresh:
             hook = torch.compiler.disable(functools.partial(_on_gradient, self._release))
             self._handles[parameter] = parameter.register_post_accumulate_grad_hook(hook)
+            before = functools.partial(_before_gradient, self._release, len(self._before))
+            self._before.append((parameter, parameter.register_hook(torch.compiler.disable(before))))
             self._names[parameter] = names[parameter]
-        _HANDLES.setdefault(model, []).extend((self._release, self._handles[parameter]) for parameter in fresh)
+            added += self._handles[parameter], self._before[-1][1]
+        _HANDLES.setdefault(model, []).extend((self._release, handle) for handle in added)
         return fresh
 
     def remove(self) -> None:
         """Take all of them off."""
-        for handle in self._handles.values():
+        for handle in (*self._handles.values(), *(handle for _, handle in self._before)):
             handle.remove()
         self._handles.clear()
+        self._before.clear()
         model = self.model
         if model is not None:
             _HANDLES[model] = [(owner, handle) for owner, handle in _HANDLES.get(model, []) if owner is not self._release]
@@ -125,24 +135,41 @@ class Hooks:
 
 
 @torch.no_grad()
+def _before_gradient(reference: weakref.ref[Release], number: int, gradient: Tensor) -> None:
+    """A gradient is about to be added to what lies in `.grad`, from where a refusal could not take it out again."""
+    release = _existing(reference)
+    parameter = release.hooks.numbered(number)
+    if parameter.grad is not None:
+        release.before_gradient(parameter)
+
+
+@torch.no_grad()
 def _on_gradient(reference: weakref.ref[Release], parameter: Tensor) -> None:
+    try:
+        release = _existing(reference)
+    except Refused:
+        parameter.grad = None
+        raise
+    release.on_gradient(parameter)
+
+
+def _existing(reference: weakref.ref[Release]) -> Release:
     release = reference()
     if release is None:
         raise Refused(
             "the optimizer that released this model's gradients no longer exists, so nothing would update the parameters. "
             "Keep the optimizer as long as the model trains; or call remove_gradient_release(model)."
         )
-    release.on_gradient(parameter)
+    return release
 
 
-def weakly(method: Callable[..., None]) -> Callable[..., None]:
+def weakly(method: Callable[..., Any]) -> Callable[..., Any]:
     """A bound method that does not keep its object alive, and does nothing once that is gone."""
     reference = weakref.WeakMethod(method)
 
-    def call(*arguments: Any) -> None:
+    def call(*arguments: Any) -> Any:
         found = reference()
-        if found is not None:
-            found(*arguments)
+        return None if found is None else found(*arguments)
 
     return call
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ...core.errors import Refused
-from ...core.release import Action, Decision, Launch, Status
+from ...core.release import Action, Decision, Launch, Status, ZeroGrad
 from ..communication.shards import is_sharded
 from ..optimizers import ReleasableOptimizer
 from .backward_pass import is_nested, pass_number
@@ -137,6 +137,12 @@ class Launches:
     def discard(self) -> None:
         """What waits is forgotten; whoever calls this books it."""
         self._queues.clear()
+
+    def discard_pass(self) -> None:
+        """What waits of the pass that is running is discarded."""
+        for device in [device for device, queue in self._queues.items() if queue.backward == pass_number()]:
+            for parameter in self._queues.pop(device).take():
+                self._lifecycle.carry_out([(parameter, None, self._lifecycle.decide(parameter, ZeroGrad()))])
 
     def hold(self) -> None:
         """What waits is held in `.grad` instead."""

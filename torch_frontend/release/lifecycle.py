@@ -31,6 +31,7 @@ class Lifecycle:
         self._optimizer = optimizer
         self._describe = describe
         self._status: dict[Tensor, Status] = {}
+        self._mixed: set[Tensor] = set()  # what waits in their `.grad` has something of a refused backward in it
 
     def status(self, parameter: Tensor) -> Status:
         """Where it stands."""
@@ -50,6 +51,21 @@ class Lifecycle:
         """Free its gradient, whatever becomes of it."""
         parameter.grad = None
         self.ledger.free(parameter)
+
+    def turn_away(self, parameter: Tensor) -> None:
+        """Its gradient is refused: nothing of it stays. (It may be in the sum of what is held, where nobody could tell before
+        it was added; then step() is refused.)"""
+        if parameter.grad is not None and self.status(parameter) is Status.HELD:
+            self._mixed.add(parameter)
+        elif parameter.grad is not None:
+            self.free(parameter)
+
+    def book_out(self) -> None:
+        """Nothing is on its way: what is in the ledger and does not wait will not come (of a backward that failed, or of a
+        block of micro-batches, whose gradients are booked together)."""
+        for parameter in self.ledger.booked:
+            if self.status(parameter) not in (Status.HELD, Status.QUEUED):
+                self.ledger.free(parameter)
 
     def decide(self, parameter: Tensor, event: Event, *, paused: bool = False) -> Decision:
         """What is to be done; changes nothing.
@@ -109,6 +125,11 @@ class Lifecycle:
                     self.ledger.free(parameter)
                     status = self._status[parameter] = Status.IDLE
                 if gradient is not None:
+                    if parameter in self._mixed:
+                        raise Refused(
+                            f"{self._describe(parameter)}: a backward that was refused has added to the gradient that it "
+                            "held. Call optimizer.zero_grad(), and compute this step's gradients again."
+                        )
                     check_gradient(parameter, gradient)
                     if status is Status.RELEASED:
                         self.decide(parameter, Step(waiting=True))  # refuses
@@ -120,6 +141,8 @@ class Lifecycle:
 
     def close(self) -> None:
         """The step is over. Leniently, micro-batches in the moments stay for the update that ends them."""
+        self._mixed.clear()
+        self.book_out()
         left = [p for p, status in self._status.items() if status is Status.ACCUMULATED and not self.strict]
         self._status = dict.fromkeys(left, Status.ACCUMULATED)
 

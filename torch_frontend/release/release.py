@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from ...core.errors import InvalidArgument, Refused
 from ...core.release import Action, Decision, GradientReady, Ledger, Policy, Status
 from ..communication import Communication
+from ..communication.protocol import Purpose
 from ..groups import check_gradient
 from ..optimizers import ReleasableOptimizer
 from . import boundaries
@@ -59,7 +60,6 @@ class Release:
         self._last = last
         self._keep_bytes = keep_bytes
         self._paused = 0
-        self._watched: int | None = None  # the pass whose end is waited for
         self._end_is_noticed = False  # of the pass that is running
         self._is_last = True  # of the micro-batch whose gradients are under way
         lifecycle = Lifecycle(optimizer, policy, strict=strict, describe=self.hooks.describe)
@@ -83,6 +83,7 @@ class Release:
             nonfinite=nonfinite,
             launches=Launches(optimizer, lifecycle, conditioning, nonfinite, lock),
             deliver=weakly(self.deliver),
+            purpose=weakly(self.purpose),
             lock=lock,
         )
         optimizer.release = self
@@ -122,7 +123,8 @@ class Release:
         alive. Costs a second walk through the graph, less with keep_bytes. A loss without a graph, or a release without
         max_norm and scaler, or one that holds its gradients anyway, needs no second pass and gets its loss back as it is.
 
-        Once a step, around all of the loss: what it decides, it decides of the whole gradient. Hooks on modules and tensors
+        Once a step, around all of the loss: what it decides, it decides of the whole gradient. What the loss is multiplied by
+        may stand outside, another term may not: guard(loss + regulariser). Hooks on modules and tensors
         run in both passes. backward(inputs=...) and torch.autograd.grad find no parameters behind a guarded loss.
 
         Args:
@@ -130,8 +132,8 @@ class Release:
 
         Raises:
             InvalidArgument: loss is no 0-d tensor.
-            Refused: in backward(), before anything is changed, if gradients of an earlier backward are still there, or a
-                guarded one ran in this step already.
+            Refused: in backward(), before anything is changed, if gradients of an earlier backward are still there, a
+                guarded one ran in this step already, or it is of more than this loss.
         """
         needs_two_passes = self._parts.lifecycle.policy is Policy.RELEASE and self._parts.conditioning.needs_whole
         if not isinstance(loss, Tensor):
@@ -143,7 +145,7 @@ class Release:
         if loss.dim() != 0:
             raise InvalidArgument(f"loss has shape {tuple(loss.shape)}; guard() takes a scalar, for instance loss.mean().")
         run: Any = torch.compiler.disable(self._backward_of_guarded)
-        return guarded(loss, run)
+        return guarded(loss, run, self._parts)
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
@@ -225,40 +227,61 @@ class Release:
 
     # -- the way of a gradient ------------------------------------------------------------------------------------------
 
+    def before_gradient(self, parameter: Tensor) -> None:
+        """A gradient of `parameter` comes, and is about to be added to another in `.grad`: refuse it before it is."""
+        with self._parts.lock, self._parts.turning_away():
+            self._decide_on_arrival(parameter)
+
     def on_gradient(self, parameter: Tensor) -> None:
         """The local gradient of `parameter` has been accumulated into `.grad`: keep it, or send it on its way."""
+        with self._parts.lock, self._parts.turning_away([parameter]):
+            self._take(parameter)
+
+    def _take(self, parameter: Tensor) -> None:
         parts = self._parts
-        with parts.lock:
-            parts.launches.require_none_left()
-            parts.launches.before(parameter)
-            gradient = parameter.grad
-            if gradient is None:  # an earlier hook of the user's took it
-                return
-            if not self.optimizer.holds(parameter):  # taken out of its group: `Hooks.attach` takes the hook off, too
-                return
-            policy, measuring = parts.lifecycle.policy, parts.measurement is not None
-            self._is_last = measuring or policy is Policy.RELEASE or bool(self._last())
-            if not measuring and self._keeps:
-                paused = bool(self._paused) or parts.communication.keeps()
-                decision = parts.lifecycle.decide(parameter, GradientReady(last=False), paused=paused)
-                parts.lifecycle.arrive(parameter, gradient)
-                parts.lifecycle.carry_out([(parameter, gradient, decision)])
-                parts.communication.held(parameter)
-                if not self._paused:
-                    parts.held_average.gradient_held()
-                return
-            check_gradient(parameter, gradient)
-            if not measuring:
-                if policy is Policy.RELEASE:
-                    parts.conditioning.require_decided(parameter, self.hooks.describe)
-                parts.arrivals.check_pass(parameter)
-            parts.lifecycle.decide(parameter, GradientReady(self._is_last))  # refuses before anything is sent or changed
-            parts.arrivals.send(parameter, seen=parts.measurement is not None and parameter in parts.measurement)
-            self._end_is_noticed = self._watch_pass()
+        gradient = parameter.grad
+        if gradient is None:  # an earlier hook of the user's took it
+            return
+        if not self.optimizer.holds(parameter):  # taken out of its group: `Hooks.attach` takes the hook off, too
+            return
+        kept = self._decide_on_arrival(parameter)
+        if kept is not None:
             parts.lifecycle.arrive(parameter, gradient)
-            parts.communication.gradient_ready(parameter)
-            if not self._end_is_noticed:
-                parts.conditioning.publish()
+            parts.lifecycle.carry_out([(parameter, gradient, kept)])
+            parts.communication.held(parameter)
+            if not self._paused:
+                parts.held_average.gradient_held()
+            return
+        check_gradient(parameter, gradient)
+        parts.arrivals.send(parameter)
+        self._end_is_noticed = self._watch_pass()
+        parts.lifecycle.arrive(parameter, gradient)
+        parts.communication.gradient_ready(parameter)
+        if not self._end_is_noticed:
+            parts.conditioning.publish()
+
+    def _decide_on_arrival(self, parameter: Tensor) -> Decision | None:
+        """What is decided of a gradient that stays in `.grad`; None for one that is sent on its way.
+
+        Raises:
+            PenstockError: it cannot be used; no gradient of this parameter was, nor sent.
+        """
+        parts = self._parts
+        parts.launches.require_none_left()
+        parts.launches.before(parameter)
+        policy, measuring = parts.lifecycle.policy, parts.measurement is not None
+        self._is_last = measuring or policy is Policy.RELEASE or bool(self._last())
+        if not measuring and self._keeps:
+            paused = bool(self._paused) or parts.communication.keeps()
+            return parts.lifecycle.decide(parameter, GradientReady(last=False), paused=paused)
+        if not measuring:
+            parts.settings.require_valid()
+            if policy is Policy.RELEASE:
+                parts.conditioning.require_decided(parameter, self.hooks.describe)
+            parts.arrivals.check_pass(parameter)
+        parts.lifecycle.decide(parameter, GradientReady(self._is_last))
+        parts.arrivals.check_whole(parameter, seen=parts.measurement is not None and parameter in parts.measurement)
+        return None
 
     @property
     def _keeps(self) -> bool:
@@ -306,21 +329,30 @@ class Release:
         if self._parts.measurement is not None or self._parts.conditioning.decided:
             return True
         now = pass_number()
-        if now is not None and now == self._watched:
+        if now is not None and now == self._parts.arrivals.watched:
             return True
+        if not is_nested():  # one that failed before, and nothing has closed its step since
+            self._parts.end_failed_pass()
         noticed = at_end_of_pass(weakly(self._end_of_pass))
-        self._watched = now if noticed else None
+        self._parts.arrivals.watched = now if noticed else None
         return noticed
 
     @torch.no_grad()
     def _end_of_pass(self) -> None:
         parts = self._parts
         with parts.lock:
-            self._watched = None
+            self._parts.arrivals.watched = None
             if not is_nested():
                 parts.communication.flush(always=True)
             parts.launches.flush()
             parts.conditioning.publish()
+
+    def purpose(self) -> Purpose:
+        """What the gradients that come now are for."""
+        parts = self._parts
+        measured, releases = parts.measurement is not None, parts.lifecycle.policy is Policy.RELEASE
+        begun = any(parts.lifecycle.status(parameter) is Status.ACCUMULATED for parameter in parts.lifecycle.tensors())
+        return Purpose(measured=measured, last=measured or releases or self._is_last, first=not begun)
 
     def _held(self) -> list[Tensor]:
         lifecycle = self._parts.lifecycle

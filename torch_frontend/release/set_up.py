@@ -59,7 +59,7 @@ def release_gradients(
             initialised. DistributedDataParallel and fully_shard bring their own: wrap the model before this call, and give the
             wrapped one.
         keep_bytes: gradients of that many bytes, in [0, inf), stay alive between the two passes of guard(), so that the
-            second is shorter: it does not compute them again.
+            second is shorter: it does not compute them again. Of one process only.
 
     After backward, `.grad` of the smallest released parameter holds the norm of the gradient, in its first element, and zeros:
     what unscales, clips or logs gradients sees the right norm. `.grad` of the others is None.

@@ -20,6 +20,11 @@ class Settings:
         self._seen: list[tuple[Any, ...]] | None = None
         self._stepped = False
 
+    def require_valid(self) -> None:
+        """Raise `InvalidArgument` before their first use in a step if they are out of range."""
+        if self._seen is None:
+            self._optimizer.check_settings()
+
     def remember(self, stepped: bool) -> None:
         """They are used now; `stepped`: lr, too."""
         self._stepped |= stepped

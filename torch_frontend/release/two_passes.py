@@ -11,7 +11,7 @@ from torch.utils.checkpoint import CheckpointFunction
 
 from ...core.errors import NonFiniteGradient, PenstockError, Refused
 from .graph import Graph
-from .guard import SetAside
+from .guard import SetAside, require_whole
 from .measurement import Measurement
 from .parts import Parts
 
@@ -34,6 +34,7 @@ def two_passes(parts: Parts, loss: Tensor, seed: Tensor, keep_bytes: int) -> Non
             "its norm and for whether it is finite. Add the losses up, and guard their sum; or use accumulation='hold'. "
             "optimizer.step() or optimizer.zero_grad() closes a step."
         )
+    require_whole(parts, parts.hooks.parameters)
     parts.conditioning.withdraw()
     parts.attach()
     hooks = parts.hooks
@@ -56,6 +57,7 @@ def two_passes(parts: Parts, loss: Tensor, seed: Tensor, keep_bytes: int) -> Non
         for parameter in hooks.parameters:
             if parameter.grad is not None and parameter not in measured.kept:  # no hook freed it
                 parameter.grad = None
+                parts.communication.fail()
                 raise hooks.lost(parameter)
     except BaseException:
         aside.restore()
@@ -87,6 +89,11 @@ def _measuring(parts: Parts, keep_bytes: int) -> Iterator[Measurement]:
         parts.communication.flush(always=True)
         if parts.optimizer.on_nonfinite == "raise" and parts.conditioning.scaler is None and not measured.finite:
             raise NonFiniteGradient("a gradient holds an infinity or a NaN; nothing was updated.")
+    except NonFiniteGradient:
+        raise  # on all processes
+    except BaseException:
+        parts.communication.fail()
+        raise
     finally:
         parts.measurement = None
         parts.arrivals.end_pass()
@@ -99,9 +106,13 @@ def _updating(parts: Parts, measured: Measurement) -> Iterator[bool]:
         if not finite:
             parts.forget(measured.kept)
             parts.nonfinite.count()
-        yield finite
-        if finite:
-            parts.finish_round(always=True)
+        try:
+            yield finite
+            if finite:
+                parts.finish_round(always=True)
+        except BaseException:
+            parts.communication.fail()
+            raise
 
 
 def _second_pass(loss: Tensor, seed: Tensor, inputs: list[Tensor] | None) -> None:

@@ -127,24 +127,49 @@ def test_one_rank_to_two(ranks: Ranks, tmp_path: Path, engine: str) -> None:
     assert ranks.run(loads, engine, str(tmp_path)) == [expected] * 2
 
 
-def full_state() -> None:
-    """Everything on the first rank, and back: float32 has no compensation, whose int16 no backend sends."""
-    model, optimizer = build("fsdp2", torch.float32)
+def full_state(dtype: torch.dtype, broadcast: bool) -> None:
+    """Everything on the first rank, and back. No backend sends int16, the compensation of bfloat16: it goes as int32."""
+    model, optimizer = build("fsdp2", dtype)
     release_gradients(model, optimizer)
     train(model, optimizer, range(3))
-    options = StateDictOptions(full_state_dict=True, cpu_offload=True)
+    options = StateDictOptions(full_state_dict=True, cpu_offload=broadcast)  # offloaded: on the first rank only
     state = get_optimizer_state_dict(model, optimizer, options=options)
     if dist.get_rank() == 0:
         assert state["state"]["first.weight"]["exp_avg"].shape == (7, 6)
-    again, fresh = build("fsdp2", torch.float32)
+        if dtype is torch.bfloat16:
+            assert state["state"]["first.weight"]["compensation"].any()
+    again, fresh = build("fsdp2", dtype)
     set_model_state_dict(again, get_model_state_dict(model))
-    broadcast = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
-    set_optimizer_state_dict(again, fresh, state, options=broadcast)
+    back = StateDictOptions(full_state_dict=True, broadcast_from_rank0=broadcast)
+    set_optimizer_state_dict(again, fresh, state, options=back)
     assert_bitwise(everything(again, fresh), everything(model, optimizer), "full state")
+    for parameter, other in zip(model.parameters(), again.parameters(), strict=True):
+        for key, value in optimizer.state[parameter].items():
+            assert fresh.state[other][key].dtype == value.dtype, key
+            assert type(fresh.state[other][key]) is type(value), key
 
 
-def test_full_state_dict(ranks: Ranks) -> None:
-    ranks.run(full_state)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("broadcast", [True, False])
+def test_full_state_dict(ranks: Ranks, dtype: torch.dtype, broadcast: bool) -> None:
+    ranks.run(full_state, dtype, broadcast)
+
+
+def full_state_of_two_ranks() -> dict:
+    model, optimizer = build("fsdp2", torch.bfloat16)
+    train(model, optimizer, range(3))
+    state = get_optimizer_state_dict(model, optimizer, options=StateDictOptions(full_state_dict=True))
+    kept = {name: entry["compensation"].tolist() for name, entry in state["state"].items()}
+    single, alone = build("single", torch.bfloat16)
+    set_optimizer_state_dict(single, alone, state)
+    loaded = {name: alone.state[p]["compensation"] for name, p in single.named_parameters()}
+    assert all(value.dtype is torch.int16 for value in loaded.values())
+    assert {name: value.tolist() for name, value in loaded.items()} == kept
+    return kept
+
+
+def test_a_full_state_dict_goes_to_one_process(ranks: Ranks) -> None:
+    assert any(any(map(bool, value)) for value in ranks.run(full_state_of_two_ranks)[0].values())
 
 
 def whole_into_shards() -> None:

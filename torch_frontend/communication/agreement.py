@@ -1,0 +1,120 @@
+"""The few numbers behind every gradient, by which processes that are not in the same round notice it."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ...core.errors import Refused
+from .protocol import Purpose
+
+LENGTH = 2 + 2 * len(Purpose._fields)
+"""Of a tag: used, failed, and of each field of `Purpose` whether it is so, and whether it is not."""
+
+FAILED = (
+    "the backward() of another process has failed; its own exception says why. What had not been averaged by then is used on "
+    "no process: nothing at all in the first pass of release.guard(). Call optimizer.zero_grad() on every process, and go on "
+    "with the next batch on all of them."
+)
+APART = (
+    "the processes are not in the same backward(): this one is in one that {here}, another is not, and their gradients do not "
+    "belong together. A process has left out a backward() or an optimizer.step(), or run one more, or has another number of "
+    "micro-batches (an exception that was caught, a batch that was skipped, sync= or optimizer_accumulation that differ). "
+    "Call each of them equally often on all processes. To go on, call optimizer.zero_grad() on every process, and where "
+    "micro-batches were in the moments already go back to a checkpoint."
+)
+LATE = " This is known one backward later, as nothing waits for an accelerator: go back to a checkpoint."
+
+
+class Agreement:
+    """Writes tags, and reads their sums over processes.
+
+    Where a process says no and another yes, a number is positive that is 0 as long as all agree: a sum of zeros is exact in
+    every dtype and for any number of processes.
+
+    A sum on a CPU is read at once. Nothing waits for an accelerator: there the sums of a round are read when the next one
+    begins, or at its end if it only measures, before anything is used.
+    """
+
+    def __init__(self) -> None:
+        self._tags: dict[Any, Tensor] = {}
+        self._sums: list[Tensor] = []
+        self._unread: _Unread | None = None
+
+    def tag(self, purpose: Purpose, like: Tensor, *, used: bool, failed: bool) -> Tensor:
+        """Of one process, [LENGTH], in the dtype and on the device of `like`."""
+        key = (purpose, like.dtype, like.device, used, failed)
+        if key not in self._tags:
+            numbers = [used, failed, *(number for field in purpose for number in (field, not field))]
+            self._tags[key] = torch.tensor(numbers, dtype=like.dtype, device=like.device)
+        return self._tags[key]
+
+    def problem(self, purpose: Purpose, sums: Tensor) -> str | None:
+        """What stands in the way of using the gradient before these sums, [LENGTH], as far as it is known now."""
+        if reads_at_once(sums):
+            return _problem(purpose, sums.tolist())
+        self._sums.append(sums.clone())  # the gradient may go before it is read
+        return None
+
+    def end_round(self, purpose: Purpose) -> None:
+        """Every gradient has been handed over. Raises as `read`."""
+        sums, self._sums = self._sums, []
+        if sums:
+            highest = torch.stack([x.float().to(sums[0].device) for x in sums]).amax(0)
+            self._unread = _Unread(purpose, highest.to("cpu", non_blocking=True), _recorded(highest))
+            if purpose.measured:
+                self.read()
+
+    def forget_round(self) -> None:
+        """It has failed, as this process knows."""
+        self._sums.clear()
+
+    def read(self) -> None:
+        """Raise `Refused` if the processes were apart in a round that was not read yet."""
+        unread, self._unread = self._unread, None
+        if unread is None:
+            return
+        if unread.event is not None:
+            unread.event.synchronize()
+        problem = _problem(unread.purpose, unread.sums.tolist())
+        if problem is not None:
+            raise Refused(problem if unread.purpose.measured else problem + LATE)
+
+
+class _Unread(NamedTuple):
+    """Sums on their way to the host, and what to wait for."""
+
+    purpose: Purpose
+    sums: Tensor
+    event: Any
+
+
+def reads_at_once(sums: Tensor) -> bool:
+    """Whether reading them makes nobody wait."""
+    return sums.device.type == "cpu"
+
+
+def _recorded(tensor: Tensor) -> Any:
+    if tensor.device.type == "cpu":
+        return None
+    event = torch.get_device_module(tensor.device).Event()
+    event.record()
+    return event
+
+
+def _problem(purpose: Purpose, sums: list[float]) -> str | None:
+    if sums[1] > 0:
+        return FAILED
+    for index, (field, here) in enumerate(zip(Purpose._fields, purpose, strict=True)):
+        if sums[2 + 2 * index + here] > 0:
+            return APART.format(here=_SAID[field][here])
+    return None
+
+
+_SAID = {
+    "measured": ("uses its gradients", "measures its gradients (the first pass of release.guard())"),
+    "last": ("puts its gradients into the moments", "updates parameters"),
+    "first": ("goes on with the micro-batches of an update", "begins an update"),
+}
