@@ -2,7 +2,7 @@
 
     python -m benchmarks.cache_model [--model 1B] [--cache-mb 50] [--output FILE]        (some minutes)
 
-The items are those of a launch (`work.items`, the table of configurations), their tiles in the order in which programs that
+The items are those of a launch (`work.tickets`, the table of configurations), their tiles in the order in which programs that
 progress alike ask for them: as many programs as a launch has, each a tile in turn, a new item when the last one is done. The
 cache holds tiles, the least recently used goes first (a true cache works on lines of 128 bytes and by sets); its capacity is
 that of the device, and half of it, as the two halves of an H100's or H200's cache may both hold a line. With hints, what
@@ -66,8 +66,7 @@ def moved_bytes(
     """
     element = storage.dtype.itemsize
     counts = work.item_counts(numels, chosen.item)
-    groups = work.waves(numels, wave_elements(chosen, device, 2 * element))
-    table = work.items(counts, groups).tolist()
+    table = work.tickets(numels, chosen.item, wave_elements(chosen, device, 2 * element)).tolist()
     starts = work.first_slots(counts)
     written = 3 * element + (2 if storage.compensation == "split" else 0)
     programs = min(device.multiprocessors * chosen.programs, len(table))

@@ -35,7 +35,7 @@ class Machine:
     """The protocol over a table; `steps` and `orders` may be changed for the worse.
 
     Args:
-        table: rows (phase, tensor, item) in ticket order, as `work.items` makes it.
+        table: rows (phase, tensor, item) in ticket order, as `work.tickets` makes it.
         programs: of the launch; those that are `resident` may take steps, the others start when one has left.
         orders: "acquire", "release", both or none of the counters.
 

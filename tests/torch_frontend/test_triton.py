@@ -129,7 +129,7 @@ def test_items_cover_every_tensor_once_in_each_phase() -> None:
     counts = work.item_counts(numels, 8192)
     assert counts == [1, 1, 1, 2, 13, 1]
     assert work.first_slots(counts) == [0, 1, 2, 3, 5, 18]
-    table = work.items(counts, work.waves(numels, 20_000))
+    table = work.tickets(numels, 8192, 20_000)
     assert table.dtype == np.int32
     for phase in (work.MEASURE, work.WRITE):
         rows = [tuple(row) for row in table[table[:, 0] == phase][:, 1:]]
@@ -139,8 +139,7 @@ def test_items_cover_every_tensor_once_in_each_phase() -> None:
 @pytest.mark.parametrize("wave", [1, 20_000, 10**9])
 def test_a_tensor_is_measured_before_it_is_written_so_that_waiting_always_ends(wave: int) -> None:
     numels = [100, 50_000, 3, 70_000, 9_000, 9_000]
-    counts = work.item_counts(numels, 8192)
-    table = work.items(counts, work.waves(numels, wave))
+    table = work.tickets(numels, 8192, wave)
     for tensor in range(len(numels)):
         at = np.flatnonzero(table[:, 1] == tensor)
         assert np.all(np.diff(table[at, 0]) >= 0)
@@ -156,9 +155,25 @@ def test_waves_keep_within_their_size_as_far_as_a_tensor_does() -> None:
 
 def test_a_launch_of_one_phase_has_the_items_of_that_phase_only() -> None:
     counts, groups = [2, 1], [range(0, 2)]
-    assert work.items(counts, groups, (work.MEASURE,)).tolist() == [[0, 0, 0], [0, 0, 1], [0, 1, 0]]
-    assert work.items(counts, groups, (work.WRITE,)).tolist() == [[1, 1, 0], [1, 0, 1], [1, 0, 0]]
-    assert work.items([], []).shape == (0, 3)
+    assert work.items(counts, groups, 1, (work.MEASURE,)).tolist() == [[0, 0, 0], [0, 0, 1], [0, 1, 0]]
+    assert work.items(counts, groups, 1, (work.WRITE,)).tolist() == [[1, 1, 0], [1, 0, 1], [1, 0, 0]]
+    assert work.items([], [], 1).shape == (0, 3)
+
+
+def test_what_is_measured_ahead_of_a_write_is_never_more_than_a_wave() -> None:
+    """Of a large tensor the rest is measured after the write: else it would put what is written next out of the cache."""
+    table = work.tickets([4, 1, 6, 2], 1, 2).tolist()
+    assert table == [
+        *([work.MEASURE, 0, item] for item in range(4)),
+        [work.MEASURE, 1, 0],
+        *([work.WRITE, 0, item] for item in (3, 2, 1, 0)),
+        *([work.MEASURE, 2, item] for item in (0, 1)),
+        [work.WRITE, 1, 0],
+        *([work.MEASURE, 2, item] for item in (2, 3, 4, 5)),
+        *([work.MEASURE, 3, item] for item in (0, 1)),
+        *([work.WRITE, 2, item] for item in (5, 4, 3, 2, 1, 0)),
+        *([work.WRITE, 3, item] for item in (1, 0)),
+    ]
 
 
 @pytest.mark.parametrize("chosen", [*TABLE.values()], ids=[f"{kind}-{dtype}" for kind, dtype in TABLE])

@@ -7,13 +7,13 @@ from tests.ticket_model import LEAVE_STEPS, MEASURE_STEPS, WRITE_STEPS, Broken, 
 
 from penstock.torch_frontend.backends.triton import work
 
-TABLES = [([1], 9), ([3], 9), ([2, 1], 9), ([2, 1], 1), ([1, 1, 1], 1)]
+TABLES = [([1], 9), ([3], 9), ([2, 1], 9), ([2, 1], 1), ([1, 2], 1), ([1, 1, 1], 1)]
 """Items of each tensor, and of a wave."""
 
 
 def table(counts: list[int], wave: int) -> list[tuple[int, ...]]:
     """As a launch gets it; an item has one element here."""
-    return [tuple(row) for row in work.items(work.item_counts(counts, 1), work.waves(counts, wave)).tolist()]
+    return [tuple(row) for row in work.tickets(counts, 1, wave).tolist()]
 
 
 @pytest.mark.parametrize(("counts", "wave"), TABLES, ids=str)

@@ -38,8 +38,8 @@ def named(number: int) -> Any:
 
 def test_the_launch_for_many_tensors_counts_as_the_model(counted: list, monkeypatch: pytest.MonkeyPatch) -> None:
     used = []
-    original = work.items
-    monkeypatch.setattr(tables.work, "items", lambda *arguments: used.append(original(*arguments)) or used[-1])
+    original = work.tickets
+    monkeypatch.setattr(tables.work, "tickets", lambda *arguments: used.append(original(*arguments)) or used[-1])
     parameters = [torch.ones(numel, requires_grad=True) for numel in (2 * INTERPRETER.item + 1, 3, INTERPRETER.item)]
     for p in parameters:
         p.grad = torch.ones_like(p)
@@ -56,7 +56,7 @@ def test_the_launch_for_one_tensor_counts_as_the_model(counted: list) -> None:
     optimizer = StableAdamW([p], backend="triton")
     with torch.no_grad():
         optimizer._backend.update(optimizer._slot(p), torch.ones_like(p), first=True)
-    table = work.items([3], [range(1)]).tolist()
+    table = work.tickets([3], 1, 3).tolist()
     machine = Machine(table, min(len(table), INTERPRETED_MULTIPROCESSORS * INTERPRETER.programs), resident=1)
     machine.check()
     first = min(address for address, _ in counted)

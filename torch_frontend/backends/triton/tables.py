@@ -78,9 +78,8 @@ class GroupTables:
         key = (numels, item_elements, wave_elements, phases, device)
         known = self._items.pop(key, None)
         if known is None:
-            counts = work.item_counts(numels, item_elements)
-            rows = work.items(counts, work.waves(numels, wave_elements), PHASES[phases])
-            known = (self._upload(key, rows, device), sum(counts))
+            rows = work.tickets(numels, item_elements, wave_elements, PHASES[phases])
+            known = (self._upload(key, rows, device), sum(work.item_counts(numels, item_elements)))
         elif capturing(device):
             self._upload.keep(known[0].tensor)
         self._items[key] = known  # the last one now

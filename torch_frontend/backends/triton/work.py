@@ -1,12 +1,14 @@
 """Which work a launch consists of: items, waves and the order of tickets. Pure Python and numpy; no kernel, no device.
 
 Under update clipping every element of g and v is read twice: once to measure, once to write. A *wave* is a run of tensors
-whose measured bytes fit into the second-level cache, so that the second reading costs no bandwidth. Tickets go
+whose measured bytes are at most a share of the second-level cache, so that the second reading costs no bandwidth; a tensor
+larger than that is a wave of its own. Tickets go
 
     measure(w0)  measure(w1)  write(w0)  measure(w2)  write(w1)  ...  write(last)
 
 so that while the last items of a wave are still being measured, those of the next one keep the device busy; and a wave is
-written backward, beginning with what was read last.
+written backward, beginning with what was read last. Of a next wave that is one large tensor only as much as an ordinary
+wave holds is measured ahead, and the rest after the write: it would put what is written next out of the cache.
 """
 
 from __future__ import annotations
@@ -16,8 +18,6 @@ from collections.abc import Sequence
 import numpy as np
 
 MEASURE, WRITE = 0, 1
-DISTANCE = 1
-"""Waves that are measured ahead of the one that is written."""
 
 
 def item_counts(numels: Sequence[int], item_elements: int) -> list[int]:
@@ -46,24 +46,36 @@ def waves(numels: Sequence[int], wave_elements: int) -> list[range]:
     return found
 
 
-def items(counts: Sequence[int], groups: Sequence[range], phases: Sequence[int] = (MEASURE, WRITE)) -> np.ndarray:
+def tickets(
+    numels: Sequence[int], item_elements: int, wave_elements: int, phases: Sequence[int] = (MEASURE, WRITE)
+) -> np.ndarray:
+    """`items` of tensors of so many elements. Ahead of a write, as much is measured as a wave holds."""
+    counts = item_counts(numels, item_elements)
+    (ahead,) = item_counts([wave_elements], item_elements)
+    return items(counts, waves(numels, wave_elements), ahead, phases)
+
+
+def items(counts: Sequence[int], groups: Sequence[range], ahead: int, phases: Sequence[int] = (MEASURE, WRITE)) -> np.ndarray:
     """The table of items in ticket order.
 
     Args:
         counts: items of each tensor.
         groups: the waves.
+        ahead: items of the next wave, at most, that are measured before a wave is written.
         phases: those that the launch has.
 
     Returns:
         int32, (tickets, 3): phase, tensor, number of the item in its tensor. Every measure item of a tensor comes before its
         first write item.
     """
-    order = []
-    for wave in range(len(groups) + DISTANCE):
-        if MEASURE in phases and wave < len(groups):
-            order.append(_rows(MEASURE, groups[wave], counts))
-        if WRITE in phases and wave >= DISTANCE:
-            order.append(_rows(WRITE, groups[wave - DISTANCE], counts)[::-1])
+    order, begun = [], 0  # items of this wave that are measured already
+    for wave, tensors in enumerate(groups):
+        if MEASURE in phases:
+            following = groups[wave + 1] if wave + 1 < len(groups) else range(0)
+            order += [_rows(MEASURE, tensors, counts)[begun:], _rows(MEASURE, following, counts)[:ahead]]
+            begun = ahead
+        if WRITE in phases:
+            order.append(_rows(WRITE, tensors, counts)[::-1])
     return np.concatenate(order) if order else np.zeros((0, 3), np.int32)
 
 
