@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Hashable
+from typing import Any
 
 
 @dataclasses.dataclass
@@ -28,7 +29,7 @@ class Ledger:
         self.live -= self._held.pop(tensor, 0)
 
     @property
-    def booked(self) -> list[Hashable]:
+    def booked(self) -> list[Any]:
         """The tensors whose gradients exist."""
         return list(self._held)
 
