@@ -93,8 +93,9 @@ CLAUSES: tuple[Clause, ...] = (
         lambda c: c.accumulation == "state",
         Verdict(
             Kind.APPROXIMATE,
-            "micro-batch gradients are squared one by one (AdamA): exact with one micro-batch, otherwise v is the mean of "
-            "squares and not the square of the mean, and StableAdamW's mean square is a bound and not the batch gradient's.",
+            "micro-batch gradients are squared one by one (AdamA): exact with one micro-batch (moments of a low precision are "
+            "rounded before the step unless sync= names it as the last), otherwise v is the mean of squares and not the square "
+            "of the mean, and StableAdamW's mean square is a bound and not the batch gradient's.",
         ),
     ),
     Clause(

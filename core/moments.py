@@ -66,11 +66,13 @@ def debiased_complements(hyperparameters: Hyperparameters, step: Scalar, xp: Any
 
 def remembered(moments: Moments, hyperparameters: Hyperparameters, xp: Any) -> Moments:
     """What an update takes of the moments before it: nothing where beta is 0, as m + (g-m) keeps the rounding errors of m."""
-    exp_avg, exp_avg_sq = moments
-    return Moments(
-        xp.zeros_like(exp_avg) if is_zero(hyperparameters.beta1) else exp_avg,
-        xp.zeros_like(exp_avg_sq) if is_zero(hyperparameters.beta2) else exp_avg_sq,
-    )
+
+    def of(moment: Array, beta: Scalar) -> Array:
+        if isinstance(beta, numbers.Real):
+            return xp.zeros_like(moment) if beta == 0 else moment
+        return xp.where(beta == 0, xp.zeros_like(moment), moment)
+
+    return Moments(of(moments.exp_avg, hyperparameters.beta1), of(moments.exp_avg_sq, hyperparameters.beta2))
 
 
 def first_moments(moments: Moments, gradient: Array, complements: Complements) -> Moments:

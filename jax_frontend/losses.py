@@ -77,10 +77,12 @@ def chunks(batch: PyTree, microbatches: int) -> PyTree:
     """The batch with (microbatches, rest) in the place of its leading axis. A single typed PRNG key is split.
 
     Raises:
-        InvalidArgument: a leaf cannot be cut evenly, or there is none.
+        InvalidArgument: a leaf cannot be cut evenly, or has not as many rows as the others, or there is none.
     """
     if not jax.tree.leaves(batch):
         raise InvalidArgument("batch has no arrays; give the model at least one.")
+
+    rows: dict[int, Any] = {}  # and where there are so many
 
     def cut(path: Any, leaf: jax.Array) -> jax.Array:
         shape = jnp.shape(leaf)
@@ -91,7 +93,15 @@ def chunks(batch: PyTree, microbatches: int) -> PyTree:
         if not shape or shape[0] % microbatches:
             raise InvalidArgument(
                 f"microbatches={microbatches} does not divide the leading axis of batch{jax.tree_util.keystr(path)}, "
-                f"which has shape {shape}."
+                f"which has shape {shape}; give every array of the batch a leading axis of rows, a multiple of microbatches "
+                "(what is the same for all rows goes into the loss function by closure, or repeated for each row)."
+            )
+        rows.setdefault(shape[0], path)
+        if len(rows) > 1:
+            (first, there), (second, here) = rows.items()
+            raise InvalidArgument(
+                f"batch{jax.tree_util.keystr(there)} has {first} rows and batch{jax.tree_util.keystr(here)} {second}: cut into "
+                f"microbatches={microbatches}, they would no longer belong together. Give all arrays as many rows."
             )
         # Every microbatches-th row into one chunk: rows sharded over devices stay where they are.
         return jnp.swapaxes(jnp.reshape(leaf, (shape[0] // microbatches, microbatches, *shape[1:])), 0, 1)

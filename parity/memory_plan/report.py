@@ -36,7 +36,7 @@ def table(plans: Sequence[Plan]) -> Table:
             shown(plan.peak),
             *(shown(plan.by_kind.get(kind, 0)) for kind in KINDS),
             "" if plan.ledger is None else shown(plan.ledger),
-            "" if plan is plans[0] else f"{saved:.1%}",
+            "" if plan is plans[0] else f"{saved:z.1%}",
             plan.result,
         )
     return made

@@ -197,6 +197,8 @@ def test_mistakes_are_named() -> None:
     state = init_train_state(tx, params)
     with pytest.raises(InvalidArgument, match=r"microbatches=3 does not divide.*\['mask'\].*\(8,\)"):
         make_train_step(mean_loss, tx, microbatches=3)(state, batch())
+    with pytest.raises(InvalidArgument, match=r"\['mask'\] has 4 rows .*belong together"):
+        make_train_step(mean_loss, tx, microbatches=2)(state, {**batch(), "mask": batch()["mask"][:4]})
     with pytest.raises(InvalidArgument, match=r"shape \(8,\); it must return a scalar"):
         make_train_step(each_loss, tx)(state, batch())
     with pytest.raises(InvalidArgument, match="must return a scalar"):

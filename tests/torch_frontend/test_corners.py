@@ -236,6 +236,29 @@ def test_a_compiled_model_is_compiled_once_and_equals_itself_without_release(arg
 
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # of torch, without release too
+@pytest.mark.filterwarnings("ignore:.*Function.* should not be instantiated")  # by the compiler, which traces a Function
+@pytest.mark.parametrize("arguments", [{}, {"max_norm": 1e9}], ids=["release", "guard"])
+def test_a_compiled_function_may_call_backward(arguments) -> None:
+    """Which the compiler leaves to the engine, and so all that release asks of the engine."""
+
+    def run(model, optimizer, guard) -> None:
+        torch._dynamo.reset()
+
+        @torch.compile(backend="aot_eager")
+        def train_on(batch: torch.Tensor) -> torch.Tensor:
+            loss = loss_of(model, batch)
+            guard(loss).backward()
+            return loss
+
+        for batch in batches(3):
+            train_on(batch)
+            optimizer.step()
+            optimizer.zero_grad()
+
+    assert same_parameters(*two_ways(run, **arguments))
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # of torch, without release too
 @pytest.mark.parametrize("arguments", [{}, {"max_norm": 1e9}], ids=["release", "guard"])
 def test_compiled_autograd(arguments) -> None:
     norms = []

@@ -51,5 +51,7 @@ def at_end_of_pass(callback: Callable[[], None]) -> bool:
     engine = _engine
     if engine is None or is_compiled():  # which runs hooks by itself, and forgets what is queued
         return False
-    engine.queue_callback(lambda: engine.queue_callback(callback))
+    # Where a compiled function calls backward(), the compiler would trace what the engine calls in it.
+    untraced = torch.compiler.disable
+    engine.queue_callback(untraced(lambda: engine.queue_callback(untraced(callback))))
     return True

@@ -167,6 +167,17 @@ def test_options_are_the_specification(optimizer_class, changes: dict) -> None:
     assert_same(p, optimizer.state[p], *expected)
 
 
+def test_moments_whose_beta_is_zero_are_those_of_the_gradient_alone() -> None:
+    """m + (g-m) would keep the rounding errors of the spike that came before."""
+    p = torch.zeros(200).requires_grad_()
+    optimizer = AdamW([p], lr=1e-2, betas=(0.0, 0.0), backend="triton")
+    for size in (1e4, 1e-4):
+        p.grad = torch.full((200,), size)
+        optimizer.step()
+    assert torch.equal(optimizer.state[p]["exp_avg"], p.grad)
+    assert torch.equal(optimizer.state[p]["exp_avg_sq"], p.grad.square())
+
+
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("betas", [(0.9, 0.999), (0.0, 0.99)])
 def test_the_number_of_updates_is_read_and_the_betas_are_debiased_on_the_device(dtype: torch.dtype, betas) -> None:
