@@ -14,8 +14,8 @@ LENGTH = 2 + 2 * len(Purpose._fields)
 """Of a tag: used, failed, and of each field of `Purpose` whether it is so, and whether it is not."""
 
 FAILED = (
-    "the backward() of another process has failed; its own exception says why. What had not been averaged by then is used on "
-    "no process: nothing at all in the first pass of release.guard(). Call optimizer.zero_grad() on every process, and go on "
+    "backward() has failed on one of the processes; its exception there says why. What had not been averaged by then is used "
+    "on no process: nothing at all in the first pass of release.guard(). Call optimizer.zero_grad() on every process, and go on "
     "with the next batch on all of them."
 )
 APART = (
