@@ -15,8 +15,8 @@ LENGTH = 2 + 2 * len(Purpose._fields)
 
 FAILED = (
     "backward() has failed on one of the processes; its exception there says why. What had not been averaged by then is used "
-    "on no process: nothing at all in the first pass of release.guard(). Call optimizer.zero_grad() on every process, and go on "
-    "with the next batch on all of them."
+    "on no process: nothing at all in the first pass of release.guard(). Call optimizer.zero_grad() on every process, and "
+    "go on with the next batch on all of them."
 )
 APART = (
     "the processes are not in the same backward(): this one is in one that {here}, another is not, and their gradients do not "
