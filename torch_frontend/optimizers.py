@@ -194,7 +194,7 @@ class ReleasableOptimizer(TensorUpdates):
         """As in torch. Raises `Refused` under release between the first gradient of an update and its step()."""
         if self.release is not None:
             self.release.require_closed("state_dict()")
-        return saved_state.gatherable(super().state_dict())
+        return saved_state.sendable(super().state_dict())
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """As in torch, and every state tensor keeps the dtype it was saved with: training resumes bit for bit.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Mapping
 from typing import Any
 
@@ -61,8 +60,8 @@ def check_fits(state: Mapping[str, Any], parameter: Tensor, compensation_dtype: 
     )
 
 
-def gatherable(state_dict: dict[str, Any]) -> dict[str, Any]:
-    """The same state_dict, with shards of int16 that go over the wire as int32, in a whole copy (`full_state_dict=True`).
+def sendable(state_dict: dict[str, Any]) -> dict[str, Any]:
+    """The same state_dict, with shards of int16 as int32, so that a whole copy of it (`full_state_dict=True`) can be made.
 
     No backend of torch.distributed sends int16, which "split" keeps of bfloat16 parameters. The values are the same, and
     `restore_dtypes` takes them back.
@@ -71,38 +70,12 @@ def gatherable(state_dict: dict[str, Any]) -> dict[str, Any]:
     for index, state in states.items():
         kept = state.get("compensation")
         if is_sharded(kept) and kept.dtype is torch.int16:
-            states[index] = {**state, "compensation": _gathered_as_int32(kept)}
+            states[index] = {**state, "compensation": kept.to(torch.int32)}
     return {**state_dict, "state": states}
 
 
-def _gathered_as_int32(shards: Any) -> Any:
-    """The same shards, the same memory."""
-    placed: dict[str, Any] = {"run_check": False, "shape": shards.shape, "stride": shards.stride()}
-    view = type(shards).from_local(shards.to_local(), shards.device_mesh, shards.placements, **placed)
-    view.__class__ = _gathered_as_int32_class()
-    return view
-
-
-@functools.cache
-def _gathered_as_int32_class() -> type:
-    from torch.distributed.tensor import DTensor  # takes a second to import, and is there when shards are
-
-    class GatheredAsInt32(DTensor):
-        """A DTensor of int16 whose whole, which `full_tensor` also gets from here, is of int32."""
-
-        __slots__ = ()
-
-        def redistribute(self, *arguments: Any, **options: Any) -> Any:
-            """As that of a DTensor, and int32."""
-            placed: dict[str, Any] = {"run_check": False, "shape": self.shape, "stride": self.stride()}
-            wide = self.to_local().to(torch.int32)
-            return DTensor.from_local(wide, self.device_mesh, self.placements, **placed).redistribute(*arguments, **options)
-
-    return GatheredAsInt32
-
-
 def _saved_dtype(key: str, value: Tensor) -> torch.dtype:
-    """The dtype in which a saved tensor is kept; what was gathered as int32 is int16."""
+    """The dtype in which a saved tensor is kept; what `sendable` made int32 is int16."""
     return torch.int16 if key == "compensation" and value.dtype is torch.int32 else value.dtype
 
 

@@ -14,9 +14,9 @@ LENGTH = 2 + 2 * len(Purpose._fields)
 """Of a tag: used, failed, and of each field of `Purpose` whether it is so, and whether it is not."""
 
 FAILED = (
-    "the backward() of another process has failed; its own exception says why. What had not been averaged by then is used on "
-    "no process: nothing at all in the first pass of release.guard(). Call optimizer.zero_grad() on every process, and go on "
-    "with the next batch on all of them."
+    "backward() has failed on one of the processes; its exception there says why. What had not been averaged by then is used "
+    "on no process: nothing at all in the first pass of release.guard(). Call optimizer.zero_grad() on every process, and "
+    "go on with the next batch on all of them."
 )
 APART = (
     "the processes are not in the same backward(): this one is in one that {here}, another is not, and their gradients do not "
@@ -42,6 +42,7 @@ class Agreement:
         self._tags: dict[Any, Tensor] = {}
         self._sums: list[Tensor] = []
         self._unread: _Unread | None = None
+        self._told = False  # in the round under way, what was wrong with the last
 
     def tag(self, purpose: Purpose, like: Tensor, *, used: bool, failed: bool) -> Tensor:
         """Of one process, [LENGTH], in the dtype and on the device of `like`."""
@@ -58,29 +59,35 @@ class Agreement:
         self._sums.append(sums.clone())  # the gradient may go before it is read
         return None
 
-    def end_round(self, purpose: Purpose) -> None:
-        """Every gradient has been handed over. Raises as `read`."""
+    def end_round(self, purpose: Purpose, *, failed: bool) -> None:
+        """Every gradient has been handed over. Raises as `read`, unless the round has `failed` and this process knows."""
         sums, self._sums = self._sums, []
-        if sums:
-            highest = torch.stack([x.float().to(sums[0].device) for x in sums]).amax(0)
-            self._unread = _Unread(purpose, highest.to("cpu", non_blocking=True), _recorded(highest))
-            if purpose.measured:
-                self.read()
-
-    def forget_round(self) -> None:
-        """It has failed, as this process knows."""
-        self._sums.clear()
+        told, self._told = self._told, False
+        if not sums or (failed and (purpose.measured or told)):  # every process knows
+            return
+        highest = torch.stack([x.float().to(sums[0].device) for x in sums]).amax(0)
+        self._unread = _Unread(purpose, highest.to("cpu", non_blocking=True), _recorded(highest))
+        if purpose.measured:
+            self.read()
 
     def read(self) -> None:
-        """Raise `Refused` if the processes were apart in a round that was not read yet."""
+        """Raise `Refused` if the processes were apart in a round that was not read yet.
+
+        Where nothing was used but measured, that is its end. Otherwise all raise in the next round, also those that knew
+        before: it is left on all alike.
+        """
         unread, self._unread = self._unread, None
         if unread is None:
             return
         if unread.event is not None:
             unread.event.synchronize()
         problem = _problem(unread.purpose, unread.sums.tolist())
-        if problem is not None:
-            raise Refused(problem if unread.purpose.measured else problem + LATE)
+        if problem is None:
+            return
+        if unread.purpose.measured:
+            raise Refused(problem)
+        self._told = True
+        raise Refused(problem + LATE)
 
 
 class _Unread(NamedTuple):

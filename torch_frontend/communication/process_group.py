@@ -133,14 +133,11 @@ class ProcessGroupCommunication(LocalCommunication):
         while self._in_flight:
             self._land(deliver)
         assert self._purpose is not None
-        if self._failed:
-            self._agreement.forget_round()
-        else:
-            try:
-                self._agreement.end_round(self._purpose)
-            except Refused:
-                self._failed = True  # what is left of the round is to settle the order, with the others
-                raise
+        try:
+            self._agreement.end_round(self._purpose, failed=self._failed)
+        except Refused:
+            self._failed = True  # what is left of the round is to settle the order, with the others
+            raise
         self._settle_order()
         self._next, self._purpose, self._failed = 0, None, False
         self._completed = True

@@ -64,6 +64,7 @@ class Lifecycle:
         """Nothing is on its way: what is in the ledger and does not wait will not come (of a backward that failed, or of a
         block of micro-batches, whose gradients are booked together)."""
         for parameter in self.ledger.booked:
+            assert isinstance(parameter, Tensor)
             if self.status(parameter) not in (Status.HELD, Status.QUEUED):
                 self.ledger.free(parameter)
 

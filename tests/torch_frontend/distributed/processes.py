@@ -25,7 +25,7 @@ class RankError(AssertionError):
 
 
 class Ranks:
-    """Processes over gloo. If one fails and others do not, or hang, all are started again."""
+    """Processes over gloo. If one fails or hangs, all are started again."""
 
     def __init__(self, directory: Path, world: int = WORLD) -> None:
         self._directory, self._world, self._starts = directory, world, 0
@@ -54,8 +54,7 @@ class Ranks:
             raise
         failed = [f"rank {rank}: {answers[rank][1]}" for rank in sorted(answers) if not answers[rank][0]]
         if failed:
-            if len(failed) < self._world:
-                self.stop()
+            self.stop()  # one that waited for another has a broken connection
             raise RankError("\n".join(failed))
         return [answers[rank][1] for rank in range(self._world)]
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import io
 from pathlib import Path
 
 import pytest
@@ -28,6 +30,7 @@ from torch.distributed.checkpoint.state_dict import (
     set_model_state_dict,
     set_optimizer_state_dict,
 )
+from torch.distributed.tensor import DTensor
 
 from penstock.core.errors import InvalidArgument
 from penstock.torch_frontend import AdamW, StableAdamW, release_gradients
@@ -170,6 +173,28 @@ def full_state_of_two_ranks() -> dict:
 
 def test_a_full_state_dict_goes_to_one_process(ranks: Ranks) -> None:
     assert any(any(map(bool, value)) for value in ranks.run(full_state_of_two_ranks)[0].values())
+
+
+def copied_and_pickled(dtype: torch.dtype) -> None:
+    """What state_dict() gives of shards is made of ordinary DTensors."""
+    model, optimizer = build("fsdp2", dtype)
+    train(model, optimizer, range(3))
+    state = optimizer.state_dict()
+    assert {type(value) for value in state["state"][0].values()} == {torch.Tensor, DTensor}
+    file = io.BytesIO()
+    torch.save(state, file)
+    file.seek(0)
+    for copied in (copy.deepcopy(state), torch.load(file, weights_only=False)):
+        again, fresh = build("fsdp2", dtype)
+        set_model_state_dict(again, get_model_state_dict(model))
+        fresh.load_state_dict(copied)
+        assert_bitwise(everything(again, fresh), everything(model, optimizer), "a copy")
+        assert all(fresh.state[p]["compensation"].dtype is torch.int16 for p in again.parameters() if dtype is torch.bfloat16)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_a_state_dict_of_shards_is_copied_and_pickled(ranks: Ranks, dtype: torch.dtype) -> None:
+    ranks.run(copied_and_pickled, dtype)
 
 
 def whole_into_shards() -> None:
