@@ -1,6 +1,6 @@
 """What a step reads and writes in device memory, *computed* by a simulated second-level cache; nothing is measured.
 
-    python -m benchmarks.cache_model [--model 1B] [--cache-mb 50] [--output FILE]        (some minutes)
+    python -m benchmarks.cache_model [--model 1B] [--cache-mb 50] [--output FILE]        (some ten minutes)
 
 The items are those of a launch (`work.tickets`, the table of configurations), their tiles in the order in which programs that
 progress alike ask for them: as many programs as a launch has, each a tile in turn, a new item when the last one is done. The
@@ -28,9 +28,9 @@ from penstock.torch_frontend.backends.triton.configuration import TABLE, Configu
 
 RESULTS = Path(__file__).parent / "results"
 MULTIPROCESSORS = 132
-MODELS = {"124M": SHAPES["124M"], "1B": [2048 * 2048] * 16 + [2048 * 8192] * 12 + [128256 * 512] + [2048] * 9}
-"""A quarter of the large one, whose layers are alike."""
-SHARES = (1 / 16, 1 / 8, 1 / 2, 64.0)
+MODELS = {"124M": SHAPES["124M"], "1B": [2048 * 2048] * 4 + [2048 * 8192] * 3 + [128256 * 128] + [2048] * 2}
+"""A sixteenth of the large one, whose layers are alike."""
+SHARES = (1 / 8, 1 / 2, 64.0)
 """Of the cache, for a wave; 1/4 is the configuration's, 64 is no wave at all."""
 
 
@@ -118,13 +118,7 @@ def main() -> None:
     chosen = TABLE["cuda", None]
     changes: list[tuple[str, dict[str, Any], bool]] = [("as configured", {}, False), ("stores unmark their lines", {}, True)]
     changes += [(f"wave of {share:g} caches", {"wave_bytes": int(cache_bytes * share)}, False) for share in SHARES]
-    eighth = {"wave_bytes": cache_bytes // 8}
-    changes += [("wave of 0.125 caches, stores unmark", eighth, True)]
-    changes += [
-        ("no hints", {"hints": False}, False),
-        ("no hints, wave of 0.125 caches", {"hints": False} | eighth, False),
-    ]
-    changes += [("3 programs a multiprocessor", {"programs": 3}, False)]
+    changes += [("no hints", {"hints": False}, False)]
     rows: list[dict[str, Any]] = []
     model, numels = arguments.model, MODELS[arguments.model]
     for storage in STORAGES:

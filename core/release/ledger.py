@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Hashable
-from typing import Any
 
 
 @dataclasses.dataclass
@@ -29,7 +28,7 @@ class Ledger:
         self.live -= self._held.pop(tensor, 0)
 
     @property
-    def booked(self) -> list[Any]:
+    def booked(self) -> list[Hashable]:
         """The tensors whose gradients exist."""
         return list(self._held)
 
