@@ -247,10 +247,6 @@ def leaves_of(
         state: as it is before the update; its count is that of earlier updates.
         params: None where neither decay nor compensation looks at them.
     """
-    if getattr(state, "_fields", None) != AdamState._fields:
-        raise InvalidArgument(
-            f"the optimizer state is {type(state).__name__}, not AdamState; give what this transform's init made."
-        )
     count: Any = optax.safe_increment(state.count)
     hyperparameters = arguments.hyperparameters(state.count)
     treedef: Any

@@ -88,7 +88,7 @@ def test_trees_that_do_not_go_together_are_shown() -> None:
     with pytest.raises(InvalidArgument, match=r"the gradients have the structure .*'w'.*, and the optimizer state .*'v'"):
         tx.update(PARAMS, tx.init(other), PARAMS)
     for state in (None, PARAMS, optax.adam(1e-2).init(PARAMS)):
-        with pytest.raises(InvalidArgument, match=f"the optimizer state is {type(state).__name__}, not AdamState"):
+        with pytest.raises(InvalidArgument, match=f"state is a {type(state).__name__}, and adamw needs an AdamState"):
             tx.update(PARAMS, state, PARAMS)  # type: ignore[arg-type]
     with pytest.raises(InvalidArgument, match="not one of this transform"):
         make_train_step(loss, tx)(TrainState(PARAMS, tx.init(other)), jnp.ones((4, 3)))
