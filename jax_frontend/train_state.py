@@ -121,7 +121,7 @@ def _check_parameters(params: PyTree) -> None:
         name = f"params{jax.tree_util.keystr(path)}"
         if not hasattr(leaf, "dtype") and not isinstance(leaf, numbers.Number):
             raise UnsupportedTensor(f"{name} is {type(leaf).__name__}; it must be a floating-point array.")
-        if is_concrete(leaf) and leaf.is_deleted():
+        if isinstance(leaf, jax.Array) and is_concrete(leaf) and leaf.is_deleted():
             raise InvalidArgument(f"{name} was donated to an earlier update; use what that update returned.")
     check_floating(params)
 

@@ -98,10 +98,12 @@ def means_over_shards(tensors: Sequence[Tensor], means: Sequence[Tensor]) -> lis
     cut = [index for index, tensor in enumerate(tensors) if shard_groups(tensor)]
     if not cut:
         return list(means)
-    # As lists: a device would need a launch for every one of these numbers.
-    sums = torch._foreach_mul([means[index] for index in cut], [local(tensors[index]).numel() for index in cut])
+    # As lists: a device would need a launch for every one of these numbers. (torch's optimizers do the same.)
+    here = [local(tensors[index]).numel() for index in cut]
+    sums = torch._foreach_mul([means[index] for index in cut], here)  # pyright: ignore[reportPrivateImportUsage]
     totals = sum_over_shards([tensors[index] for index in cut], sums)
-    wholes = torch._foreach_div(totals, [max(1, tensors[index].numel()) for index in cut])
+    everywhere = [max(1, tensors[index].numel()) for index in cut]
+    wholes = torch._foreach_div(totals, everywhere)  # pyright: ignore[reportPrivateImportUsage]
     found = list(means)
     for index, whole in zip(cut, wholes, strict=True):
         found[index] = whole
