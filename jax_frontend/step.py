@@ -207,7 +207,7 @@ def transformation(rule: Rule, arguments: Arguments) -> RuleTransformation:
         )
 
     def update(updates: PyTree, state: Any, params: PyTree | None = None, **extra_args: Any) -> tuple[PyTree, AdamState]:
-        if not all(hasattr(state, field) for field in AdamState._fields):
+        if getattr(state, "_fields", None) != AdamState._fields:
             raise InvalidArgument(
                 f"state is a {type(state).__name__}, and {rule.name} needs an AdamState; make it with tx.init(params) of this "
                 "transform (import_state takes over optax's), and call update(grads, state, params) in this order."
@@ -247,10 +247,6 @@ def leaves_of(
         state: as it is before the update; its count is that of earlier updates.
         params: None where neither decay nor compensation looks at them.
     """
-    if getattr(state, "_fields", None) != AdamState._fields:
-        raise InvalidArgument(
-            f"the optimizer state is {type(state).__name__}, not AdamState; give what this transform's init made."
-        )
     count: Any = optax.safe_increment(state.count)
     hyperparameters = arguments.hyperparameters(state.count)
     treedef: Any
