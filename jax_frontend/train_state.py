@@ -40,8 +40,8 @@ def check_train_state(state: Any) -> None:
     """Raise `InvalidArgument` for anything else than a `TrainState`."""
     if not isinstance(state, TrainState):
         raise InvalidArgument(
-            f"state is a {type(state).__name__}, no TrainState; make it with init_train_state(tx, params), and give each step "
-            "the state that the last one returned."
+            f"state is a {type(state).__name__}, no TrainState; make it with init_train_state(tx, params), or "
+            "TrainState(params, opt_state) of what is held apart, and give each step the state that the last one returned."
         )
 
 
