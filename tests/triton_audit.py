@@ -94,7 +94,8 @@ def group_kernel(
     """`update_group` as `update_all` launches it. `present`: the optional pointers that are there; `kernel`: a changed one."""
     wide = TYPES[storage.wide][0]
     constants = {
-        "PHASES": "both", "CLIP": True, "L2": False, "MAXIMIZE": False, "COMPENSATION": storage.compensation,
+        "PHASES": "both", "CLIP": True, "ZERO1": False, "ZERO2": False, "L2": False,
+        "MAXIMIZE": False, "COMPENSATION": storage.compensation,
         "EACH": False, "STEP_ON_DEVICE": False, "ALIGNMENT": 16, "HINTS": chosen.hints, "WIDE": TYPES[storage.wide][1],
         "G": TYPES[storage.parameter][1], "M": TYPES[storage.exp_avg][1], "V": TYPES[storage.exp_avg_sq][1],
         "P": TYPES[storage.parameter][1], "K": TYPES[storage.kept][1],
@@ -117,7 +118,7 @@ def tensor_kernel(
     """`update_tensor` as release launches it."""
     wide = TYPES[storage.wide][0]
     constants = {
-        "ACTION": "update", "FIRST": True, "CLIP": True, "L2": False, "MAXIMIZE": False,
+        "ACTION": "update", "FIRST": True, "CLIP": True, "ZERO1": False, "ZERO2": False, "L2": False, "MAXIMIZE": False,
         "COMPENSATION": storage.compensation, "ALIGNMENT": 16, "HINTS": chosen.hints, "WIDE": TYPES[storage.wide][1],
         "G": TYPES[storage.parameter][1], "M": TYPES[storage.exp_avg][1], "V": TYPES[storage.exp_avg_sq][1],
         "P": TYPES[storage.parameter][1], "K": TYPES[storage.kept][1],

@@ -37,7 +37,7 @@ ARRIVE = """    tl.store(partials + item, partial)
 """
 LATE = "".join(ARRIVE.splitlines(True)[line] for line in (2, 0, 1))
 SUM = 'mask=slot < items, other=0.0, cache_modifier=".cg"'
-ANNOUNCE = "                    tl.store(squares + tensor, square)\n"
+ANNOUNCE = "                        tl.store(squares + tensor, square)\n"
 WORSE = {
     "arrives first": (
         "group",
@@ -57,8 +57,8 @@ WORSE = {
     "sums from the first-level cache": ("tensor", SUM, SUM.replace(".cg", ".ca"), "past the first-level cache"),
     "sums by floating-point atomics": (
         "group",
-        "                    tl.store(squares + tensor, square)\n",
-        "                    tl.atomic_add(squares + tensor, square)\n",
+        ANNOUNCE,
+        ANNOUNCE.replace("tl.store", "tl.atomic_add"),
         "every atomic is on the counters",
     ),
     "announces without a barrier": (
@@ -70,8 +70,8 @@ WORSE = {
     "announces relaxed": ("tensor", 'ready, 1, sem="release"', 'ready, 1, sem="relaxed"', "there are no announcements"),
     "announces first": (
         "group",
-        ANNOUNCE + '                    if PHASES == "both":\n                        _announce(arrived + 1)\n',
-        '                    if PHASES == "both":\n                        _announce(arrived + 1)\n' + ANNOUNCE,
+        ANNOUNCE + '                        if PHASES == "both":\n                            _announce(arrived + 1)\n',
+        '                        if PHASES == "both":\n                            _announce(arrived + 1)\n' + ANNOUNCE,
         "a mean square is stored before it is announced",
     ),
     "waits relaxed": ("group", 'ready, 0, sem="acquire"', 'ready, 0, sem="relaxed"', "there are no waits"),
@@ -90,7 +90,12 @@ WORSE = {
         "squares + tensor",
         "first-level cache",
     ),
-    "resets without leaving": ("tensor", "TWO_PHASES and _left_last(counters + 1)", "TWO_PHASES", "there are no leaves"),
+    "resets without leaving": (
+        "tensor",
+        "    if TWO_PHASES:\n        if _left_last(counters + 1):",
+        "    if TWO_PHASES:\n        if True:",
+        "there are no leaves",
+    ),
     "leaves relaxed": ("group", 'left, 1, sem="acq_rel"', 'left, 1, sem="relaxed"', "there are no leaves"),
 }
 

@@ -62,7 +62,7 @@ def test_layers_without_a_common_axis() -> None:
     with pytest.raises(InvalidArgument, match="stack=False"):
         init_train_state(TX, params)
     init_train_state(TX, params, stack=False)
-    with pytest.raises(InvalidArgument, match="has no arrays"):
+    with pytest.raises(InvalidArgument, match="have no arrays"):
         init_train_state(TX, {"outer": {}, "layers": {}})
 
 

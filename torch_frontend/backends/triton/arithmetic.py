@@ -50,26 +50,25 @@ def prepared_gradient(g, parameter, grad_scale_ptr, decay, FIRST: tl.constexpr, 
 
 
 @triton.jit
-def remembered(moment, complement):
-    """`core.moments.remembered`: a complement of 1 is that of the first update, of moments that are 0, or of a beta of 0."""
-    return tl.where(complement == 1.0, 0.0, moment)
+def next_exp_avg(m, g, complement, FIRST: tl.constexpr, ZERO: tl.constexpr):
+    """m + c1*(g-m), or m + c1*g for a later micro-batch: `core.moments.first_moments`, `later_moments`.
 
-
-@triton.jit
-def next_exp_avg(m, g, complement, FIRST: tl.constexpr):
-    """m + c1*(g-m), or m + c1*g for a later micro-batch: `core.moments.first_moments`, `later_moments`."""
+    ZERO: beta1 is 0, and nothing of m is kept: `core.moments.remembered`.
+    """
     if FIRST:
-        m = remembered(m, complement)
+        if ZERO:
+            m = tl.zeros_like(m)
         return m + complement * (g - m)
     else:
         return m + complement * g
 
 
 @triton.jit
-def next_exp_avg_sq(v, g, complement, FIRST: tl.constexpr):
-    """v + c2*(g*g-v), or v + c2*g*g for a later micro-batch: `core.moments.first_moments`, `later_moments`."""
+def next_exp_avg_sq(v, g, complement, FIRST: tl.constexpr, ZERO: tl.constexpr):
+    """v + c2*(g*g-v), or v + c2*g*g for a later micro-batch, as `next_exp_avg`."""
     if FIRST:
-        v = remembered(v, complement)
+        if ZERO:
+            v = tl.zeros_like(v)
         return v + complement * (g * g - v)
     else:
         return v + complement * (g * g)

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from ....core.dtypes import compute_dtype
 from ....core.errors import InvalidArgument, Refused
+from ....core.moments import is_zero
 from ...array_ops import DTYPES, dtype_name
 from ..backend import OverShards, TensorSlot
 from . import kernels, work
@@ -294,6 +295,8 @@ def _options(slot: TensorSlot, chosen: Configuration, given: Operands, addresses
         **dtypes,
         **cap,
         "CLIP": slot.rule.clips_update,
+        "ZERO1": is_zero(slot.hyperparameters.beta1),
+        "ZERO2": is_zero(slot.hyperparameters.beta2),
         "L2": slot.rule.l2,
         "MAXIMIZE": slot.hyperparameters.maximize,
         "COMPENSATION": slot.compensation,

@@ -69,7 +69,8 @@ def _store(pointer, x, mask, MASKED: tl.constexpr):
 @triton.jit
 def _measured_tile(
     g_ptr, v_ptr, p_ptr, k_ptr, left, grad_scale_ptr, complement2, floor, decay,
-    FIRST: tl.constexpr, L2: tl.constexpr, MAXIMIZE: tl.constexpr, COMPENSATION: tl.constexpr, WIDE: tl.constexpr,
+    FIRST: tl.constexpr, ZERO2: tl.constexpr,
+    L2: tl.constexpr, MAXIMIZE: tl.constexpr, COMPENSATION: tl.constexpr, WIDE: tl.constexpr,
     KEEP: tl.constexpr, MASKED: tl.constexpr, SIZE: tl.constexpr,
 ):  # fmt: skip
     """g*g/max(v', eps^2) of one tile, and g-g, which is 0 where g is finite and NaN elsewhere."""
@@ -82,7 +83,7 @@ def _measured_tile(
         kept = _load(k_ptr + offset, mask, MASKED, KEEP)
         parameter = load_parameter(_load(p_ptr + offset, mask, MASKED, KEEP), kept, COMPENSATION, WIDE)
     g = prepared_gradient(g, parameter, grad_scale_ptr, decay, FIRST, L2, MAXIMIZE)
-    ratio = squared_ratio(g, next_exp_avg_sq(v, g, complement2, FIRST), floor)
+    ratio = squared_ratio(g, next_exp_avg_sq(v, g, complement2, FIRST, ZERO2), floor)
     check = g - g
     if MASKED:
         ratio, check = tl.where(mask, ratio, 0.0), tl.where(mask, check, 0.0)
@@ -92,7 +93,8 @@ def _measured_tile(
 @triton.jit
 def _measured_item(
     g_ptr, v_ptr, p_ptr, k_ptr, base, n, applied_ptr, grad_scale_ptr, complement2, floor, decay,
-    FIRST: tl.constexpr, L2: tl.constexpr, MAXIMIZE: tl.constexpr, COMPENSATION: tl.constexpr, WIDE: tl.constexpr,
+    FIRST: tl.constexpr, ZERO2: tl.constexpr,
+    L2: tl.constexpr, MAXIMIZE: tl.constexpr, COMPENSATION: tl.constexpr, WIDE: tl.constexpr,
     KEEP: tl.constexpr, TILES: tl.constexpr, BLOCK: tl.constexpr, TAIL: tl.constexpr,
 ):  # fmt: skip
     """The partial sum of one item; a 0 into `applied`, if there is one, where a gradient is not finite."""
@@ -103,7 +105,7 @@ def _measured_item(
         at = base + tile * BLOCK
         ratio, check = _measured_tile(
             g_ptr + at, v_ptr + at, p_ptr + at, k_ptr + at, BLOCK, grad_scale_ptr, complement2, floor, decay,
-            FIRST, L2, MAXIMIZE, COMPENSATION, WIDE, KEEP, False, BLOCK,
+            FIRST, ZERO2, L2, MAXIMIZE, COMPENSATION, WIDE, KEEP, False, BLOCK,
         )  # fmt: skip
         ratios += ratio
         checks += check
@@ -114,7 +116,7 @@ def _measured_item(
             at = base + blocks * BLOCK + start
             ratio, check = _measured_tile(
                 g_ptr + at, v_ptr + at, p_ptr + at, k_ptr + at, left - start, grad_scale_ptr, complement2, floor, decay,
-                FIRST, L2, MAXIMIZE, COMPENSATION, WIDE, KEEP, True, TAIL,
+                FIRST, ZERO2, L2, MAXIMIZE, COMPENSATION, WIDE, KEEP, True, TAIL,
             )  # fmt: skip
             partial += tl.sum(ratio, 0)
             finite += tl.sum(check, 0)
@@ -127,7 +129,8 @@ def _measured_item(
 @triton.jit
 def _written_tile(
     g_ptr, m_ptr, v_ptr, p_ptr, k_ptr, left, grad_scale_ptr, complement1, complement2, eta, eps, floor, decay,
-    ACTION: tl.constexpr, FIRST: tl.constexpr, L2: tl.constexpr, MAXIMIZE: tl.constexpr, COMPENSATION: tl.constexpr,
+    ACTION: tl.constexpr, FIRST: tl.constexpr, ZERO1: tl.constexpr, ZERO2: tl.constexpr,
+    L2: tl.constexpr, MAXIMIZE: tl.constexpr, COMPENSATION: tl.constexpr,
     WIDE: tl.constexpr, PASS: tl.constexpr, MASKED: tl.constexpr, SIZE: tl.constexpr,
 ):  # fmt: skip
     """The write phase of one tile; for "accumulate" also its g*g/max(v', eps^2)."""
@@ -146,8 +149,8 @@ def _written_tile(
     if ACTION != "apply":
         g = _load(g_ptr + offset, mask, MASKED, PASS).to(WIDE)
         g = prepared_gradient(g, parameter, grad_scale_ptr, decay, FIRST, L2, MAXIMIZE)
-        m = next_exp_avg(m, g, complement1, FIRST)
-        v = next_exp_avg_sq(v, g, complement2, FIRST)
+        m = next_exp_avg(m, g, complement1, FIRST, ZERO1)
+        v = next_exp_avg_sq(v, g, complement2, FIRST, ZERO2)
         _store(m_ptr + offset, m.to(m_ptr.dtype.element_ty), mask, MASKED)
         _store(v_ptr + offset, v.to(v_ptr.dtype.element_ty), mask, MASKED)
         ratio = squared_ratio(g, v, floor)
@@ -165,7 +168,8 @@ def _written_tile(
 @triton.jit
 def _written_item(
     g_ptr, m_ptr, v_ptr, p_ptr, k_ptr, base, n, grad_scale_ptr, complement1, complement2, eta, eps, floor, decay,
-    ACTION: tl.constexpr, FIRST: tl.constexpr, L2: tl.constexpr, MAXIMIZE: tl.constexpr, COMPENSATION: tl.constexpr,
+    ACTION: tl.constexpr, FIRST: tl.constexpr, ZERO1: tl.constexpr, ZERO2: tl.constexpr,
+    L2: tl.constexpr, MAXIMIZE: tl.constexpr, COMPENSATION: tl.constexpr,
     WIDE: tl.constexpr, PASS: tl.constexpr, TILES: tl.constexpr, BLOCK: tl.constexpr, TAIL: tl.constexpr,
 ):  # fmt: skip
     """The write phase of one item. Returns the partial sum that the measure phase would give, for "accumulate"."""
@@ -176,7 +180,7 @@ def _written_item(
         ratio = _written_tile(
             g_ptr + at, m_ptr + at, v_ptr + at, p_ptr + at, k_ptr + at, BLOCK,
             grad_scale_ptr, complement1, complement2, eta, eps, floor, decay,
-            ACTION, FIRST, L2, MAXIMIZE, COMPENSATION, WIDE, PASS, False, BLOCK,
+            ACTION, FIRST, ZERO1, ZERO2, L2, MAXIMIZE, COMPENSATION, WIDE, PASS, False, BLOCK,
         )  # fmt: skip
         if ACTION == "accumulate":
             ratios += ratio
@@ -188,7 +192,7 @@ def _written_item(
             ratio = _written_tile(
                 g_ptr + at, m_ptr + at, v_ptr + at, p_ptr + at, k_ptr + at, left - start,
                 grad_scale_ptr, complement1, complement2, eta, eps, floor, decay,
-                ACTION, FIRST, L2, MAXIMIZE, COMPENSATION, WIDE, PASS, True, TAIL,
+                ACTION, FIRST, ZERO1, ZERO2, L2, MAXIMIZE, COMPENSATION, WIDE, PASS, True, TAIL,
             )  # fmt: skip
             if ACTION == "accumulate":
                 partial += tl.sum(ratio, 0)
@@ -243,7 +247,8 @@ def _left_last(left):
 def update_group(
     items, tensors, partials, squares, counters, item_count, tensor_count, applied_ptr, grad_scale_ptr,
     numbers, first1, log1, first2, log2, lr, eps, floor, decay,
-    PHASES: tl.constexpr, CLIP: tl.constexpr, L2: tl.constexpr, MAXIMIZE: tl.constexpr, COMPENSATION: tl.constexpr,
+    PHASES: tl.constexpr, CLIP: tl.constexpr, ZERO1: tl.constexpr, ZERO2: tl.constexpr,
+    L2: tl.constexpr, MAXIMIZE: tl.constexpr, COMPENSATION: tl.constexpr,
     EACH: tl.constexpr, STEP_ON_DEVICE: tl.constexpr, ALIGNMENT: tl.constexpr, HINTS: tl.constexpr,
     G: tl.constexpr, M: tl.constexpr, V: tl.constexpr, P: tl.constexpr, K: tl.constexpr, WIDE: tl.constexpr,
     TILES: tl.constexpr, BLOCK: tl.constexpr, TAIL: tl.constexpr,
@@ -265,6 +270,7 @@ def update_group(
         grad_scale_ptr: 0-d, or None: a factor of every gradient.
         numbers: None, and the scalars are arguments; or WIDE, `NUMBERS` of them.
         PHASES: "measure", "write", or "both" with tickets.
+        ZERO1, ZERO2: whether beta1, and beta2, are known to be 0.
         ALIGNMENT: bytes that every address is a multiple of.
     """
     if numbers is not None:
@@ -303,7 +309,7 @@ def update_group(
                 count = tl.load(row + 8).to(tl.int32)
                 partial = _measured_item(
                     g_ptr, v_ptr, p_ptr, k_ptr, base, n, flag_ptr, grad_scale_ptr, complement2, floor, decay,
-                    True, L2, MAXIMIZE, COMPENSATION, WIDE, KEEP, TILES, BLOCK, TAIL,
+                    True, ZERO2, L2, MAXIMIZE, COMPENSATION, WIDE, KEEP, TILES, BLOCK, TAIL,
                 )  # fmt: skip
                 if CLIP:
                     last, square = _arrive(partials + slot, item, count, partial, arrived, n, WIDE)
@@ -325,7 +331,7 @@ def update_group(
                     complement1 = debiased_complement(first1, log1, step_ptr, STEP_ON_DEVICE, WIDE)
                     _ = _written_item(
                         g_ptr, m_ptr, v_ptr, p_ptr, k_ptr, base, n, grad_scale_ptr, complement1, complement2, eta, eps, floor,
-                        decay, "update", True, L2, MAXIMIZE, COMPENSATION, WIDE, PASS, TILES, BLOCK, TAIL,
+                        decay, "update", True, ZERO1, ZERO2, L2, MAXIMIZE, COMPENSATION, WIDE, PASS, TILES, BLOCK, TAIL,
                     )  # fmt: skip
         if PHASES == "both":
             ticket = _take_ticket(counters)
@@ -348,7 +354,8 @@ def update_tensor(
     g: tl.int64, m: tl.int64, v: tl.int64, p: tl.int64, k: tl.int64, n: tl.int64, item_count: tl.int32, step_ptr,
     partials, counters, square_before, square_after, applied_ptr, grad_scale_ptr,
     numbers, first1, log1, first2, log2, lr, eps, floor, decay,
-    ACTION: tl.constexpr, FIRST: tl.constexpr, CLIP: tl.constexpr, L2: tl.constexpr, MAXIMIZE: tl.constexpr,
+    ACTION: tl.constexpr, FIRST: tl.constexpr, CLIP: tl.constexpr, ZERO1: tl.constexpr, ZERO2: tl.constexpr,
+    L2: tl.constexpr, MAXIMIZE: tl.constexpr,
     COMPENSATION: tl.constexpr, ALIGNMENT: tl.constexpr, HINTS: tl.constexpr,
     G: tl.constexpr, M: tl.constexpr, V: tl.constexpr, P: tl.constexpr, K: tl.constexpr, WIDE: tl.constexpr,
     TILES: tl.constexpr, BLOCK: tl.constexpr, TAIL: tl.constexpr,
@@ -367,8 +374,8 @@ def update_tensor(
         square_before: 0-d, or None for 0: the mean squares of earlier micro-batches; for "apply", of all.
         square_after: WIDE 0-d, written by "update" and "accumulate" where the rule clips.
         partials, counters: as in `update_group`, for one tensor.
-        applied_ptr, grad_scale_ptr, numbers, the scalars, ALIGNMENT: as in `update_group`. A tile is spread over threads as
-            there, by ALIGNMENT and nothing else: the order of a sum, and so every bit, is the same.
+        applied_ptr, grad_scale_ptr, numbers, the scalars, ZERO1, ZERO2, ALIGNMENT: as in `update_group`. A tile is
+            spread over threads as there, by ALIGNMENT and nothing else: the order of a sum, and so every bit, is the same.
     """
     if numbers is not None:
         first1, log1 = tl.load(numbers), tl.load(numbers + 1)
@@ -406,7 +413,7 @@ def update_tensor(
         if measures:
             partial = _measured_item(
                 g_ptr, v_ptr, p_ptr, k_ptr, ticket.to(tl.int64) * (TILES * BLOCK), n, applied_ptr, grad_scale_ptr,
-                complement2, floor, decay, FIRST, L2, MAXIMIZE, COMPENSATION, WIDE, KEEP, TILES, BLOCK, TAIL,
+                complement2, floor, decay, FIRST, ZERO2, L2, MAXIMIZE, COMPENSATION, WIDE, KEEP, TILES, BLOCK, TAIL,
             )  # fmt: skip
             last, square = _arrive(partials, ticket, item_count, partial, counters + 2, n, WIDE)
             if last:
@@ -429,7 +436,7 @@ def update_tensor(
                 partial = _written_item(
                     g_ptr, m_ptr, v_ptr, p_ptr, k_ptr, item.to(tl.int64) * (TILES * BLOCK), n, grad_scale_ptr,
                     complement1, complement2, eta, eps, floor, decay,
-                    ACTION, FIRST, L2, MAXIMIZE, COMPENSATION, WIDE, PASS, TILES, BLOCK, TAIL,
+                    ACTION, FIRST, ZERO1, ZERO2, L2, MAXIMIZE, COMPENSATION, WIDE, PASS, TILES, BLOCK, TAIL,
                 )  # fmt: skip
                 if CLIP and ACTION == "accumulate":
                     last, square = _arrive(partials, item, item_count, partial, counters + 2, n, WIDE)
