@@ -26,12 +26,14 @@ def compute_dtype(parameter_dtype: str) -> str:
     return "float64" if parameter_dtype == "float64" else "float32"
 
 
-def check_parameter_dtype(parameter_dtype: str, described_as: str = "parameter") -> None:
-    """Raise `UnsupportedTensor` unless a parameter of this dtype can be optimized."""
+def check_parameter_dtype(
+    parameter_dtype: str, described_as: str = "parameter", otherwise: str = "Leave it out of the optimizer"
+) -> None:
+    """Raise `UnsupportedTensor` unless a parameter of this dtype can be optimized; `otherwise`: what to do with it."""
     if parameter_dtype not in PARAMETER_DTYPES:
         raise UnsupportedTensor(
             f"{described_as} has dtype {parameter_dtype}; penstock optimizes {', '.join(PARAMETER_DTYPES)}. "
-            "Leave it out of the optimizer, or convert it (a complex tensor with torch.view_as_real or jnp.stack)."
+            f"{otherwise}, or convert it (a complex tensor with torch.view_as_real or jnp.stack)."
         )
 
 

@@ -12,7 +12,7 @@ import numpy as np
 
 from .compensation import compensation_dtype
 from .errors import InvalidArgument
-from .portable_names import is_square
+from .portable_rename import is_square
 from .portable_state import ParameterState, PortableState, listed, numpy_dtype
 
 WIDER = {

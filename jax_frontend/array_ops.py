@@ -50,6 +50,9 @@ class JaxOps:
 
 jax_ops = JaxOps()
 
+ELSEWHERE = "What the model reads and does not train goes into the batch, or into the loss function by closure"
+"""Where integers, keys and quantized weights go: no mask takes them out of what is differentiated."""
+
 
 def widened(x: Array) -> Array:
     """x in its compute dtype."""
@@ -59,4 +62,4 @@ def widened(x: Array) -> Array:
 def check_floating(params: Any) -> None:
     """Raise `UnsupportedTensor` unless all parameters of a tree are of floating-point dtypes that can be optimized."""
     for path, leaf in jax.tree_util.tree_leaves_with_path(params):
-        check_parameter_dtype(jnp.result_type(leaf).name, f"params{jax.tree_util.keystr(path)}")
+        check_parameter_dtype(jnp.result_type(leaf).name, f"params{jax.tree_util.keystr(path)}", ELSEWHERE)

@@ -21,7 +21,7 @@ from .direct import as_transformation
 from .state import AdamState, PyTree
 
 if TYPE_CHECKING:
-    from .step import Arguments
+    from .arguments import Arguments
 
 ARGUMENT = "penstock_enquiry"
 """Name of the extra argument that carries the `Enquiry` through chains."""

@@ -77,7 +77,8 @@ def chunks(batch: PyTree, microbatches: int) -> PyTree:
     """The batch with (microbatches, rest) in the place of its leading axis. A single typed PRNG key is split.
 
     Raises:
-        InvalidArgument: a leaf cannot be cut evenly, or has not as many rows as the others, or there is none.
+        InvalidArgument: a leaf cannot be cut evenly, or has neither as many rows as the others nor one for each micro-batch,
+            or there is none.
     """
     if not jax.tree.leaves(batch):
         raise InvalidArgument("batch has no arrays; give the model at least one.")
@@ -96,12 +97,14 @@ def chunks(batch: PyTree, microbatches: int) -> PyTree:
                 f"which has shape {shape}; give every array of the batch a leading axis of rows, a multiple of microbatches "
                 "(what is the same for all rows goes into the loss function by closure, or repeated for each row)."
             )
-        rows.setdefault(shape[0], path)
+        if shape[0] != microbatches:  # which is a row for each micro-batch, beside arrays of any length
+            rows.setdefault(shape[0], path)
         if len(rows) > 1:
             (first, there), (second, here) = rows.items()
             raise InvalidArgument(
                 f"batch{jax.tree_util.keystr(there)} has {first} rows and batch{jax.tree_util.keystr(here)} {second}: cut into "
-                f"microbatches={microbatches}, they would no longer belong together. Give all arrays as many rows."
+                f"microbatches={microbatches}, they would no longer belong together. Give all arrays as many rows, "
+                "or one row for each micro-batch."
             )
         # Every microbatches-th row into one chunk: rows sharded over devices stay where they are.
         return jnp.swapaxes(jnp.reshape(leaf, (shape[0] // microbatches, microbatches, *shape[1:])), 0, 1)

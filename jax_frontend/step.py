@@ -4,138 +4,28 @@ from __future__ import annotations
 
 import dataclasses
 import numbers
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
 
 from ..core import compensation as compensations
 from ..core import update as specification
 from ..core.array_ops import Array
 from ..core.compensation import Stored
-from ..core.dtypes import StateDtypes, check_parameter_dtype, compute_dtype, state_dtypes
-from ..core.errors import InvalidArgument, PenstockError, UnsupportedTensor
-from ..core.hyperparameters import RANGES, Hyperparameters, Scalar
+from ..core.dtypes import check_parameter_dtype, compute_dtype
+from ..core.errors import InvalidArgument, UnsupportedTensor
+from ..core.hyperparameters import RANGES, Hyperparameters
 from ..core.moments import Complements, debiased_complements
 from ..core.rules import Rule
+from .arguments import Arguments, decayed
 from .array_ops import jax_ops
 from .compensation import Stepped, initial_leaf, params_needed, step
 from .direct import Destination, destination_of
 from .enquiry import ARGUMENT as ENQUIRY
 from .enquiry import Enquiry
 from .state import AdamState, PyTree, initial_compensation
-
-Schedule = Callable[[Any], Any]
-ScalarOrSchedule = Scalar | Schedule
-Mask = PyTree | Callable[[PyTree], PyTree] | None
-
-NAMES = {"beta1": "b1", "beta2": "b2"}
-
-_LOW_PRECISION = ("bfloat16", "float16")
-
-
-@dataclasses.dataclass(frozen=True)
-class Arguments:
-    """What a transform was built with; Python numbers are validated at once, traced ones and schedules cannot be.
-
-    Fields as in `stable_adamw`; scales_only: return the direction, neither negated nor times a learning rate.
-    """
-
-    learning_rate: ScalarOrSchedule
-    b1: Scalar
-    b2: Scalar
-    eps: Scalar
-    weight_decay: ScalarOrSchedule
-    mask: Mask = None
-    mu_dtype: Any = None
-    nu_dtype: Any = None
-    decouple_lr: bool = False
-    max_lr: Scalar | None = None
-    compensation: str = "auto"
-    scales_only: bool = False
-
-    def __post_init__(self) -> None:
-        self.hyperparameters(0, check_schedules=False)
-        compensations.resolve(self.compensation, "bfloat16")
-        for name, dtype in (("mu_dtype", self.mu_dtype), ("nu_dtype", self.nu_dtype)):
-            if dtype is not None:
-                asked = {"exp_avg" if name == "mu_dtype" else "exp_avg_sq": _dtype_name(dtype, name)}
-                state_dtypes("float32", self.b2, **asked, argument=name, beta2_argument=NAMES["beta2"])
-
-    def hyperparameters(self, count: Any, *, check_schedules: bool = True) -> Hyperparameters:
-        """The hyperparameters of the update after `count` others.
-
-        Args:
-            count: as Optax counts for schedules, from 0 on.
-            check_schedules: evaluate the schedules; otherwise 0 stands in for them.
-        """
-        learning_rate, weight_decay = (
-            (value(count) if check_schedules else 0.0) if callable(value) else value
-            for value in (self.learning_rate, self.weight_decay)
-        )
-        for name, value in (("b1", self.b1), ("b2", self.b2), ("eps", self.eps)):
-            if not isinstance(value, numbers.Real) and getattr(value, "dtype", None) in _LOW_PRECISION:
-                raise InvalidArgument(
-                    f"{name} is a {value.dtype} array, in which it may round to a value out of its range; give a Python "
-                    "number or a float32 array: optax.inject_hyperparams(..., hyperparam_dtype=jnp.float32)."
-                )
-        highest_by_default = self.decouple_lr and self.max_lr is None and isinstance(self.learning_rate, numbers.Real)
-        hyperparameters = Hyperparameters(
-            learning_rate,
-            self.b1,
-            self.b2,
-            self.eps,
-            weight_decay,
-            decouple_lr=self.decouple_lr,
-            max_lr=self.learning_rate if highest_by_default else self.max_lr,
-            names=NAMES,
-        )
-        for field in RANGES:
-            if shape := getattr(getattr(hyperparameters, field), "shape", ()):
-                raise InvalidArgument(f"{NAMES.get(field, field)} has shape {shape}; it must be a number or a 0-d array.")
-        return hyperparameters
-
-    def dtypes(self, parameter_dtype: str) -> StateDtypes:
-        """The dtypes of a parameter's moments."""
-        mu = None if self.mu_dtype is None else _dtype_name(self.mu_dtype, "mu_dtype")
-        nu = None if self.nu_dtype is None else _dtype_name(self.nu_dtype, "nu_dtype")
-        return state_dtypes(parameter_dtype, self.b2, mu, nu, argument="nu_dtype", beta2_argument=NAMES["beta2"])
-
-    @property
-    def decays(self) -> bool:
-        """Whether weight_decay may be anything but zero."""
-        return not (isinstance(self.weight_decay, numbers.Real) and self.weight_decay == 0)
-
-
-def _dtype_name(dtype: Any, argument: str) -> str:
-    try:
-        return jnp.dtype(dtype).name
-    except TypeError as error:
-        raise InvalidArgument(f"{argument}={dtype!r} is not a dtype.") from error
-
-
-def _decayed(mask: Mask, params: PyTree) -> PyTree:
-    """A tree like params of Python booleans: whether weight decay applies."""
-    tree = mask(params) if callable(mask) else mask
-
-    def spread(applies: Any, below: PyTree) -> PyTree:
-        if not isinstance(applies, bool | np.bool_):
-            raise InvalidArgument(f"mask has {applies!r} as a leaf; a mask is a tree of True and False.")
-        return jax.tree.map(lambda _: bool(applies), below)
-
-    try:
-        return jax.tree.map(spread, tree, params)
-    except PenstockError:
-        raise
-    except ValueError as error:
-        raise InvalidArgument(
-            f"mask, {jax.tree.structure(tree)}, has not the structure of params, {jax.tree.structure(params)}, nor of a "
-            "prefix of it. Give a mask of these parameters; or, as where each layer is updated by itself, a function of "
-            "them, such as lambda params: jax.tree.map(lambda leaf: leaf.ndim > 1, params)."
-        ) from error
 
 
 @dataclasses.dataclass(frozen=True)
@@ -207,7 +97,7 @@ def transformation(rule: Rule, arguments: Arguments) -> RuleTransformation:
         )
 
     def update(updates: PyTree, state: Any, params: PyTree | None = None, **extra_args: Any) -> tuple[PyTree, AdamState]:
-        if not all(hasattr(state, field) for field in AdamState._fields):
+        if getattr(state, "_fields", None) != AdamState._fields:
             raise InvalidArgument(
                 f"state is a {type(state).__name__}, and {rule.name} needs an AdamState; make it with tx.init(params) of this "
                 "transform (import_state takes over optax's), and call update(grads, state, params) in this order."
@@ -215,7 +105,7 @@ def transformation(rule: Rule, arguments: Arguments) -> RuleTransformation:
         destination = destination_of(extra_args)
         if isinstance(asked := extra_args.pop(ENQUIRY, None), Enquiry):
             mask = True if arguments.mask is None else arguments.mask
-            asked.hear(rule, arguments, state, jax.tree.leaves(_decayed(mask, params)))
+            asked.hear(rule, arguments, state, jax.tree.leaves(decayed(mask, params)))
         if params is None:
             _check_without_params(rule, arguments, state)
         count, treedef, leaves = leaves_of(rule, arguments, updates, state, params)
@@ -253,13 +143,13 @@ def leaves_of(
     grads, treedef = jax.tree_util.tree_flatten_with_path(updates, is_leaf=lambda x: x is None)
     parameters = [None] * len(grads) if params is None else _beside(treedef, params, "the parameters")
     if params is None or arguments.mask is None or not arguments.decays:
-        decayed = [True] * len(grads)
+        decays_of = [True] * len(grads)
     else:
-        decayed = treedef.flatten_up_to(_decayed(arguments.mask, params))
+        decays_of = treedef.flatten_up_to(decayed(arguments.mask, params))
     states = [_beside(treedef, field, "the optimizer state") for field in (state.mu, state.nu, state.compensation)]
     by_dtype: dict[str, _Numbers] = {}
     leaves: list[Leaf | None] = []
-    for (path, gradient), parameter, decays, *kept in zip(grads, parameters, decayed, *states, strict=True):
+    for (path, gradient), parameter, decays, *kept in zip(grads, parameters, decays_of, *states, strict=True):
         if gradient is None:
             leaves.append(None)
             continue

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import optax
 
 from ..core.errors import InvalidArgument, UnsupportedTensor
-from .array_ops import check_floating
+from .array_ops import ELSEWHERE, check_floating
 from .buffers import buffers, is_concrete, strong
 from .direct import as_transformation
 from .loss_scaling import LossScale, as_loss_scale
@@ -40,8 +40,8 @@ def check_train_state(state: Any) -> None:
     """Raise `InvalidArgument` for anything else than a `TrainState`."""
     if not isinstance(state, TrainState):
         raise InvalidArgument(
-            f"state is a {type(state).__name__}, no TrainState; make it with init_train_state(tx, params), and give each step "
-            "the state that the last one returned."
+            f"state is a {type(state).__name__}, no TrainState; make it with init_train_state(tx, params), or "
+            "TrainState(params, opt_state) of what is held apart, and give each step the state that the last one returned."
         )
 
 
@@ -60,7 +60,8 @@ def init_train_state(
 
     Args:
         tx: any Optax transform.
-        params: copied.
+        params: floating-point arrays; copied. What the model reads and does not train (integers, keys, quantized weights)
+            goes into the batch, or into the loss function by closure.
         stack: of what kind params are. None: a dict with exactly the keys "outer" and "layers" is one stack of layers,
             as `make_release_step` takes it; everything else is for `make_train_step`. A `LayerStack` says it itself, and
             has to be given where it has several stacks. False: for `make_train_step`, whatever the keys are.
@@ -120,7 +121,7 @@ def _check_parameters(params: PyTree) -> None:
     for path, leaf in leaves:
         name = f"params{jax.tree_util.keystr(path)}"
         if not hasattr(leaf, "dtype") and not isinstance(leaf, numbers.Number):
-            raise UnsupportedTensor(f"{name} is {type(leaf).__name__}; it must be a floating-point array.")
+            raise UnsupportedTensor(f"{name} is {type(leaf).__name__}; it must be a floating-point array. {ELSEWHERE}.")
         if isinstance(leaf, jax.Array) and is_concrete(leaf) and leaf.is_deleted():
             raise InvalidArgument(f"{name} was donated to an earlier update; use what that update returned.")
     check_floating(params)

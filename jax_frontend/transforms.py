@@ -17,7 +17,8 @@ import optax
 from ..core.errors import InvalidArgument
 from ..core.hyperparameters import HIGH_FULLY_DECOUPLED_DECAY, Scalar
 from ..core.rules import ADAM, ADAMW, STABLE_ADAMW, Rule
-from .step import Arguments, Mask, ScalarOrSchedule, transformation
+from .arguments import Arguments, Mask, ScalarOrSchedule
+from .step import transformation
 
 
 def stable_adamw(

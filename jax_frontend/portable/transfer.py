@@ -17,7 +17,8 @@ from ...core.errors import InvalidArgument
 from ...core.moments import Moments
 from ...core.portable_bias import with_bias, without_bias
 from ...core.portable_match import check_own, matched
-from ...core.portable_names import Names, rename, rename_back
+from ...core.portable_names import Names
+from ...core.portable_rename import rename, rename_back
 from ...core.portable_state import ParameterState, PortableState
 from ..state import PyTree
 from ..train_state import LayeredState, TrainState

@@ -14,7 +14,8 @@ from hypothesis import strategies as st
 from tests.portable_support import KINDS, contents, parameter, state
 
 from penstock.core.errors import InvalidArgument
-from penstock.core.portable_names import Names, Target, Transposed, inverted, parse_table, rename, table_of
+from penstock.core.portable_names import Names, Target, Transposed, inverted, parse_table, table_of
+from penstock.core.portable_rename import rename
 from penstock.core.portable_state import PortableGroup, PortableState
 
 SPLIT = ("bfloat16", "split")

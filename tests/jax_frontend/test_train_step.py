@@ -199,6 +199,8 @@ def test_mistakes_are_named() -> None:
         make_train_step(mean_loss, tx, microbatches=3)(state, batch())
     with pytest.raises(InvalidArgument, match=r"\['mask'\] has 4 rows .*belong together"):
         make_train_step(mean_loss, tx, microbatches=2)(state, {**batch(), "mask": batch()["mask"][:4]})
+    make_train_step(mean_loss, tx, microbatches=2)(state, {**batch(), "one row for each": jnp.ones((2, 3))})
+    state = init_train_state(tx, params)
     with pytest.raises(InvalidArgument, match=r"shape \(8,\); it must return a scalar"):
         make_train_step(each_loss, tx)(state, batch())
     with pytest.raises(InvalidArgument, match="must return a scalar"):

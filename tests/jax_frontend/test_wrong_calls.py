@@ -1,15 +1,20 @@
-"""States and parameters that do not belong together: an error says so, before anything is donated."""
+"""What is no state, no parameters, no loss or no norm, or does not belong together, is told by name, before anything is
+computed or donated."""
 
 from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import optax
 import pytest
+from tests.walk_support import STACK, TX, batch, parameters
 
-from penstock.core.errors import InvalidArgument
+from penstock.core.errors import InvalidArgument, PenstockError, UnsupportedTensor
 from penstock.jax_frontend import (
-    LayerStack,
+    TrainState,
     adamw,
     init_train_state,
     make_release_step,
@@ -20,6 +25,83 @@ from penstock.jax_frontend import (
 )
 
 CASTS = [("float32", "bfloat16"), ("float32", "float16"), ("bfloat16", "float32"), ("float16", "bfloat16")]
+PARAMS = {"w": jnp.ones((3, 2))}
+
+
+def loss(params: Any, data: jax.Array) -> jax.Array:
+    return jnp.mean((data @ params["w"]) ** 2)
+
+
+def donated() -> Any:
+    params = jax.tree.map(jnp.copy, PARAMS)
+    params["w"].delete()
+    return params
+
+
+PARAMETERS: dict[str, tuple[Callable[[], Any], type[PenstockError], str]] = {
+    "none": (lambda: None, InvalidArgument, "params have no arrays"),
+    "empty": (lambda: {"w": None}, InvalidArgument, "params have no arrays"),
+    "integers": (lambda: {"w": jnp.ones(2, int)}, UnsupportedTensor, r"params\['w'\] has dtype int32"),
+    "a number": (lambda: {"w": 3}, UnsupportedTensor, r"params\['w'\] has dtype int32"),
+    "complex": (lambda: {"w": jnp.ones(2, complex)}, UnsupportedTensor, r"params\['w'\] has dtype complex64"),
+    "a key": (lambda: {"w": jax.random.key(0)}, UnsupportedTensor, r"params\['w'\] has dtype key"),
+    "a word": (lambda: {"w": "x"}, UnsupportedTensor, r"params\['w'\] is str"),
+    "donated": (donated, InvalidArgument, r"params\['w'\] was donated to an earlier update"),
+    "outer is none": (lambda: {"outer": None, "layers": PARAMS}, InvalidArgument, r'params\["outer"\] is None; give \{\}'),
+}
+
+
+@pytest.mark.parametrize("tx", [adamw(1e-2), optax.sgd(1e-2)], ids=["adamw", "optax.sgd"])
+@pytest.mark.parametrize("case", PARAMETERS)
+def test_what_cannot_be_trained_is_refused_before_a_state_is_made(case: str, tx: Any) -> None:
+    made, error, said = PARAMETERS[case]
+    with pytest.raises(error, match=said) as raised:
+        init_train_state(tx, made())
+    assert (error is UnsupportedTensor) == ("What the model reads and does not train goes into the batch" in str(raised.value))
+
+
+STEPS: dict[str, Any] = {
+    "make_train_step": make_train_step(loss, TX),
+    "make_release_step": make_release_step(STACK, TX),
+}
+if hasattr(jax, "new_ref"):
+    STEPS["release_layers"] = release_layers(lambda outer, layers, data: jnp.ones(()), lambda params, x: x, TX)
+
+
+@pytest.mark.parametrize("step", STEPS)
+def test_what_is_no_state_is_told_by_its_type(step: str) -> None:
+    state = init_train_state(TX, parameters())
+    for given in (None, state.params, state.opt_state, tuple(state)):
+        with pytest.raises(
+            InvalidArgument, match=f"state is a {type(given).__name__}, no TrainState; make it with init_train_state"
+        ):
+            STEPS[step](given, batch())
+    assert not any(leaf.is_deleted() for leaf in jax.tree.leaves(state))
+
+
+@pytest.mark.parametrize(
+    "make", [lambda **a: make_train_step(loss, TX, **a), lambda **a: make_release_step(STACK, TX, **a)], ids=list(STEPS)[:2]
+)
+def test_a_norm_is_a_number(make: Any) -> None:
+    for value in (-1, 0.0, float("nan"), "1", True, jnp.ones(2)):
+        with pytest.raises(InvalidArgument, match=r"max_norm"):
+            make(max_norm=value)
+    make(max_norm=jnp.ones(()))
+
+
+def test_a_loss_is_callable() -> None:
+    with pytest.raises(InvalidArgument, match="loss_fn=None is not callable"):
+        make_train_step(None, TX)  # type: ignore[arg-type]
+
+
+def test_trees_that_do_not_go_together_are_shown() -> None:
+    tx, other = adamw(1e-2), {"v": jnp.ones((3, 2))}
+    with pytest.raises(InvalidArgument, match=r"the gradients have the structure .*'v'.*, and the parameters .*'w'"):
+        tx.update(other, tx.init(PARAMS), PARAMS)
+    with pytest.raises(InvalidArgument, match=r"the gradients have the structure .*'w'.*, and the optimizer state .*'v'"):
+        tx.update(PARAMS, tx.init(other), PARAMS)
+    with pytest.raises(InvalidArgument, match="not one of this transform"):
+        make_train_step(loss, tx)(TrainState(PARAMS, tx.init(other)), jnp.ones((4, 3)))
 
 
 @pytest.mark.parametrize("transform", [adamw, stable_adamw])
@@ -44,24 +126,6 @@ def test_a_state_that_is_not_the_transform_s_is_named(state) -> None:
     state = params if state == "the parameters" else state
     with pytest.raises(InvalidArgument, match=rf"state is a {type(state).__name__}, and adamw needs an AdamState"):
         adamw(1e-2).update(params, state, params)
-
-
-def test_a_step_takes_a_train_state() -> None:
-    tx = adamw(1e-2)
-    params = {"outer": jnp.ones(3), "layers": jnp.ones((2, 3))}
-    stack = LayerStack(lambda outer, batch: outer * batch, lambda layer, x: layer * x, lambda outer, x, batch: jnp.sum(x))
-
-    def loss(outer, layers, batch):
-        return jnp.sum(jax.lax.scan(lambda x, i: (layers(i, x), None), outer * batch, layers.indices)[0])
-
-    steps = [make_train_step(lambda params, batch: jnp.sum(params["outer"]), tx), make_release_step(stack, tx)]
-    if hasattr(jax, "new_ref"):
-        steps.append(release_layers(loss, stack.layer, tx))
-    for step in steps:
-        for state in (params, (params, tx.init(params))):
-            with pytest.raises(InvalidArgument, match=f"state is a {type(state).__name__}, no TrainState; make it with init_"):
-                step(state, jnp.ones(()))
-    assert not params["outer"].is_deleted()
 
 
 def test_init_takes_the_transform_first() -> None:

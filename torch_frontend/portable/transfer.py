@@ -15,7 +15,8 @@ from ...core import portable_file
 from ...core.errors import InvalidArgument, Refused
 from ...core.moments import Moments
 from ...core.portable_match import check_own, matched
-from ...core.portable_names import Names, rename, rename_back, table_of
+from ...core.portable_names import Names, table_of
+from ...core.portable_rename import rename, rename_back
 from ...core.portable_state import ParameterState, PortableGroup, PortableState, listed
 from ..communication.shards import is_sharded
 from ..groups import Group

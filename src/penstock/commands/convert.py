@@ -52,7 +52,8 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _convert(arguments: argparse.Namespace) -> int:
     from ..core import portable_file, portable_state
-    from ..core.portable_names import inverted, rename
+    from ..core.portable_names import inverted
+    from ..core.portable_rename import rename
 
     table = {} if arguments.names is None else _table(arguments.names)
     state = portable_file.load(arguments.input)

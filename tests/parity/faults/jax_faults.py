@@ -11,7 +11,8 @@ import pytest
 
 from penstock import jax_frontend
 from penstock.core import compensation
-from penstock.jax_frontend import step, train_step
+from penstock.jax_frontend import train_step
+from penstock.jax_frontend.arguments import Arguments
 from penstock.jax_frontend.array_ops import JaxOps
 from penstock.jax_frontend.direct import apply_directly
 from penstock.jax_frontend.walk import in_state, passes, release_step
@@ -55,9 +56,9 @@ def _each_by_itself(correct: Any, grads: Any, norm: Any, max_norm: float) -> Any
 
 
 def _plant_schedule(patch: pytest.MonkeyPatch) -> None:
-    correct = step.Arguments.hyperparameters
+    correct = Arguments.hyperparameters
     patch.setattr(
-        step.Arguments,
+        Arguments,
         "hyperparameters",
         lambda self, count, *, check_schedules=True: correct(self, count + 1, check_schedules=check_schedules),
     )
@@ -100,7 +101,7 @@ FAULTS = [
     Fault(
         "weight decay dropped",
         instead(
-            step.Arguments,
+            Arguments,
             "hyperparameters",
             lambda correct, self, count, **options: dataclasses.replace(correct(self, count, **options), weight_decay=0.0),
         ),
