@@ -99,6 +99,26 @@ def test_the_inner_module_of_ddp_is_refused_at_its_first_step(ranks: Ranks) -> N
     ranks.run(inside_ddp)
 
 
+def taken_out(engine: str) -> None:
+    """A parameter that is taken out of its group stays as it is, on every rank, and the others go on."""
+    model = ddp(Net()) if engine == "ddp" else ENGINES[engine](Net())
+    optimizer = AdamW(model.parameters(), **LR)
+    release_gradients(model, optimizer)
+    train(model, optimizer, range(2))
+    out, *optimizer.param_groups[0]["params"] = optimizer.param_groups[0]["params"]
+    before = parameters_of(model)
+    train(model, optimizer, range(2, 5))
+    changed = [not torch.equal(old, new) for old, new in zip(before, parameters_of(model), strict=True)]
+    assert out is next(model.parameters())
+    assert changed == [False, *[True] * (len(changed) - 1)]
+    assert_ranks_equal(parameters_of(model), engine)
+
+
+@pytest.mark.parametrize("engine", THREE)
+def test_a_parameter_that_is_taken_out_of_its_group_is_left_alone(ranks: Ranks, engine: str) -> None:
+    ranks.run(taken_out, engine)
+
+
 def comes_and_goes(engine: str) -> None:
     """Released, plain, paused, released again: DDP's hook stays for ever, and averages plainly without a release."""
     stock = ddp(Net())
