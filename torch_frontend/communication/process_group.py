@@ -46,6 +46,7 @@ class ProcessGroupCommunication(LocalCommunication):
         super().attach(parameters, deliver)
         self._order = [*reversed(parameters), *self._order]
         self._arrivals = []
+        self._completed = False  # the new ones had no part in a round
 
     def detach(self) -> None:
         """See `Communication`."""
