@@ -85,6 +85,22 @@ def test_a_parameter_that_is_taken_out_of_its_group_is_left_alone_under_release(
     assert others[0] is not None
 
 
+@pytest.mark.parametrize("max_norm", [None, 1e9])
+def test_a_parameter_may_be_replaced_in_the_model_and_in_its_group(max_norm) -> None:
+    models = [layers(), layers()]
+    for number, model in enumerate(models):
+        optimizer = AdamW(model.parameters(), lr=1e-2)
+        release = release_gradients(model, optimizer, max_norm=max_norm) if number else None
+        guard = release.guard if release else lambda loss: loss
+        train(model, optimizer, batches(2), loss=guard)
+        (name, old), *_ = model.named_parameters()
+        new = optimizer.param_groups[0]["params"][0] = nn.Parameter(torch.ones_like(old))
+        module, _, attribute = name.rpartition(".")
+        setattr(model.get_submodule(module), attribute, new)
+        train(model, optimizer, batches(2), loss=guard)
+    assert same_parameters(*models)
+
+
 @pytest.mark.parametrize("shape", [(3, 4), (4,)])
 def test_elements_that_share_memory_are_refused(shape) -> None:
     expanded = nn.Parameter(torch.ones(1).expand(shape))
