@@ -196,20 +196,17 @@ class TensorUpdates(Optimizer):
         """Those of many, where a group is looked at once."""
         groups, slots = self._groups(parameters), []
         known: dict[tuple[int, torch.dtype, torch.device], tuple[Hyperparameters, str, bool, str | None]] = {}
-        last: tuple[Any, ...] = ()
         for parameter in parameters:
             group = groups[parameter]
             alike = id(group), parameter.dtype, parameter.device
-            if alike != last:  # most follow others that are alike, and need no hash
-                last = alike
-                if alike not in known:
-                    name = dtype_name(parameter.dtype)
-                    compensation = compensations.resolve(group["compensation"], name)
-                    kept = compensations.compensation_dtype(compensation, name)
-                    current = self._hyperparameters(group)
-                    check_device(current, parameter)
-                    known[alike] = (current, compensation, group["capturable"], kept)
-                current, compensation, capturable, kept = known[alike]
+            if alike not in known:
+                name = dtype_name(parameter.dtype)
+                compensation = compensations.resolve(group["compensation"], name)
+                kept = compensations.compensation_dtype(compensation, name)
+                current = self._hyperparameters(group)
+                check_device(current, parameter)
+                known[alike] = (current, compensation, group["capturable"], kept)
+            current, compensation, capturable, kept = known[alike]
             state = self.state[parameter]
             if not state:
                 state.update(saved_state.initial_state(group, parameter, current))
