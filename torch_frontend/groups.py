@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -45,36 +46,49 @@ def hyperparameters(group: Mapping[str, Any]) -> Hyperparameters:
 
     A 0-d tensor on the CPU is read; one on a device stays there, so that no step waits for it.
     """
-    beta1, beta2 = group["betas"]
+    beta1, beta2 = _betas(group)
     return Hyperparameters(
-        learning_rate=_number(group["lr"]),
-        beta1=_number(beta1),
-        beta2=_number(beta2),
-        eps=_number(group["eps"]),
-        weight_decay=_number(group["weight_decay"]),
+        learning_rate=_number("lr", group["lr"]),
+        beta1=_number("betas[0]", beta1),
+        beta2=_number("betas[1]", beta2),
+        eps=_number("eps", group["eps"]),
+        weight_decay=_number("weight_decay", group["weight_decay"]),
         decouple_lr=group["decouple_lr"],
-        max_lr=_number(group["max_lr"]) if group["decouple_lr"] else None,
+        max_lr=_number("max_lr", group["max_lr"]) if group["decouple_lr"] else None,
         maximize=group["maximize"],
         names=NAMES,
     )
 
 
-def _number(value: Any) -> Any:
-    if isinstance(value, Tensor):
-        return value.item() if value.device.type == "cpu" and value.numel() == 1 else value.reshape(())
-    return value.item() if hasattr(value, "dtype") and getattr(value, "size", 0) == 1 else value
+def _betas(group: Mapping[str, Any]) -> tuple[Any, Any]:
+    betas = group["betas"]
+    if not isinstance(betas, (tuple, list)) or len(betas) != 2:
+        raise InvalidArgument(f"betas={betas!r} must be a pair of numbers, each in {RANGES['beta1']}.")
+    return betas[0], betas[1]
+
+
+def _number(name: str, value: Any) -> Any:
+    """The number that a tensor or an array holds; of a tensor on a device, itself."""
+    if not hasattr(value, "dtype"):
+        return value
+    if value.shape != () and math.prod(value.shape) != 1:
+        raise InvalidArgument(f"{name} is a tensor of shape {tuple(value.shape)}; it must be a number or have one element.")
+    if isinstance(value, Tensor) and value.device.type != "cpu":
+        return value.reshape(())
+    return value.item()
 
 
 def fingerprint(group: Mapping[str, Any]) -> tuple[Any, ...]:
     """Equal for two looks at a group exactly if no setting of it changed in between; never waits for a device."""
-    return tuple(tuple(map(_seen, group[name])) if name == "betas" else _seen(group[name]) for name in SETTINGS)
+    betas = tuple(_seen(f"betas[{index}]", beta) for index, beta in enumerate(_betas(group)))
+    return tuple(betas if name == "betas" else _seen(name, group[name]) for name in SETTINGS)
 
 
-def _seen(value: Any) -> Any:
+def _seen(name: str, value: Any) -> Any:
     """What a value is now, whoever writes to it later; of a tensor on a device, which it is and its version."""
     if isinstance(value, Tensor) and value.device.type != "cpu":
         return SeenTensor(value, value._version)
-    return _number(value)
+    return _number(name, value)
 
 
 def changed_settings(before: tuple[Any, ...], group: Mapping[str, Any]) -> list[str]:
@@ -86,18 +100,15 @@ def check_group(rule: Rule, group: Group) -> None:
     """Raise if a group cannot be optimized as it is; fill in `max_lr` where decouple_lr takes it from `lr`.
 
     Raises:
-        InvalidArgument: a hyperparameter, dtype or compensation that is out of range or does not go together.
-        UnsupportedTensor: a parameter that is complex, integer, sparse, or a DTensor of partial sums.
+        InvalidArgument: a hyperparameter, dtype or compensation that is out of range or does not go together; a parameter that
+            is given twice.
+        UnsupportedTensor: a parameter that is complex, integer, sparse, a DTensor of partial sums, or whose elements share
+            memory.
     """
-    betas = group["betas"]
-    if not isinstance(betas, (tuple, list)) or len(betas) != 2:
-        raise InvalidArgument(f"betas={betas!r} must be a pair of numbers, each in {RANGES['beta1']}.")
     for name in ("decouple_lr", "maximize", "capturable"):
         if not isinstance(group[name], bool):
             raise InvalidArgument(f"{name}={group[name]!r} must be True or False.")
-    lr = group["lr"]
-    if isinstance(lr, Tensor) and lr.numel() != 1:
-        raise InvalidArgument(f"lr is a tensor of shape {tuple(lr.shape)}; it must be a number or have one element.")
+    lr = _number("lr", group["lr"])
     if group["decouple_lr"]:
         if rule.l2:
             raise InvalidArgument(

@@ -32,12 +32,13 @@ class TensorUpdates(Optimizer):
     on_nonfinite: str
     _backend: Backend
     _skipped: SkipCount
-    _group_map: tuple[list[tuple[int, int, int]], dict[Tensor, Group], list[list[Tensor]]] | None
+    _group_map: dict[Tensor, Group]
+    _places: dict[Tensor, tuple[int, int]]  # the numbers of the group and in it
     _validated: dict[int, tuple[tuple[Any, ...], Hyperparameters]]
 
     def _forget_groups(self) -> None:
         """The groups may be other ones now."""
-        self._group_map, self._validated = None, {}
+        self._group_map, self._places, self._validated = {}, {}, {}
 
     @property
     def launches_together(self) -> bool:
@@ -70,14 +71,21 @@ class TensorUpdates(Optimizer):
 
     def _groups(self, parameters: Iterable[Tensor]) -> dict[Tensor, Group]:
         """Where each of the parameters is. Groups and their lists may be others at any time, or hold others."""
-        lists = [group["params"] for group in self.param_groups]
-        now = [(id(group), id(params), len(params)) for group, params in zip(self.param_groups, lists, strict=True)]
-        known = self._group_map
-        if known is None or known[0] != now or any(parameter not in known[1] for parameter in parameters):
-            # The lists are kept, as the id of one that is gone may be given to another.
-            known = (now, {p: group for group in self.param_groups for p in group["params"]}, lists)
-            self._group_map = known
-        return known[1]
+        if not all(map(self._is_in_place, parameters)):
+            self._group_map, self._places = {}, {}
+            for number, group in enumerate(self.param_groups):
+                self._group_map |= dict.fromkeys(group["params"], group)
+                self._places |= {parameter: (number, position) for position, parameter in enumerate(group["params"])}
+        return self._group_map
+
+    def _is_in_place(self, parameter: Tensor) -> bool:
+        """Whether it is where it was found last. One look, however many groups there are: every gradient asks."""
+        number, position = self._places.get(parameter, (len(self.param_groups), 0))
+        if number >= len(self.param_groups):
+            return False
+        group = self.param_groups[number]
+        members = group["params"]
+        return group is self._group_map[parameter] and position < len(members) and members[position] is parameter
 
     def _parameters(self) -> list[Tensor]:
         return [parameter for group in self.param_groups for parameter in group["params"]]

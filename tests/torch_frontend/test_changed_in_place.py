@@ -64,6 +64,9 @@ def test_parameters_are_looked_for_where_they_are_now() -> None:
     assert moved(third, second) == [False, True]
     frozen[0] = replacement = nn.Parameter(torch.ones(3))
     assert moved(replacement, second) == [False, True]
+    assert [optimizer.holds(parameter) for parameter in (first, second, third, replacement)] == [False, True, True, True]
+    trained[0], frozen[0] = replacement, second
+    assert moved(replacement, second) == [True, False]
 
 
 @pytest.mark.parametrize("max_norm", [None, 1e9])
@@ -80,6 +83,22 @@ def test_a_parameter_that_is_taken_out_of_its_group_is_left_alone_under_release(
     first, others = [[p.grad for p in model.parameters()] for model in models]
     assert all(a is b is None or torch.equal(a, b) for a, b in zip(first, others, strict=True))
     assert others[0] is not None
+
+
+@pytest.mark.parametrize("max_norm", [None, 1e9])
+def test_a_parameter_may_be_replaced_in_the_model_and_in_its_group(max_norm) -> None:
+    models = [layers(), layers()]
+    for number, model in enumerate(models):
+        optimizer = AdamW(model.parameters(), lr=1e-2)
+        release = release_gradients(model, optimizer, max_norm=max_norm) if number else None
+        guard = release.guard if release else lambda loss: loss
+        train(model, optimizer, batches(2), loss=guard)
+        (name, old), *_ = model.named_parameters()
+        new = optimizer.param_groups[0]["params"][0] = nn.Parameter(torch.ones_like(old))
+        module, _, attribute = name.rpartition(".")
+        setattr(model.get_submodule(module), attribute, new)
+        train(model, optimizer, batches(2), loss=guard)
+    assert same_parameters(*models)
 
 
 @pytest.mark.parametrize("shape", [(3, 4), (4,)])

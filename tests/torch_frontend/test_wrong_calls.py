@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
 from tests.torch_support import batches, layers, loss_of, snapshot, train, unchanged
@@ -73,6 +74,26 @@ def test_a_learning_rate_on_a_device_that_the_update_cannot_read_is_refused(rule
     with pytest.raises(InvalidArgument, match=r"lr is a tensor on meta, and a parameter .* is on cpu; give a number"):
         optimizer.step()
     assert parameter.equal(torch.ones(3))
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "said"),
+    [
+        ("lr", torch.ones(2), r"lr is a tensor of shape \(2,\)"),
+        ("weight_decay", np.ones(2), r"weight_decay is a tensor of shape \(2,\)"),
+        ("betas", (torch.ones(2), 0.9), r"betas\[0\] is a tensor of shape \(2,\)"),
+        ("betas", 0.9, "betas=0.9 must be a pair of numbers"),
+    ],
+)
+def test_a_setting_that_becomes_no_number_is_refused(name: str, value, said: str) -> None:
+    model = layers(2)
+    optimizer = AdamW(model.parameters())
+    train(model, optimizer, batches(1))
+    optimizer.param_groups[0][name] = value
+    seen = snapshot(model, optimizer)
+    with pytest.raises(InvalidArgument, match=said):
+        train(model, optimizer, batches(1))
+    assert unchanged(seen, snapshot(model, optimizer))
 
 
 @pytest.mark.parametrize("loss", [1.0, {"loss": torch.ones(())}, None])

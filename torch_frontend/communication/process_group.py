@@ -54,6 +54,7 @@ class ProcessGroupCommunication(LocalCommunication):
             self._end_failed_round()
         self._order = [*reversed(parameters), *self._order]
         self._arrivals = []
+        self._completed = False  # the new ones had no part in a round
 
     def detach(self) -> None:
         """See `Communication`."""

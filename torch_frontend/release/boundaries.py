@@ -24,6 +24,8 @@ def close_step(parts: Parts) -> None:
     parts.conditioning.withdraw()
     parts.end_failed_pass()
     parts.finish_round()
+    if not parts.alone:  # what was unfrozen since has a gradient that no hook sent: it is averaged with those that wait
+        parts.attach()
     parts.held_average.step([p for p, gradient in parts.lifecycle.waiting().items() if gradient is not None])
     _use_waiting(parts, parts.lifecycle.waiting())
     _close(parts)

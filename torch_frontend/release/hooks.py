@@ -93,11 +93,11 @@ class Hooks:
 
     def check(self) -> None:
         """Raise `Refused` if parameters of the model were replaced, or hooks lost: nothing would ever update those."""
-        model = self.model
-        if model is None:
+        model, release = self.model, self._release()
+        if model is None or release is None:
             return
         now = dict(model.named_parameters())
-        for parameter in self._handles:
+        for parameter in filter(release.optimizer.holds, self._handles):
             name = self._names.get(parameter)
             gathered = name in now and is_sharded(parameter) and not is_sharded(now[name])  # FSDP2 shows the whole one now
             if name in now and now[name] is not parameter and not gathered:

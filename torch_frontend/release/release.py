@@ -295,6 +295,7 @@ class Release:
         parts = self._parts
         with parts.lock:
             parts.arrivals.delivered(parameters)
+            parameters = [p for p in parameters if self.optimizer.holds(p)]  # the others were taken out of their groups
             if parts.measurement is None and self._keeps:  # averaged in a backward that only adds up
                 return
             gradients = {parameter: parameter.grad for parameter in parameters if parameter.grad is not None}

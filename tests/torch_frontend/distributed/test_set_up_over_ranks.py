@@ -99,6 +99,46 @@ def test_the_inner_module_of_ddp_is_refused_at_its_first_step(ranks: Ranks) -> N
     ranks.run(inside_ddp)
 
 
+def taken_out(engine: str) -> None:
+    """A parameter that is taken out of its group stays as it is, on every rank, and the others go on."""
+    model = ddp(Net()) if engine == "ddp" else ENGINES[engine](Net())
+    optimizer = AdamW(model.parameters(), **LR)
+    release_gradients(model, optimizer)
+    train(model, optimizer, range(2))
+    out, *optimizer.param_groups[0]["params"] = optimizer.param_groups[0]["params"]
+    before = parameters_of(model)
+    train(model, optimizer, range(2, 5))
+    changed = [not torch.equal(old, new) for old, new in zip(before, parameters_of(model), strict=True)]
+    assert out is next(model.parameters())
+    assert changed == [False, *[True] * (len(changed) - 1)]
+    assert_ranks_equal(parameters_of(model), engine)
+
+
+@pytest.mark.parametrize("engine", THREE)
+def test_a_parameter_that_is_taken_out_of_its_group_is_left_alone(ranks: Ranks, engine: str) -> None:
+    ranks.run(taken_out, engine)
+
+
+def unfrozen(engine: str) -> None:
+    """A layer that one rank alone uses begins to train between two steps: it is averaged from its first gradient on."""
+    net = Net()
+    net.middle.requires_grad_(False)
+    model = ENGINES[engine](net)
+    optimizer = AdamW(model.parameters(), **LR)
+    release_gradients(model, optimizer)
+    train(model, optimizer, range(2))
+    before = parameters_of(net.middle)
+    net.middle.requires_grad_(True)
+    for step in range(2, 5):
+        train(model, optimizer, [step], skip=lambda step: dist.get_rank() == 1)
+        assert_ranks_equal(parameters_of(model), engine)
+    assert not any(map(torch.equal, before, parameters_of(net.middle)))
+
+
+def test_a_layer_that_is_unfrozen_is_averaged_at_once(ranks: Ranks) -> None:
+    ranks.run(unfrozen, "process_group")
+
+
 def comes_and_goes(engine: str) -> None:
     """Released, plain, paused, released again: DDP's hook stays for ever, and averages plainly without a release."""
     stock = ddp(Net())

@@ -342,3 +342,20 @@ def test_a_step_is_one_launch_for_each_group_and_kind_of_tensor() -> None:
     with watched(launched.append):
         optimizer.step()
     assert launched == ["update_group"] * 3
+
+
+def test_tables_follow_the_size_of_an_item() -> None:
+    """With the number of items of another size a launch would wait for ever for the last one."""
+    made = tables.GroupTables()
+    for item_elements in (64, 128, 64):
+        found = made(
+            [[0, 16, 32, 48, 64, 0]],
+            (256,),
+            item_elements,
+            1024,
+            "both",
+            torch.device("cpu"),
+            capturable=False,
+            check=lambda: None,
+        )
+        assert found.slot_count == found.tensors[0, 8] == 256 // item_elements

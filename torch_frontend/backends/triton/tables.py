@@ -97,7 +97,7 @@ class GroupTables:
         capturable: bool,
         check: Callable[[], None],
     ) -> Tensor:
-        key = (addresses[0][3], phases, device)  # no parameter is in two launches of a step
+        key = (addresses[0][3], item_elements, phases, device)  # no parameter is in two launches of a step
         known = self._tensors.get(key)
         captured = capturing(device)
         if known is not None and known[0] == addresses and known[1] == numels:
