@@ -15,7 +15,7 @@ import traceback
 from pathlib import Path
 from typing import Any
 
-STUCK_SECONDS = 300
+STUCK_SECONDS = 420
 """After so long a section is stuck: the process ends with a traceback, and the results that were there stay."""
 
 
