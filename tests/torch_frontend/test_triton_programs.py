@@ -73,11 +73,11 @@ def optimizer_of(numels: tuple[int, ...], dtype: torch.dtype, **options: Any) ->
 
 
 def test_audit_of_what_makes_no_other_program(programs: dict[Any, Any]) -> None:
-    """Sizes and numbers of tensors, of 1 and multiples of 16 too; learning rate, betas, decay, number of updates."""
+    """Sizes and numbers of tensors, of 1 and multiples of 16 too; learning rate, betas (but 0), decay, number of updates."""
     for numels in ((1,), (16,), (3, 17), (8192,) * 16, (8193, 1)):
         optimizer = optimizer_of(numels, torch.bfloat16)
         (group,) = optimizer.param_groups
-        for lr, betas, decay in ((1e-3, (0.9, 0.99), 0.01), (1, (0.0, 0.5), 0), (0.0, (0.9, 0.99), 1.0)):
+        for lr, betas, decay in ((1e-3, (0.9, 0.99), 0.01), (1, (0.25, 0.5), 0), (0.0, (0.9, 0.99), 1.0)):
             group.update(lr=lr, betas=betas, weight_decay=decay)
             optimizer.step()
             with torch.no_grad():
@@ -85,6 +85,19 @@ def test_audit_of_what_makes_no_other_program(programs: dict[Any, Any]) -> None:
                     optimizer.perform(p, p.grad, Action.UPDATE)
     assert [len(kernel.device_caches[0][0]) for kernel in (update_group, update_tensor)] == [1, 1]
     assert len(programs) == 2
+
+
+def test_audit_of_a_beta_of_zero(programs: dict[Any, Any]) -> None:
+    """It is compiled in: one program more of each kernel, whichever tensors and however often."""
+    before = [len(kernel.device_caches[0][0]) for kernel in (update_group, update_tensor)]
+    for numels in ((1,), (3, 17)):
+        optimizer = optimizer_of(numels, torch.bfloat16, betas=(0.0, 0.9))
+        for _ in range(2):
+            optimizer.step()
+            with torch.no_grad():
+                optimizer.perform(optimizer._parameters()[0], optimizer._parameters()[0].grad, Action.UPDATE)
+    after = [len(kernel.device_caches[0][0]) for kernel in (update_group, update_tensor)]
+    assert after == [count + 1 for count in before]
 
 
 def test_audit_of_numbers_on_the_device_at_any_address(programs: dict[Any, Any]) -> None:

@@ -270,7 +270,8 @@ def update_group(
         grad_scale_ptr: 0-d, or None: a factor of every gradient.
         numbers: None, and the scalars are arguments; or WIDE, `NUMBERS` of them.
         PHASES: "measure", "write", or "both" with tickets.
-        ZERO1, ZERO2: whether beta1, and beta2, are known to be 0.
+        ZERO1, ZERO2: whether beta1, and beta2, are known to be 0: `core.moments.remembered`. No other value of them, or of the
+            scalars, is compiled in.
         ALIGNMENT: bytes that every address is a multiple of.
     """
     if numbers is not None:
