@@ -128,6 +128,8 @@ def tensor_kernel(
         "counters": "*i32", "square_before": f"*{wide}", "square_after": f"*{wide}", "applied_ptr": "*fp32",
         "grad_scale_ptr": "*fp32", "numbers": f"*{wide}",
     }  # fmt: skip
+    if constants["ACTION"] == "accumulate":
+        chosen = dataclasses.replace(chosen, registers=0)
     return _audited(kernel, given, constants, {"partials", "counters"}, target, chosen, present)
 
 

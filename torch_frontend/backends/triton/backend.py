@@ -260,6 +260,8 @@ class TritonBackend:
                 *numbers,
             )
         compiled_in = _options(slot, chosen, given, addresses) | {"ACTION": action, "FIRST": first}
+        if action == "accumulate":  # left to the compiler it needs fewer registers than the cap
+            compiled_in.pop("maxnreg", None)
         written = [] if action == "accumulate" else [given.parameter]
         self._launch([Launch(kernels.update_tensor, device, programs, arguments, compiled_in, written)])
         return after if clips else 0.0

@@ -3,9 +3,8 @@
 A kernel that writes in place cannot be tried out on the user's parameters, and a size that depended on timings would make
 the order of sums, and so the bits, depend on them. The figures are computed, not measured: an item is long enough to hide
 the latency of its ticket, a tile gives every thread 16 bytes of the narrowest array, the registers are the fewest with
-which no step spills on any of sm_80, sm_90 and sm_100 (the audit in the tests sees to that; on sm_100 alone the accumulation
-of a micro-batch into the moments of compensated parameters does, by a few bytes), as many programs are launched as they
-leave room for, and the wave is a quarter of the second-level cache, of which two waves and what is being
+which no kernel spills on any of sm_80, sm_90 and sm_100 (the audit in the tests sees to that), as many programs are
+launched as they leave room for, and the wave is a quarter of the second-level cache, of which two waves and what is being
 written use about half.
 """
 
