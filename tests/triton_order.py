@@ -114,18 +114,29 @@ def _ptx(assembly: str) -> Code:
     lines = re.sub(r"//.*", "", assembly[assembly.index(".entry") :]).splitlines()
     lines = [line.strip() for line in lines[next(i for i, line in enumerate(lines) if line.strip() == "{") + 1 :]]
     end = next(i for i, line in enumerate(lines) if re.match(r"\.section|\.file|\$L__func_end", line))
+    return _code(
+        lines[:end],
+        label=r"[\w$]+:",
+        instruction=r"(@?!?[%a-z].*);",
+        jump=r"(?:.*\s)?bra(?:\.uni)?\s+([\w$]+)",
+        end=r"(?:bra|ret)\b",
+    )
+
+
+def _code(lines: Sequence[str], *, label: str, instruction: str, jump: str, end: str) -> Code:
+    """What follows what, by the patterns of a language; `jump` captures where to, and nothing falls through an `end`."""
     instructions: list[str] = []
     labels: dict[str, int] = {}
-    for line in lines[:end]:
-        if re.fullmatch(r"[\w$]+:", line):
+    for line in lines:
+        if re.fullmatch(label, line):
             labels[line[:-1]] = len(instructions)
-        elif re.match(r"@?!?[%a-z]", line) and line.endswith(";"):
-            instructions.append(line.rstrip(";"))
+        elif found := re.fullmatch(instruction, line):
+            instructions.append(found.group(1))
     following = []
     for at, text in enumerate(instructions):
-        jump = re.search(r"\bbra(?:\.uni)?\s+([\w$]+)$", text)
-        after = [labels[jump.group(1)]] if jump else []
-        if not re.match(r"(?:bra|ret)\b", text) and at + 1 < len(instructions):
+        target = re.fullmatch(jump, text)
+        after = [labels[target.group(1)]] if target else []
+        if not re.match(end, text) and at + 1 < len(instructions):
             after.append(at + 1)
         following.append(after)
     return Code(instructions, following)
@@ -226,21 +237,13 @@ def _broadcast(code: Code, counting: list[int], barriers: list[int]) -> bool:
 
 def _gcn(assembly: str) -> Code:
     lines = [re.sub(r";.*", "", line).strip() for line in assembly.splitlines()]
-    instructions: list[str] = []
-    labels: dict[str, int] = {}
-    for line in lines:
-        if re.fullmatch(r"\.L\w+:", line):
-            labels[line[:-1]] = len(instructions)
-        elif re.match(r"(?:s|v|ds|global|buffer|flat)_", line) and not line.endswith(":"):
-            instructions.append(line)
-    following = []
-    for at, text in enumerate(instructions):
-        jump = re.match(r"s_c?branch(?!_execz)\S*\s+(\.L\w+)", text)
-        after = [labels[jump.group(1)]] if jump else []
-        if not re.match(r"s_(?:branch|endpgm|setpc)", text) and at + 1 < len(instructions):
-            after.append(at + 1)
-        following.append(after)
-    return Code(instructions, following)
+    return _code(
+        lines,
+        label=r"\.L\w+:",
+        instruction=r"((?:s|v|ds|global|buffer|flat)_.*[^:])",
+        jump=r"s_c?branch(?!_execz)\S*\s+(\.L\w+).*",
+        end=r"s_(?:branch|endpgm|setpc)",
+    )
 
 
 def _amd(code: Code) -> tuple[HandOff, list[str]]:

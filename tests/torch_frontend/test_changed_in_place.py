@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
 import pytest
 import torch
@@ -69,16 +71,25 @@ def test_parameters_are_looked_for_where_they_are_now() -> None:
     assert moved(replacement, second) == [True, False]
 
 
-@pytest.mark.parametrize("max_norm", [None, 1e9])
-def test_a_parameter_that_is_taken_out_of_its_group_is_left_alone_under_release(max_norm) -> None:
+def plain_and_released(max_norm: float | None, change: Callable[[nn.Module, AdamW], None]) -> list[nn.Module]:
+    """Two models, trained, changed and trained on, the second under release."""
     models = [layers(), layers()]
     for number, model in enumerate(models):
         optimizer = AdamW(model.parameters(), lr=1e-2)
         release = release_gradients(model, optimizer, max_norm=max_norm) if number else None
         guard = release.guard if release else lambda loss: loss
         train(model, optimizer, batches(2), loss=guard)
-        optimizer.param_groups[0]["params"] = list(model.parameters())[2:]
+        change(model, optimizer)
         train(model, optimizer, batches(2), loss=guard)
+    return models
+
+
+@pytest.mark.parametrize("max_norm", [None, 1e9])
+def test_a_parameter_that_is_taken_out_of_its_group_is_left_alone_under_release(max_norm) -> None:
+    def take_out(model: nn.Module, optimizer: AdamW) -> None:
+        optimizer.param_groups[0]["params"] = list(model.parameters())[2:]
+
+    models = plain_and_released(max_norm, take_out)
     assert same_parameters(*models)
     first, others = [[p.grad for p in model.parameters()] for model in models]
     assert all(a is b is None or torch.equal(a, b) for a, b in zip(first, others, strict=True))
@@ -87,18 +98,13 @@ def test_a_parameter_that_is_taken_out_of_its_group_is_left_alone_under_release(
 
 @pytest.mark.parametrize("max_norm", [None, 1e9])
 def test_a_parameter_may_be_replaced_in_the_model_and_in_its_group(max_norm) -> None:
-    models = [layers(), layers()]
-    for number, model in enumerate(models):
-        optimizer = AdamW(model.parameters(), lr=1e-2)
-        release = release_gradients(model, optimizer, max_norm=max_norm) if number else None
-        guard = release.guard if release else lambda loss: loss
-        train(model, optimizer, batches(2), loss=guard)
+    def replace(model: nn.Module, optimizer: AdamW) -> None:
         (name, old), *_ = model.named_parameters()
         new = optimizer.param_groups[0]["params"][0] = nn.Parameter(torch.ones_like(old))
         module, _, attribute = name.rpartition(".")
         setattr(model.get_submodule(module), attribute, new)
-        train(model, optimizer, batches(2), loss=guard)
-    assert same_parameters(*models)
+
+    assert same_parameters(*plain_and_released(max_norm, replace))
 
 
 @pytest.mark.parametrize("shape", [(3, 4), (4,)])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import importlib.util
 import re
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ if interpreted():
 from tests.triton_audit import TOOLS, Audit, GPUTarget, Storage, group_kernel, tensor_kernel
 from tests.triton_order import broken_laws
 
-from penstock.torch_frontend.backends.triton import kernels
+from penstock.torch_frontend.backends.triton import hand_off, kernels
 from penstock.torch_frontend.backends.triton.configuration import Configuration
 
 if not (TOOLS / "ptxas").exists():
@@ -42,7 +43,7 @@ WORSE = {
     "arrives first": (
         "group",
         ARRIVE,
-        "".join(ARRIVE.splitlines(True)[i] for i in (2, 0, 1)),
+        LATE,
         "a partial sum is stored before",
     ),
     "arrives relaxed": ("tensor", 'sem="acq_rel") == items - 1', 'sem="relaxed") == items - 1', "there are no arrivals"),
@@ -63,24 +64,24 @@ WORSE = {
     ),
     "announces without a barrier": (
         "group",
-        "_announce(ready):\n    tl.debug_barrier()\n",
-        "_announce(ready):\n",
+        "    tl.debug_barrier()\n    tl.atomic_add(ready, 1",
+        "    tl.atomic_add(ready, 1",
         "announcement",
     ),
     "announces relaxed": ("tensor", 'ready, 1, sem="release"', 'ready, 1, sem="relaxed"', "there are no announcements"),
     "announces first": (
         "group",
-        ANNOUNCE + '                        if PHASES == "both":\n                            _announce(arrived + 1)\n',
-        '                        if PHASES == "both":\n                            _announce(arrived + 1)\n' + ANNOUNCE,
+        ANNOUNCE + '                        if PHASES == "both":\n                            announce(arrived + 1)\n',
+        '                        if PHASES == "both":\n                            announce(arrived + 1)\n' + ANNOUNCE,
         "a mean square is stored before it is announced",
     ),
     "waits relaxed": ("group", 'ready, 0, sem="acquire"', 'ready, 0, sem="relaxed"', "there are no waits"),
     "looks once": ("tensor", "while tl.atomic_add(ready, 0", "if tl.atomic_add(ready, 0", "there are no waits"),
-    "does not wait": ("group", "_wait(arrived + 1)", "pass", "nothing is read or written before waiting"),
+    "does not wait": ("group", "wait(arrived + 1)", "pass", "nothing is read or written before waiting"),
     "looks before waiting": (
         "tensor",
-        "                _wait(counters + 3)\n",
-        '                eta = lr * tl.load(square_after, cache_modifier=".cg")\n                _wait(counters + 3)\n'
+        "                wait(counters + 3)\n",
+        '                eta = lr * tl.load(square_after, cache_modifier=".cg")\n                wait(counters + 3)\n'
         "                lr = eta\n",
         "nothing is read or written before waiting",
     ),
@@ -92,7 +93,7 @@ WORSE = {
     ),
     "resets without leaving": (
         "tensor",
-        "    if TWO_PHASES:\n        if _left_last(counters + 1):",
+        "    if TWO_PHASES:\n        if left_last(counters + 1):",
         "    if TWO_PHASES:\n        if True:",
         "there are no leaves",
     ),
@@ -101,15 +102,23 @@ WORSE = {
 
 
 def changed_kernels(directory: Path, old: str, new: str) -> Any:
-    """The module of the kernels with a change of its source."""
-    source = Path(kernels.__file__).read_text()
-    assert source.count(old) == 1, f"{old!r} is there {source.count(old)} times"
-    path = directory / "changed_kernels.py"
-    path.write_text(source.replace(old, new))
-    specification = importlib.util.spec_from_file_location(f"{kernels.__package__}.changed_kernels", path)
+    """The module of the kernels with a change of its source, or of the hand-off's."""
+    sources = {module.__name__: Path(module.__file__ or "").read_text() for module in (hand_off, kernels)}
+    counts = [source.count(old) for source in sources.values()]
+    assert sum(counts) == 1, f"{old!r} is there {counts} times"
+    changed = [source.replace(old, new) for source in sources.values()]
+    load(directory, "changed_hand_off", changed[0])
+    return load(directory, "changed_kernels", changed[1].replace("from .hand_off import", "from .changed_hand_off import"))
+
+
+def load(directory: Path, name: str, source: str) -> Any:
+    """A module beside the kernels, from a file, in which Triton looks up what it compiles."""
+    path = directory / f"{name}.py"
+    path.write_text(source)
+    specification = importlib.util.spec_from_file_location(f"{kernels.__package__}.{name}", path)
     assert specification is not None
     assert specification.loader is not None
-    module = importlib.util.module_from_spec(specification)
+    module = sys.modules[specification.name] = importlib.util.module_from_spec(specification)
     specification.loader.exec_module(module)
     return module
 

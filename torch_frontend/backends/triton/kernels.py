@@ -11,12 +11,8 @@ tensor was read, so that a non-finite one can be found in time. Rules that do no
 
 **Tickets.** Programs take items in the order of the table by counting up one integer. A write item waits for the sum of its
 tensor; the table has all measure items of a tensor before its first write item, so that whoever it waits for runs
-already, and never waits itself: no deadlock, however few programs are resident. Partial sums are handed over as counters
-are: written, then counted up with release; the counter is read with acquire before they are read, past the first-level
-cache. The program that leaves last sets every counter back to zero for the next launch.
-
-**Accesses.** Whole tiles are read without a mask, in 16-byte pieces whatever the size of the tensor; what is left over goes
-in masked tiles of `TAIL` elements. Offsets are 64 bits wide, and 32 inside a tile.
+already, and never waits itself: no deadlock, however few programs are resident. The program that leaves last sets every
+counter back to zero for the next launch.
 
 **Conditions.** What is known when a kernel is compiled has an `if` of its own, with the rest inside: Triton 3.2 evaluates both
 sides of `and`, and would count up a counter, or write to no pointer, that is not meant. (It also takes a call whose result
@@ -29,215 +25,15 @@ is not assigned for an early return.)
 import triton
 import triton.language as tl
 
-from .arithmetic import (
-    clipped_learning_rate,
-    debiased_complement,
-    load_parameter,
-    next_exp_avg,
-    next_exp_avg_sq,
-    prepared_gradient,
-    squared_ratio,
-    stepped,
-    store_parameter,
-)
+from .arithmetic import clipped_learning_rate, debiased_complement
+from .hand_off import SUMMED_AT_ONCE, announce, arrive, left_last, take_ticket, wait
+from .phases import measured_item, written_item
 
 COLUMNS = tl.constexpr(9)
 """Of a row of the tensor table: the addresses of g, m, v, p, k and t, the number of elements, first slot, items."""
 
 NUMBERS = tl.constexpr(8)
 """What both kernels take as scalars: 1-beta1 (or c1), log(beta1), 1-beta2 (or c2), log(beta2), lr, eps, floor, decay."""
-
-SUMMED_AT_ONCE = tl.constexpr(1024)
-
-
-@triton.jit
-def _load(pointer, mask, MASKED: tl.constexpr, EVICTION: tl.constexpr):
-    if MASKED:
-        return tl.load(pointer, mask=mask, other=0.0, eviction_policy=EVICTION)
-    else:
-        return tl.load(pointer, eviction_policy=EVICTION)
-
-
-@triton.jit
-def _store(pointer, x, mask, MASKED: tl.constexpr):
-    if MASKED:
-        tl.store(pointer, x, mask=mask)
-    else:
-        tl.store(pointer, x)
-
-
-@triton.jit
-def _measured_tile(
-    g_ptr, v_ptr, p_ptr, k_ptr, left, grad_scale_ptr, complement2, floor, decay,
-    FIRST: tl.constexpr, ZERO2: tl.constexpr,
-    L2: tl.constexpr, MAXIMIZE: tl.constexpr, COMPENSATION: tl.constexpr, WIDE: tl.constexpr,
-    KEEP: tl.constexpr, MASKED: tl.constexpr, SIZE: tl.constexpr,
-):  # fmt: skip
-    """g*g/max(v', eps^2) of one tile, and g-g, which is 0 where g is finite and NaN elsewhere."""
-    offset = tl.arange(0, SIZE)
-    mask = offset < left
-    g = _load(g_ptr + offset, mask, MASKED, KEEP).to(WIDE)
-    v = _load(v_ptr + offset, mask, MASKED, KEEP).to(WIDE)
-    parameter = g
-    if L2 and FIRST:
-        kept = _load(k_ptr + offset, mask, MASKED, KEEP)
-        parameter = load_parameter(_load(p_ptr + offset, mask, MASKED, KEEP), kept, COMPENSATION, WIDE)
-    g = prepared_gradient(g, parameter, grad_scale_ptr, decay, FIRST, L2, MAXIMIZE)
-    ratio = squared_ratio(g, next_exp_avg_sq(v, g, complement2, FIRST, ZERO2), floor)
-    check = g - g
-    if MASKED:
-        ratio, check = tl.where(mask, ratio, 0.0), tl.where(mask, check, 0.0)
-    return ratio, check
-
-
-@triton.jit
-def _measured_item(
-    g_ptr, v_ptr, p_ptr, k_ptr, base, n, applied_ptr, grad_scale_ptr, complement2, floor, decay,
-    FIRST: tl.constexpr, ZERO2: tl.constexpr,
-    L2: tl.constexpr, MAXIMIZE: tl.constexpr, COMPENSATION: tl.constexpr, WIDE: tl.constexpr,
-    KEEP: tl.constexpr, TILES: tl.constexpr, BLOCK: tl.constexpr, TAIL: tl.constexpr,
-):  # fmt: skip
-    """The partial sum of one item; a 0 into `applied`, if there is one, where a gradient is not finite."""
-    blocks = tl.minimum((n - base) // BLOCK, TILES).to(tl.int32)
-    ratios = tl.zeros((BLOCK,), WIDE)
-    checks = tl.zeros((BLOCK,), WIDE)
-    for tile in range(blocks):
-        at = base + tile * BLOCK
-        ratio, check = _measured_tile(
-            g_ptr + at, v_ptr + at, p_ptr + at, k_ptr + at, BLOCK, grad_scale_ptr, complement2, floor, decay,
-            FIRST, ZERO2, L2, MAXIMIZE, COMPENSATION, WIDE, KEEP, False, BLOCK,
-        )  # fmt: skip
-        ratios += ratio
-        checks += check
-    partial, finite = tl.sum(ratios, 0), tl.sum(checks, 0)
-    if blocks < TILES:
-        left = (n - base).to(tl.int32) - blocks * BLOCK
-        for start in range(0, left, TAIL):
-            at = base + blocks * BLOCK + start
-            ratio, check = _measured_tile(
-                g_ptr + at, v_ptr + at, p_ptr + at, k_ptr + at, left - start, grad_scale_ptr, complement2, floor, decay,
-                FIRST, ZERO2, L2, MAXIMIZE, COMPENSATION, WIDE, KEEP, True, TAIL,
-            )  # fmt: skip
-            partial += tl.sum(ratio, 0)
-            finite += tl.sum(check, 0)
-    if applied_ptr is not None:
-        if finite != finite:
-            tl.store(applied_ptr, 0.0)
-    return partial
-
-
-@triton.jit
-def _written_tile(
-    g_ptr, m_ptr, v_ptr, p_ptr, k_ptr, left, grad_scale_ptr, complement1, complement2, eta, eps, floor, decay,
-    ACTION: tl.constexpr, FIRST: tl.constexpr, ZERO1: tl.constexpr, ZERO2: tl.constexpr,
-    L2: tl.constexpr, MAXIMIZE: tl.constexpr, COMPENSATION: tl.constexpr,
-    WIDE: tl.constexpr, PASS: tl.constexpr, MASKED: tl.constexpr, SIZE: tl.constexpr,
-):  # fmt: skip
-    """The write phase of one tile; for "accumulate" also its g*g/max(v', eps^2)."""
-    offset = tl.arange(0, SIZE)
-    mask = offset < left
-    m = _load(m_ptr + offset, mask, MASKED, PASS).to(WIDE)
-    v = _load(v_ptr + offset, mask, MASKED, PASS).to(WIDE)
-    parameter = m
-    if ACTION != "accumulate" or (L2 and FIRST):
-        p = _load(p_ptr + offset, mask, MASKED, PASS)
-        k = p
-        if COMPENSATION != "none":
-            k = _load(k_ptr + offset, mask, MASKED, PASS)
-        parameter = load_parameter(p, k, COMPENSATION, WIDE)
-    ratio = m
-    if ACTION != "apply":
-        g = _load(g_ptr + offset, mask, MASKED, PASS).to(WIDE)
-        g = prepared_gradient(g, parameter, grad_scale_ptr, decay, FIRST, L2, MAXIMIZE)
-        m = next_exp_avg(m, g, complement1, FIRST, ZERO1)
-        v = next_exp_avg_sq(v, g, complement2, FIRST, ZERO2)
-        _store(m_ptr + offset, m.to(m_ptr.dtype.element_ty), mask, MASKED)
-        _store(v_ptr + offset, v.to(v_ptr.dtype.element_ty), mask, MASKED)
-        ratio = squared_ratio(g, v, floor)
-        if MASKED:
-            ratio = tl.where(mask, ratio, 0.0)
-    if ACTION != "accumulate":
-        x = stepped(parameter, m, v, eta, eps, decay, L2)
-        p, k = store_parameter(x, p_ptr.dtype.element_ty, COMPENSATION)
-        _store(p_ptr + offset, p, mask, MASKED)
-        if COMPENSATION != "none":
-            _store(k_ptr + offset, k, mask, MASKED)
-    return ratio
-
-
-@triton.jit
-def _written_item(
-    g_ptr, m_ptr, v_ptr, p_ptr, k_ptr, base, n, grad_scale_ptr, complement1, complement2, eta, eps, floor, decay,
-    ACTION: tl.constexpr, FIRST: tl.constexpr, ZERO1: tl.constexpr, ZERO2: tl.constexpr,
-    L2: tl.constexpr, MAXIMIZE: tl.constexpr, COMPENSATION: tl.constexpr,
-    WIDE: tl.constexpr, PASS: tl.constexpr, TILES: tl.constexpr, BLOCK: tl.constexpr, TAIL: tl.constexpr,
-):  # fmt: skip
-    """The write phase of one item. Returns the partial sum that the measure phase would give, for "accumulate"."""
-    blocks = tl.minimum((n - base) // BLOCK, TILES).to(tl.int32)
-    ratios = tl.zeros((BLOCK,), WIDE)
-    for tile in range(blocks):
-        at = base + tile * BLOCK
-        ratio = _written_tile(
-            g_ptr + at, m_ptr + at, v_ptr + at, p_ptr + at, k_ptr + at, BLOCK,
-            grad_scale_ptr, complement1, complement2, eta, eps, floor, decay,
-            ACTION, FIRST, ZERO1, ZERO2, L2, MAXIMIZE, COMPENSATION, WIDE, PASS, False, BLOCK,
-        )  # fmt: skip
-        if ACTION == "accumulate":
-            ratios += ratio
-    partial = tl.sum(ratios, 0)
-    if blocks < TILES:
-        left = (n - base).to(tl.int32) - blocks * BLOCK
-        for start in range(0, left, TAIL):
-            at = base + blocks * BLOCK + start
-            ratio = _written_tile(
-                g_ptr + at, m_ptr + at, v_ptr + at, p_ptr + at, k_ptr + at, left - start,
-                grad_scale_ptr, complement1, complement2, eta, eps, floor, decay,
-                ACTION, FIRST, ZERO1, ZERO2, L2, MAXIMIZE, COMPENSATION, WIDE, PASS, True, TAIL,
-            )  # fmt: skip
-            if ACTION == "accumulate":
-                partial += tl.sum(ratio, 0)
-    return partial
-
-
-@triton.jit
-def _arrive(partials, item, items, partial, arrived, n, WIDE: tl.constexpr):
-    """Leave a partial sum in its slot. Whether this was the tensor's last, and then the mean of all of them."""
-    tl.store(partials + item, partial)
-    tl.debug_barrier()
-    last = tl.atomic_add(arrived, 1, sem="acq_rel") == items - 1
-    total = tl.zeros((SUMMED_AT_ONCE,), WIDE)
-    if last:
-        tl.debug_barrier()
-        for start in range(0, items, SUMMED_AT_ONCE):
-            slot = start + tl.arange(0, SUMMED_AT_ONCE)
-            total += tl.load(partials + slot, mask=slot < items, other=0.0, cache_modifier=".cg")
-        tl.store(arrived, 0)
-    return last, tl.sum(total, 0) / n.to(WIDE)
-
-
-@triton.jit
-def _announce(ready):
-    tl.debug_barrier()
-    tl.atomic_add(ready, 1, sem="release")
-
-
-@triton.jit
-def _wait(ready):
-    while tl.atomic_add(ready, 0, sem="acquire") == 0:
-        pass
-    tl.debug_barrier()
-
-
-@triton.jit
-def _take_ticket(ticket):
-    return tl.atomic_add(ticket, 1, sem="relaxed")
-
-
-@triton.jit
-def _left_last(left):
-    """Whether this program is the last to leave; every other one is past its last look at the counters."""
-    tl.debug_barrier()
-    return tl.atomic_add(left, 1, sem="acq_rel") == tl.num_programs(0) - 1
 
 
 @triton.jit(
@@ -282,7 +78,7 @@ def update_group(
     KEEP: tl.constexpr = "evict_last" if HINTS and PHASES == "both" else ""
     PASS: tl.constexpr = "evict_first" if HINTS else ""
     if PHASES == "both":  # noqa: SIM108  (Triton compiles both sides of a conditional expression)
-        ticket = _take_ticket(counters)
+        ticket = take_ticket(counters)
     else:
         ticket = tl.program_id(0)
     while ticket < item_count:
@@ -308,20 +104,20 @@ def update_group(
             if phase == 0:
                 slot = tl.load(row + 7)
                 count = tl.load(row + 8).to(tl.int32)
-                partial = _measured_item(
+                partial = measured_item(
                     g_ptr, v_ptr, p_ptr, k_ptr, base, n, flag_ptr, grad_scale_ptr, complement2, floor, decay,
                     True, ZERO2, L2, MAXIMIZE, COMPENSATION, WIDE, KEEP, TILES, BLOCK, TAIL,
                 )  # fmt: skip
                 if CLIP:
-                    last, square = _arrive(partials + slot, item, count, partial, arrived, n, WIDE)
+                    last, square = arrive(partials + slot, item, count, partial, arrived, n, WIDE)
                     if last:
                         tl.store(squares + tensor, square)
                         if PHASES == "both":
-                            _announce(arrived + 1)
+                            announce(arrived + 1)
         if PHASES != "measure":
             if phase == 1:
                 if PHASES == "both":
-                    _wait(arrived + 1)
+                    wait(arrived + 1)
                 usable = True
                 if flag_ptr is not None:
                     usable = tl.load(flag_ptr) != 0.0
@@ -330,16 +126,16 @@ def update_group(
                     if CLIP:
                         eta = clipped_learning_rate(lr, tl.load(squares + tensor, cache_modifier=".cg"))
                     complement1 = debiased_complement(first1, log1, step_ptr, STEP_ON_DEVICE, WIDE)
-                    _ = _written_item(
+                    _ = written_item(
                         g_ptr, m_ptr, v_ptr, p_ptr, k_ptr, base, n, grad_scale_ptr, complement1, complement2, eta, eps, floor,
                         decay, "update", True, ZERO1, ZERO2, L2, MAXIMIZE, COMPENSATION, WIDE, PASS, TILES, BLOCK, TAIL,
                     )  # fmt: skip
         if PHASES == "both":
-            ticket = _take_ticket(counters)
+            ticket = take_ticket(counters)
         else:
             ticket += tl.num_programs(0)
     if PHASES == "both":
-        if _left_last(counters + 1):
+        if left_last(counters + 1):
             for start in range(0, tensor_count, SUMMED_AT_ONCE):
                 tensor = start + tl.arange(0, SUMMED_AT_ONCE)
                 tl.store(counters + 3 + tensor * 2, tl.zeros_like(tensor), mask=tensor < tensor_count)
@@ -403,7 +199,7 @@ def update_tensor(
     ticket_count = item_count
     if TWO_PHASES:
         ticket_count = item_count * 2
-        ticket = _take_ticket(counters)
+        ticket = take_ticket(counters)
         tl.debug_barrier()  # else LLVM merges this ticket with the next, and on AMD the counting thread leaves the others
     else:
         ticket = tl.program_id(0)
@@ -412,21 +208,21 @@ def update_tensor(
         if TWO_PHASES:
             measures = ticket < item_count
         if measures:
-            partial = _measured_item(
+            partial = measured_item(
                 g_ptr, v_ptr, p_ptr, k_ptr, ticket.to(tl.int64) * (TILES * BLOCK), n, applied_ptr, grad_scale_ptr,
                 complement2, floor, decay, FIRST, ZERO2, L2, MAXIMIZE, COMPENSATION, WIDE, KEEP, TILES, BLOCK, TAIL,
             )  # fmt: skip
-            last, square = _arrive(partials, ticket, item_count, partial, counters + 2, n, WIDE)
+            last, square = arrive(partials, ticket, item_count, partial, counters + 2, n, WIDE)
             if last:
                 tl.store(square_after, before + square)
-                _announce(counters + 3)
+                announce(counters + 3)
         else:
             item = ticket
             usable = True
             eta = lr
             if TWO_PHASES:
                 item = item_count * 2 - 1 - ticket  # backward: what was measured last is still in the cache
-                _wait(counters + 3)
+                wait(counters + 3)
                 if applied_ptr is not None:
                     usable = tl.load(applied_ptr, cache_modifier=".cg") != 0.0
                 if CLIP:
@@ -434,21 +230,21 @@ def update_tensor(
             elif CLIP and ACTION == "apply":
                 eta = clipped_learning_rate(lr, before)
             if usable:
-                partial = _written_item(
+                partial = written_item(
                     g_ptr, m_ptr, v_ptr, p_ptr, k_ptr, item.to(tl.int64) * (TILES * BLOCK), n, grad_scale_ptr,
                     complement1, complement2, eta, eps, floor, decay,
                     ACTION, FIRST, ZERO1, ZERO2, L2, MAXIMIZE, COMPENSATION, WIDE, PASS, TILES, BLOCK, TAIL,
                 )  # fmt: skip
                 if CLIP and ACTION == "accumulate":
-                    last, square = _arrive(partials, item, item_count, partial, counters + 2, n, WIDE)
+                    last, square = arrive(partials, item, item_count, partial, counters + 2, n, WIDE)
                     if last:
                         tl.store(square_after, before + square)
         if TWO_PHASES:
-            ticket = _take_ticket(counters)
+            ticket = take_ticket(counters)
         else:
             ticket += tl.num_programs(0)
     if TWO_PHASES:
-        if _left_last(counters + 1):
+        if left_last(counters + 1):
             tl.store(counters, 0)
             tl.store(counters + 1, 0)
             tl.store(counters + 3, 0)

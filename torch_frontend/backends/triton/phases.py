@@ -1,0 +1,170 @@
+"""The work of a program on one item of a tensor, in each of the two phases (see `kernels`), tile by tile.
+
+Whole tiles are read without a mask, in 16-byte pieces whatever the size of the tensor; what is left over goes in masked tiles
+of `TAIL` elements. Offsets are 64 bits wide, and 32 inside a tile. The arithmetic is `arithmetic`'s.
+"""
+
+# pyright: reportArgumentType=false, reportAssignmentType=false, reportInvalidTypeForm=false
+# (Triton gives Python's words its own types.)
+
+import triton
+import triton.language as tl
+
+from .arithmetic import (
+    load_parameter,
+    next_exp_avg,
+    next_exp_avg_sq,
+    prepared_gradient,
+    squared_ratio,
+    stepped,
+    store_parameter,
+)
+
+
+@triton.jit
+def _load(pointer, mask, MASKED: tl.constexpr, EVICTION: tl.constexpr):
+    if MASKED:
+        return tl.load(pointer, mask=mask, other=0.0, eviction_policy=EVICTION)
+    else:
+        return tl.load(pointer, eviction_policy=EVICTION)
+
+
+@triton.jit
+def _store(pointer, x, mask, MASKED: tl.constexpr):
+    if MASKED:
+        tl.store(pointer, x, mask=mask)
+    else:
+        tl.store(pointer, x)
+
+
+@triton.jit
+def _measured_tile(
+    g_ptr, v_ptr, p_ptr, k_ptr, left, grad_scale_ptr, complement2, floor, decay,
+    FIRST: tl.constexpr, ZERO2: tl.constexpr,
+    L2: tl.constexpr, MAXIMIZE: tl.constexpr, COMPENSATION: tl.constexpr, WIDE: tl.constexpr,
+    KEEP: tl.constexpr, MASKED: tl.constexpr, SIZE: tl.constexpr,
+):  # fmt: skip
+    """g*g/max(v', eps^2) of one tile, and g-g, which is 0 where g is finite and NaN elsewhere."""
+    offset = tl.arange(0, SIZE)
+    mask = offset < left
+    g = _load(g_ptr + offset, mask, MASKED, KEEP).to(WIDE)
+    v = _load(v_ptr + offset, mask, MASKED, KEEP).to(WIDE)
+    parameter = g
+    if L2 and FIRST:
+        kept = _load(k_ptr + offset, mask, MASKED, KEEP)
+        parameter = load_parameter(_load(p_ptr + offset, mask, MASKED, KEEP), kept, COMPENSATION, WIDE)
+    g = prepared_gradient(g, parameter, grad_scale_ptr, decay, FIRST, L2, MAXIMIZE)
+    ratio = squared_ratio(g, next_exp_avg_sq(v, g, complement2, FIRST, ZERO2), floor)
+    check = g - g
+    if MASKED:
+        ratio, check = tl.where(mask, ratio, 0.0), tl.where(mask, check, 0.0)
+    return ratio, check
+
+
+@triton.jit
+def measured_item(
+    g_ptr, v_ptr, p_ptr, k_ptr, base, n, applied_ptr, grad_scale_ptr, complement2, floor, decay,
+    FIRST: tl.constexpr, ZERO2: tl.constexpr,
+    L2: tl.constexpr, MAXIMIZE: tl.constexpr, COMPENSATION: tl.constexpr, WIDE: tl.constexpr,
+    KEEP: tl.constexpr, TILES: tl.constexpr, BLOCK: tl.constexpr, TAIL: tl.constexpr,
+):  # fmt: skip
+    """The partial sum of one item; a 0 into `applied`, if there is one, where a gradient is not finite."""
+    blocks = tl.minimum((n - base) // BLOCK, TILES).to(tl.int32)
+    ratios = tl.zeros((BLOCK,), WIDE)
+    checks = tl.zeros((BLOCK,), WIDE)
+    for tile in range(blocks):
+        at = base + tile * BLOCK
+        ratio, check = _measured_tile(
+            g_ptr + at, v_ptr + at, p_ptr + at, k_ptr + at, BLOCK, grad_scale_ptr, complement2, floor, decay,
+            FIRST, ZERO2, L2, MAXIMIZE, COMPENSATION, WIDE, KEEP, False, BLOCK,
+        )  # fmt: skip
+        ratios += ratio
+        checks += check
+    partial, finite = tl.sum(ratios, 0), tl.sum(checks, 0)
+    if blocks < TILES:
+        left = (n - base).to(tl.int32) - blocks * BLOCK
+        for start in range(0, left, TAIL):
+            at = base + blocks * BLOCK + start
+            ratio, check = _measured_tile(
+                g_ptr + at, v_ptr + at, p_ptr + at, k_ptr + at, left - start, grad_scale_ptr, complement2, floor, decay,
+                FIRST, ZERO2, L2, MAXIMIZE, COMPENSATION, WIDE, KEEP, True, TAIL,
+            )  # fmt: skip
+            partial += tl.sum(ratio, 0)
+            finite += tl.sum(check, 0)
+    if applied_ptr is not None:
+        if finite != finite:
+            tl.store(applied_ptr, 0.0)
+    return partial
+
+
+@triton.jit
+def _written_tile(
+    g_ptr, m_ptr, v_ptr, p_ptr, k_ptr, left, grad_scale_ptr, complement1, complement2, eta, eps, floor, decay,
+    ACTION: tl.constexpr, FIRST: tl.constexpr, ZERO1: tl.constexpr, ZERO2: tl.constexpr,
+    L2: tl.constexpr, MAXIMIZE: tl.constexpr, COMPENSATION: tl.constexpr,
+    WIDE: tl.constexpr, PASS: tl.constexpr, MASKED: tl.constexpr, SIZE: tl.constexpr,
+):  # fmt: skip
+    """The write phase of one tile; for "accumulate" also its g*g/max(v', eps^2)."""
+    offset = tl.arange(0, SIZE)
+    mask = offset < left
+    m = _load(m_ptr + offset, mask, MASKED, PASS).to(WIDE)
+    v = _load(v_ptr + offset, mask, MASKED, PASS).to(WIDE)
+    parameter = m
+    if ACTION != "accumulate" or (L2 and FIRST):
+        p = _load(p_ptr + offset, mask, MASKED, PASS)
+        k = p
+        if COMPENSATION != "none":
+            k = _load(k_ptr + offset, mask, MASKED, PASS)
+        parameter = load_parameter(p, k, COMPENSATION, WIDE)
+    ratio = m
+    if ACTION != "apply":
+        g = _load(g_ptr + offset, mask, MASKED, PASS).to(WIDE)
+        g = prepared_gradient(g, parameter, grad_scale_ptr, decay, FIRST, L2, MAXIMIZE)
+        m = next_exp_avg(m, g, complement1, FIRST, ZERO1)
+        v = next_exp_avg_sq(v, g, complement2, FIRST, ZERO2)
+        _store(m_ptr + offset, m.to(m_ptr.dtype.element_ty), mask, MASKED)
+        _store(v_ptr + offset, v.to(v_ptr.dtype.element_ty), mask, MASKED)
+        ratio = squared_ratio(g, v, floor)
+        if MASKED:
+            ratio = tl.where(mask, ratio, 0.0)
+    if ACTION != "accumulate":
+        x = stepped(parameter, m, v, eta, eps, decay, L2)
+        p, k = store_parameter(x, p_ptr.dtype.element_ty, COMPENSATION)
+        _store(p_ptr + offset, p, mask, MASKED)
+        if COMPENSATION != "none":
+            _store(k_ptr + offset, k, mask, MASKED)
+    return ratio
+
+
+@triton.jit
+def written_item(
+    g_ptr, m_ptr, v_ptr, p_ptr, k_ptr, base, n, grad_scale_ptr, complement1, complement2, eta, eps, floor, decay,
+    ACTION: tl.constexpr, FIRST: tl.constexpr, ZERO1: tl.constexpr, ZERO2: tl.constexpr,
+    L2: tl.constexpr, MAXIMIZE: tl.constexpr, COMPENSATION: tl.constexpr,
+    WIDE: tl.constexpr, PASS: tl.constexpr, TILES: tl.constexpr, BLOCK: tl.constexpr, TAIL: tl.constexpr,
+):  # fmt: skip
+    """The write phase of one item. Returns the partial sum that the measure phase would give, for "accumulate"."""
+    blocks = tl.minimum((n - base) // BLOCK, TILES).to(tl.int32)
+    ratios = tl.zeros((BLOCK,), WIDE)
+    for tile in range(blocks):
+        at = base + tile * BLOCK
+        ratio = _written_tile(
+            g_ptr + at, m_ptr + at, v_ptr + at, p_ptr + at, k_ptr + at, BLOCK,
+            grad_scale_ptr, complement1, complement2, eta, eps, floor, decay,
+            ACTION, FIRST, ZERO1, ZERO2, L2, MAXIMIZE, COMPENSATION, WIDE, PASS, False, BLOCK,
+        )  # fmt: skip
+        if ACTION == "accumulate":
+            ratios += ratio
+    partial = tl.sum(ratios, 0)
+    if blocks < TILES:
+        left = (n - base).to(tl.int32) - blocks * BLOCK
+        for start in range(0, left, TAIL):
+            at = base + blocks * BLOCK + start
+            ratio = _written_tile(
+                g_ptr + at, m_ptr + at, v_ptr + at, p_ptr + at, k_ptr + at, left - start,
+                grad_scale_ptr, complement1, complement2, eta, eps, floor, decay,
+                ACTION, FIRST, ZERO1, ZERO2, L2, MAXIMIZE, COMPENSATION, WIDE, PASS, True, TAIL,
+            )  # fmt: skip
+            if ACTION == "accumulate":
+                partial += tl.sum(ratio, 0)
+    return partial
