@@ -10,6 +10,8 @@ from typing import NamedTuple
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from ..torch_frontend.release import is_released
+
 
 class Arrival(NamedTuple):
     """The moment at which the gradient of one parameter was there.
@@ -101,6 +103,8 @@ class LiveGradientMeter:
         return hook
 
     def _see(self, gradient: Tensor) -> None:
+        if is_released(gradient):  # what it has left has no storage
+            return
         storage = gradient.untyped_storage()
         self._storages.setdefault(StorageWeakRef(storage), storage.nbytes())
 

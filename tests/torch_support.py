@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from penstock.torch_frontend import Adam, AdamW, StableAdamW
+from penstock.torch_frontend.release import is_released
 
 OPTIMIZERS = [StableAdamW, AdamW, Adam]
 
@@ -61,9 +62,8 @@ def same_parameters(one: nn.Module, other: nn.Module) -> bool:
 
 
 def gone(parameters: Iterable[Tensor]) -> bool:
-    """Whether no gradient is left; one parameter may carry the published norm, with nothing but zeros behind it."""
-    left = [p.grad for p in parameters if p.grad is not None]
-    return not left or (len(left) == 1 and not left[0].flatten()[1:].any())
+    """Whether no gradient is left, but for the markers of released ones, which have no storage."""
+    return all(p.grad is None or is_released(p.grad) for p in parameters)
 
 
 def bits(x: Tensor) -> Tensor:

@@ -35,11 +35,12 @@ def is_finite(gradient: Tensor, norm: Tensor) -> Tensor:
 
 def clip_coefficient(norm: Tensor, max_norm: float) -> Tensor:
     """min(1, max_norm / (norm + 1e-6)), 0-d."""
-    return torch.clamp(max_norm / (norm + NORM_EPS), max=1.0)
+    return torch.div(torch.as_tensor(max_norm, dtype=norm.dtype), norm + NORM_EPS).clamp_(max=1.0)
 
 
-def clip_by_norm_(gradients: Sequence[Tensor], max_norm: float) -> None:
-    """Scale each gradient in place so that its own norm is at most `max_norm`."""
-    norms = norms_over_shards(gradients, [gradient_norm(gradient) for gradient in gradients])
-    for gradient, norm in zip(gradients, norms, strict=True):
-        local(gradient).mul_(clip_coefficient(norm, max_norm).to(gradient.device))
+def clip_by_norm_(gradients: Sequence[Tensor], max_norm: float) -> list[Tensor]:
+    """Scale each gradient in place so that its own norm is at most `max_norm`; return the norms of the local parts, 0-d."""
+    here = [gradient_norm(gradient) for gradient in gradients]
+    for gradient, norm in zip(gradients, norms_over_shards(gradients, here), strict=True):
+        local(gradient).mul_(clip_coefficient(norm, max_norm))
+    return here

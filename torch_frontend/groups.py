@@ -25,6 +25,9 @@ SETTINGS = ("lr", "betas", "eps", "weight_decay", "decouple_lr", "max_lr", "maxi
 
 Group = dict[str, Any]
 
+PLAIN_GRADIENT = torch.strided
+"""The layout of a gradient that an update is defined for."""
+
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class SeenTensor:

@@ -60,7 +60,7 @@ class ReleasableOptimizer(TensorUpdates):
         if not isinstance(gradient_release, bool):
             raise InvalidArgument(f"gradient_release={gradient_release!r} must be True or False.")
         self.release: Release | None = None
-        self.on_nonfinite = on_nonfinite
+        self._on_nonfinite = on_nonfinite
         self.gradient_release = gradient_release
         self._skipped = SkipCount()
         self._optimizer_accumulation = False
@@ -85,6 +85,19 @@ class ReleasableOptimizer(TensorUpdates):
     def backend(self) -> str:
         """The name of the backend in use; with backend="auto", the one that was picked."""
         return self._backend.name
+
+    @property
+    def on_nonfinite(self) -> str:
+        """What becomes of a gradient with an infinity or a NaN: "propagate", "skip" or "raise"."""
+        return self._on_nonfinite
+
+    @on_nonfinite.setter
+    def on_nonfinite(self, policy: str) -> None:
+        if policy not in ON_NONFINITE:
+            raise InvalidArgument(f"on_nonfinite={policy!r} is not known; it must be one of {', '.join(ON_NONFINITE)}.")
+        if self.release is not None:
+            raise Refused("on_nonfinite cannot change while gradients are released; call remove() on the release first.")
+        self._on_nonfinite = policy
 
     @property
     def optimizer_accumulation(self) -> bool:
@@ -154,7 +167,7 @@ class ReleasableOptimizer(TensorUpdates):
             raise Refused(
                 "optimizer_accumulation=True has no effect before prepare_for_gradient_release(model, optimizer); call that."
             )
-        self.check_settings()
+        self.refresh()
         ready = [(p, gradient) for p in self._parameters() if (gradient := p.grad) is not None]
         for parameter, gradient in ready:
             check_gradient(parameter, gradient)
@@ -178,15 +191,12 @@ class ReleasableOptimizer(TensorUpdates):
         Raises:
             Refused: under release, step() was not called, and a gradient that is not finite was used; the step is closed.
         """
-        if self.release is not None:
-            self.release.discard()
-            set_to_none = True
-        super().zero_grad(set_to_none)
-
-    def check_settings(self) -> None:
-        """Raise `InvalidArgument` if any group's hyperparameters are out of range now."""
-        for group in self.param_groups:
-            self._hyperparameters(group)
+        if self.release is None:
+            super().zero_grad(set_to_none)
+            return
+        self.release.discard()
+        for parameter in self._parameters():
+            parameter.grad = None
 
     # -- state ----------------------------------------------------------------------------------------------------------
 
@@ -222,7 +232,7 @@ class ReleasableOptimizer(TensorUpdates):
     def __getstate__(self) -> dict[str, Any]:
         if self.release is not None:
             self.release.require_closed("a copy or pickle of the optimizer")
-        kept = ("on_nonfinite", "gradient_release", "_warned_of_decay", "_optimizer_accumulation")
+        kept = ("_on_nonfinite", "gradient_release", "_warned_of_decay", "_optimizer_accumulation")
         backend = {"_backend_name": self.backend, "_skipped": self.skipped}
         return {**super().__getstate__(), **{name: getattr(self, name) for name in kept}, **backend}
 

@@ -4,22 +4,24 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterable, Sequence
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
 from ..core import compensation as compensations
-from ..core.hyperparameters import Hyperparameters
 from ..core.release import Action
 from ..core.rules import Rule
 from . import state as saved_state
 from .array_ops import dtype_name
 from .backends import Backend, ChecksOnDevice, TensorSlot
+from .backends.numbers import GroupSettings
 from .communication.shards import LocalState, is_sharded, local, means_over_shards
 from .finiteness import SkipCount
 from .groups import Group, check_device, fingerprint, hyperparameters
+
+_ONE = torch.ones(())  # adding a Python number would make a tensor of it at every update
 
 
 class TensorUpdates(Optimizer):
@@ -29,21 +31,25 @@ class TensorUpdates(Optimizer):
     """
 
     rule: ClassVar[Rule]
-    on_nonfinite: str
     _backend: Backend
     _skipped: SkipCount
-    _group_map: dict[Tensor, Group]
-    _places: dict[Tensor, tuple[int, int]]  # the numbers of the group and in it
-    _validated: dict[int, tuple[tuple[Any, ...], Hyperparameters]]
+    _slots: dict[int, TensorSlot]  # by the id of the parameter, in the groups' order
+    _groups: list[_KnownGroup]
+    _whole: dict[int, Tensor]  # the parameters, which keeps their ids theirs
 
     def _forget_groups(self) -> None:
         """The groups may be other ones now."""
-        self._group_map, self._places, self._validated = {}, {}, {}
+        self._slots, self._groups, self._whole = {}, [], {}
 
     @property
     def launches_together(self) -> bool:
         """Whether the backend updates many small tensors at the cost of one."""
         return self._backend.one_launch
+
+    @property
+    def on_nonfinite(self) -> str:
+        """What becomes of a gradient with an infinity or a NaN."""
+        raise NotImplementedError
 
     @property
     def skipped(self) -> int:
@@ -62,30 +68,12 @@ class TensorUpdates(Optimizer):
         self._skipped.add(count)
 
     def group_of(self, parameter: Tensor) -> Group:
-        """The live group of a parameter: load_state_dict replaces the group dicts, so none is ever kept."""
-        return self._groups([parameter])[parameter]
+        """The live group of a parameter."""
+        return next(group for group in self.param_groups if any(parameter is member for member in group["params"]))
 
     def holds(self, parameter: Tensor) -> bool:
-        """Whether the parameter is in a group."""
-        return parameter in self._groups([parameter])
-
-    def _groups(self, parameters: Iterable[Tensor]) -> dict[Tensor, Group]:
-        """Where each of the parameters is. Groups and their lists may be others at any time, or hold others."""
-        if not all(map(self._is_in_place, parameters)):
-            self._group_map, self._places = {}, {}
-            for number, group in enumerate(self.param_groups):
-                self._group_map |= dict.fromkeys(group["params"], group)
-                self._places |= {parameter: (number, position) for position, parameter in enumerate(group["params"])}
-        return self._group_map
-
-    def _is_in_place(self, parameter: Tensor) -> bool:
-        """Whether it is where it was found last. One look, however many groups there are: every gradient asks."""
-        number, position = self._places.get(parameter, (len(self.param_groups), 0))
-        if number >= len(self.param_groups):
-            return False
-        group = self.param_groups[number]
-        members = group["params"]
-        return group is self._group_map[parameter] and position < len(members) and members[position] is parameter
+        """Whether the parameter is in a group; asked after `refresh`."""
+        return id(parameter) in self._whole
 
     def _parameters(self) -> list[Tensor]:
         return [parameter for group in self.param_groups for parameter in group["params"]]
@@ -111,13 +99,16 @@ class TensorUpdates(Optimizer):
         Returns:
             With if_finite, of each task: 1 where it was done, 0 where it was left out, 0-d on the device.
         """
+        if len(tasks) == 1 and not if_finite and not is_sharded(tasks[0][0]):
+            self.perform(*tasks[0])
+            return ()
         updates: list[tuple[TensorSlot, Tensor]] = []
         updated: list[Tensor] = []
         shards: list[tuple[Tensor, TensorSlot]] = []
         steps: list[Tensor] = []
         clips = self.rule.clips_update
-        slots = self._slots([parameter for parameter, _, _ in tasks])
-        for (parameter, gradient, action), slot in zip(tasks, slots, strict=True):
+        for parameter, gradient, action in tasks:
+            slot = self.slot(parameter)
             here = local(gradient)
             update = action is Action.UPDATE
             if update or action.steps:
@@ -148,9 +139,28 @@ class TensorUpdates(Optimizer):
         self._skipped.add_unapplied(applied)
         return applied
 
+    def update(self, parameter: Tensor, gradient: Tensor) -> Tensor | None:
+        """`Action.UPDATE` of one parameter that is not sharded.
+
+        Returns:
+            The sum of the gradient's squares in the compute dtype, 0-d, where the backend has it at hand.
+        """
+        slot = self._slots.get(id(parameter)) or self._new_slot(parameter)
+        square = self._backend.update(slot, gradient, first=True, measure=True)
+        slot.state["step"].add_(_ONE)
+        return square
+
     def perform(self, parameter: Tensor, gradient: Tensor | None, action: Action) -> None:
-        """`perform_all` of one."""
-        self.perform_all([(parameter, gradient, action)])
+        """`perform_all` of one parameter that is not sharded."""
+        slot, backend = self.slot(parameter), self._backend
+        if gradient is None:
+            backend.apply(slot)
+        elif action.steps:
+            backend.update(slot, gradient, first=action.first)
+        else:
+            backend.accumulate(slot, gradient, first=action.first)
+        if action.steps:
+            slot.state["step"].add_(_ONE)
 
     def update_if_all_finite(self, ready: Sequence[tuple[Tensor, Tensor]]) -> Sequence[Tensor]:
         """Update all or, where a gradient is not finite, none: the device decides, where `checks_on_device` holds.
@@ -162,8 +172,7 @@ class TensorUpdates(Optimizer):
             Nothing of nothing; else one number, 1 where it was done, 0 where it was left out, 0-d on a device.
         """
         assert isinstance(self._backend, ChecksOnDevice)
-        slots = self._slots([parameter for parameter, _ in ready])
-        pairs = [(slot, gradient) for slot, (_, gradient) in zip(slots, ready, strict=True)]
+        pairs = [(self.slot(parameter), gradient) for parameter, gradient in ready]
         if not pairs:
             return ()
         applied = self._backend.update_all_if_finite(pairs)
@@ -180,41 +189,106 @@ class TensorUpdates(Optimizer):
 
     # -- what a backend gets ---------------------------------------------------------------------------------------------
 
-    def _hyperparameters(self, group: Group) -> Hyperparameters:
-        """Those of the group as it is now; validated again only when a setting has changed."""
-        now = fingerprint(group)
-        known = self._validated.get(id(group))
-        if known is None or known[0] != now:
-            known = self._validated[id(group)] = (now, hyperparameters(group))
-        return known[1]
+    def refresh(self) -> bool:
+        """Read the groups again: settings are validated where they changed, and slots dropped that no longer fit.
+
+        Called at the beginning of a step, and of a backward pass under release; groups, their lists and their settings, the
+        state and the parameters' storage may have changed in any way since. Returns whether a slot was dropped or a parameter
+        came or went.
+
+        Raises:
+            InvalidArgument: a setting that is out of range, or on another device; nothing was changed.
+        """
+        groups = self.param_groups
+        known = self._groups
+        if len(known) != len(groups) or not all(map(_KnownGroup.is_current, known, groups)):
+            self._forget_groups()
+            self._groups = [_KnownGroup(group, GroupSettings(hyperparameters(group))) for group in groups]
+            self._whole = {id(parameter): parameter for parameter in self._parameters()}
+            return True
+        for entry, group in zip(known, groups, strict=True):
+            if entry.refresh(group):
+                for key in entry.ids:
+                    check_device(entry.settings.hyperparameters, self._whole[key])
+        states, dropped = self.state, False
+        for key, slot in list(self._slots.items()):
+            whole = self._whole[key]
+            if slot.parameter is whole:
+                moment = slot.state["exp_avg"]
+                if slot.state is states.get(whole) and moment.shape == whole.shape and slot.kind == _kind(whole):
+                    continue
+            del self._slots[key]
+            dropped = True
+        return dropped
+
+    def slot(self, parameter: Tensor) -> TensorSlot:
+        """What an update of the parameter reads and writes; made where it is not kept. Asked after `refresh`."""
+        return self._slots.get(id(parameter)) or self._new_slot(parameter)
 
     def _slot(self, parameter: Tensor) -> TensorSlot:
-        """What an update of the parameter reads and writes."""
-        return self._slots([parameter])[0]
+        """`slot`, at any time."""
+        self.refresh()
+        return self.slot(parameter)
 
-    def _slots(self, parameters: Sequence[Tensor]) -> list[TensorSlot]:
-        """Those of many, where a group is looked at once."""
-        groups, slots = self._groups(parameters), []
-        known: dict[tuple[int, torch.dtype, torch.device], tuple[Hyperparameters, str, bool, str | None]] = {}
-        for parameter in parameters:
-            group = groups[parameter]
-            alike = id(group), parameter.dtype, parameter.device
-            if alike not in known:
-                name = dtype_name(parameter.dtype)
-                compensation = compensations.resolve(group["compensation"], name)
-                current = self._hyperparameters(group)
-                check_device(current, parameter)
-                kept = compensations.compensation_dtype(compensation, name)
-                known[alike] = (current, compensation, group["capturable"], kept)
-            current, compensation, capturable, kept = known[alike]
-            state = self.state[parameter]
-            if not state:
-                state.update(saved_state.initial_state(group, parameter, current))
-            saved_state.check_fits(state, parameter, kept)
-            part = local(parameter)
-            here = state if part is parameter else LocalState(state)
-            slots.append(TensorSlot(part, here, compensation, self.rule, current, capturable))
-        return slots
+    def _new_slot(self, parameter: Tensor) -> TensorSlot:
+        entry = next(known for known in self._groups if id(parameter) in known.ids)
+        group, current, name = entry.group, entry.settings.hyperparameters, dtype_name(parameter.dtype)
+        compensation = compensations.resolve(group["compensation"], name)
+        check_device(current, parameter)
+        state = self.state[parameter]
+        if not state:
+            state.update(saved_state.initial_state(group, parameter, current))
+        saved_state.check_fits(state, parameter, compensations.compensation_dtype(compensation, name))
+        part = local(parameter)
+        here = state if part is parameter else LocalState(state)
+        slot = TensorSlot(part, here, compensation, self.rule, entry.settings, group["capturable"])
+        slot.kind = _kind(parameter)
+        self._slots[id(parameter)] = slot
+        return slot
+
+
+class _KnownGroup:
+    """A parameter group as it was when it was looked at last."""
+
+    def __init__(self, group: Group, settings: GroupSettings) -> None:
+        self.group = group
+        self.settings = settings
+        self.ids = dict.fromkeys(map(id, group["params"]))
+        self._order = list(self.ids)
+        self._seen = fingerprint(group)
+        self._storage = (group["compensation"], group["capturable"])
+
+    def is_current(self, group: Group) -> bool:
+        """Whether it is this group still, and holds the same parameters."""
+        return (
+            self.group is group
+            and self._order == list(map(id, group["params"]))
+            and self._storage == (group["compensation"], group["capturable"])
+        )
+
+    def refresh(self, group: Group) -> bool:
+        """Validate its settings, if they have changed; whether one of them is on a device now."""
+        now = fingerprint(group)
+        if now == self._seen:
+            return False
+        current = hyperparameters(group)
+        self.settings.change(current)
+        self._seen = now
+        return any(
+            isinstance(value, Tensor)
+            for value in (
+                current.learning_rate,
+                current.beta1,
+                current.beta2,
+                current.eps,
+                current.weight_decay,
+                current.max_lr,
+            )
+        )
+
+
+def _kind(parameter: Tensor) -> tuple[torch.dtype, torch.device]:
+    return parameter.dtype, parameter.device
 
 
 def _advance(steps: Sequence[Tensor], applied: Sequence[Tensor] = ()) -> None:

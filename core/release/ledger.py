@@ -8,7 +8,7 @@ from collections.abc import Hashable
 
 @dataclasses.dataclass
 class Ledger:
-    """Books a gradient in when it exists, and out when it is freed; a measured run must agree with it.
+    """Records a gradient when it exists, and removes it when it is freed; a measured run must agree with it.
 
     live: bytes of gradient alive now. peak: the most there ever were since the last `reset_peak`.
     """
@@ -18,7 +18,7 @@ class Ledger:
     _held: dict[Hashable, int] = dataclasses.field(default_factory=dict)
 
     def arrive(self, tensor: Hashable, nbytes: int) -> None:
-        """The gradient of `tensor` exists; one that is already booked (it was added to) is not counted twice."""
+        """The gradient of `tensor` exists; one that is already recorded (it was added to) is not counted twice."""
         self.live += nbytes - self._held.get(tensor, 0)
         self._held[tensor] = nbytes
         self.peak = max(self.peak, self.live)
@@ -26,6 +26,14 @@ class Ledger:
     def free(self, tensor: Hashable) -> None:
         """The gradient of `tensor` is gone; nothing happens if there was none."""
         self.live -= self._held.pop(tensor, 0)
+
+    def arrive_and_free(self, tensor: Hashable, nbytes: int) -> None:
+        """The gradient of `tensor` came to exist, and is gone."""
+        if self._held and tensor in self._held:
+            self.arrive(tensor, nbytes)
+            self.free(tensor)
+        elif self.live + nbytes > self.peak:
+            self.peak = self.live + nbytes
 
     @property
     def booked(self) -> list[Hashable]:

@@ -59,20 +59,15 @@ class Action(enum.Enum):
     APPLY = "apply"  # step from the moments; there is no gradient
     DISCARD = "discard"  # free the gradient unused
 
-    @property
-    def frees(self) -> bool:
-        """Whether no gradient is left afterwards."""
-        return self not in (Action.NOTHING, Action.KEEP, Action.QUEUE)
+    frees: bool  # no gradient is left afterwards
+    steps: bool  # the parameter changes
+    first: bool  # the moments are decayed: the gradient is the first of its update
 
-    @property
-    def steps(self) -> bool:
-        """Whether the parameter changes."""
-        return self in (Action.UPDATE, Action.UPDATE_LAST, Action.APPLY)
 
-    @property
-    def first(self) -> bool:
-        """Whether the moments are decayed: the gradient is the first of its update."""
-        return self in (Action.ACCUMULATE_FIRST, Action.UPDATE)
+for _action in Action:
+    _action.frees = _action not in (Action.NOTHING, Action.KEEP, Action.QUEUE)
+    _action.steps = _action in (Action.UPDATE, Action.UPDATE_LAST, Action.APPLY)
+    _action.first = _action in (Action.ACCUMULATE_FIRST, Action.UPDATE)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -44,19 +44,13 @@ class InPlaceKernels:
     name = "kernels"
     one_launch = False  # nothing waits: a gradient is gone when its kernel is launched
 
-    def update_all(
-        self,
-        pairs: Sequence[tuple[TensorSlot, Tensor]],
-        *,
-        grad_scale: Tensor | None = None,
-        over_shards: OverShards | None = None,
-    ) -> None:
+    def update_all(self, pairs: Sequence[tuple[TensorSlot, Tensor]], *, over_shards: OverShards | None = None) -> None:
         """See `Backend`."""
 
-    def update(self, slot: TensorSlot, gradient: Tensor, *, first: bool, grad_scale: Tensor | None = None) -> None:
+    def update(self, slot: TensorSlot, gradient: Tensor, *, first: bool, measure: bool = False) -> None:
         """See `Backend`."""
 
-    def accumulate(self, slot: TensorSlot, gradient: Tensor, *, first: bool, grad_scale: Tensor | None = None) -> None:
+    def accumulate(self, slot: TensorSlot, gradient: Tensor, *, first: bool) -> None:
         """See `Backend`."""
 
     def apply(self, slot: TensorSlot) -> None:

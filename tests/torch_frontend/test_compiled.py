@@ -138,14 +138,13 @@ def test_a_float32_trajectory_of_2000_steps(optimizer_class) -> None:
     assert np.linalg.norm(p.detach().numpy() - expected) / np.linalg.norm(expected) < 1.5e-6
 
 
-def test_auto_starts_at_once_for_a_small_model_and_compiles_for_a_large_one() -> None:
+def test_auto_starts_at_once_whatever_the_size_of_the_model() -> None:
     assert StableAdamW(layers(2).parameters()).backend == "eager"
-    large = torch.nn.Parameter(torch.zeros(2**24))
-    assert StableAdamW([large]).backend == "compiled"
+    assert StableAdamW([torch.nn.Parameter(torch.zeros(2**24))]).backend == "eager"
     assert compiled.why_not("cpu") is None
 
 
-def test_without_a_compiler_an_explicit_request_raises_and_auto_stays_eager(tmp_path: Path) -> None:
+def test_without_a_compiler_an_explicit_request_raises_and_auto_is_eager(tmp_path: Path) -> None:
     code = (
         "import torch\n"
         "from penstock.torch_frontend import StableAdamW\n"

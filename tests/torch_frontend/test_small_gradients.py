@@ -27,40 +27,41 @@ class Counting(EagerBackend):
     one_launch = True
 
     def __init__(self) -> None:
+        super().__init__()
         self.launches: list[int] = []  # of how many tensors
         self.fails = False
 
-    def update_all(self, pairs, *, grad_scale=None, over_shards=None) -> None:
+    def update_all(self, pairs, *, over_shards=None) -> None:
         if self.fails:
             raise MemoryError("planted")
         self.launches.append(len(pairs))
         for slot, gradient in pairs:
-            super().update(slot, gradient, first=True, grad_scale=grad_scale)
+            super().update(slot, gradient, first=True)
 
-    def update(self, slot, gradient, *, first, grad_scale=None) -> None:
+    def update(self, slot, gradient, *, first, measure=False):
         self.launches.append(1)
-        super().update(slot, gradient, first=first, grad_scale=grad_scale)
+        return super().update(slot, gradient, first=first, measure=measure)
 
 
 class Checking(Counting):
     """And leaves out what is not finite without the host knowing."""
 
-    def update_if_finite(self, slot: TensorSlot, gradient: Tensor, *, grad_scale=None) -> Tensor:
+    def update_if_finite(self, slot: TensorSlot, gradient: Tensor) -> Tensor:
         written = [slot.parameter, slot.state["exp_avg"], slot.state["exp_avg_sq"]]
         before = [tensor.clone() for tensor in written]
         flag = gradient.isfinite().all()
-        self.update(slot, gradient, first=True, grad_scale=grad_scale)
+        self.update(slot, gradient, first=True)
         for tensor, old in zip(written, before, strict=True):
             tensor.copy_(torch.where(flag, tensor, old))
         return flag.float()
 
-    def update_each_if_finite(self, pairs, *, grad_scale=None) -> list[Tensor]:
-        return [self.update_if_finite(slot, gradient, grad_scale=grad_scale) for slot, gradient in pairs]
+    def update_each_if_finite(self, pairs) -> list[Tensor]:
+        return [self.update_if_finite(slot, gradient) for slot, gradient in pairs]
 
-    def update_all_if_finite(self, pairs, *, grad_scale=None) -> Tensor:
+    def update_all_if_finite(self, pairs) -> Tensor:
         flag = torch.stack([gradient.isfinite().all() for _, gradient in pairs]).all()
         for slot, gradient in pairs:
-            self.update_if_finite(slot, torch.where(flag, gradient, torch.nan), grad_scale=grad_scale)
+            self.update_if_finite(slot, torch.where(flag, gradient, torch.nan))
         return flag.float()
 
 
@@ -110,7 +111,7 @@ def test_what_waits_is_in_the_ledger_and_bounded_and_out_of_grad() -> None:
     ):
         seen = []
         for parameter in model.parameters():  # these hooks run after the release's
-            parameter.register_post_accumulate_grad_hook(lambda p: seen.append((p.grad is None, release.ledger.live)))
+            parameter.register_post_accumulate_grad_hook(lambda p: seen.append((gone([p]), release.ledger.live)))
         for batch in batches(2, WIDTH):
             loss_of(model, batch).backward()
             assert release.ledger.live == measured.live() == 0

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 from collections.abc import Callable, MutableMapping, Sequence
 from typing import Any, Protocol, runtime_checkable
 
@@ -15,52 +14,63 @@ from ...core.hyperparameters import Hyperparameters
 from ...core.moments import Complements, debiased_complements
 from ...core.rules import Rule
 from ..array_ops import DTYPES, dtype_name
+from .numbers import GroupSettings, UpdateNumbers, numbers_of
 
 OverShards = Callable[[Sequence[Tensor]], Sequence[Tensor]]
-"""Of the mean squares of the parts of tensors that lie here, 0-d, in order, those of the whole tensors."""
+"""Of the mean squares of the parts of tensors that are stored here, 0-d, in order, those of the whole tensors."""
 
 
-@dataclasses.dataclass(slots=True)
+@dataclasses.dataclass(slots=True, eq=False)
 class TensorSlot:
-    """One parameter with all that its update reads and writes.
+    """One parameter with all that its update reads and writes; the optimizer keeps it from one update to the next.
 
-    parameter: updated in place; any dense shape. Of one that is sharded over processes, the part that lies here.
+    parameter: updated in place; any dense shape. Of one that is sharded over processes, the local part.
     state: the optimizer's state of the parameter: "step", 0-d, the number of updates so far; "exp_avg", "exp_avg_sq" and,
         where compensated, "compensation", all of the parameter's shape; "mean_square", 0-d, only while micro-batches are in
         the moments.
     compensation: resolved: "none", "kahan" or "split".
+    settings: of the parameter's group, as they are now.
     capturable: "step" is on the parameter's device and must not be waited for.
+    plan: what a backend keeps for this tensor.
+    kind: dtype and device of the parameter when the slot was made.
+    compute_dtype: of the arithmetic.
     """
 
     parameter: Tensor
     state: MutableMapping[str, Any]
     compensation: str
     rule: Rule
-    hyperparameters: Hyperparameters
+    settings: GroupSettings
     capturable: bool = False
-    _complements: Complements | None = dataclasses.field(default=None, repr=False)
+    plan: Any = dataclasses.field(default=None, repr=False)
+    kind: Any = dataclasses.field(default=None, repr=False)
+    compute_dtype: torch.dtype = dataclasses.field(init=False, repr=False)
 
     @property
-    def step_number(self) -> float:
-        """t of the update that this slot is for, from 1 on. Waits for the device when capturable."""
-        return self.state["step"].item() + 1
+    def hyperparameters(self) -> Hyperparameters:
+        """The validated hyperparameters of the group; the same object as long as none of them changes."""
+        return self.settings.hyperparameters
+
+    def __post_init__(self) -> None:
+        self.compute_dtype = DTYPES[compute_dtype(dtype_name(self.parameter.dtype))]
 
     @property
     def complements(self) -> Complements:
         """c1 and c2 of this update: numbers, or 0-d tensors in the compute dtype when capturable."""
-        if self._complements is None:
-            if self.capturable:
-                wide = DTYPES[compute_dtype(dtype_name(self.parameter.dtype))]
-                self._complements = debiased_complements(self.hyperparameters, self.state["step"].to(wide) + 1, torch)
-            else:
-                self._complements = _complements(self.hyperparameters, self.step_number)
-        return self._complements
+        if self.capturable:
+            return debiased_complements(self.hyperparameters, self.state["step"].to(self.compute_dtype) + 1, torch)
+        return debiased_complements(self.hyperparameters, self.step_number, torch)
 
+    @property
+    def step_number(self) -> float:
+        """t of the update that comes next, from 1 on. Synchronises when capturable."""
+        return self.state["step"].item() + 1
 
-@functools.lru_cache(maxsize=16)
-def _complements(current: Hyperparameters, step: float) -> Complements:
-    """Those of most parameters are the same: they were all updated equally often."""
-    return debiased_complements(current, step, torch)
+    def numbers(self) -> UpdateNumbers:
+        """The numbers of this update as 0-d tensors in the compute dtype."""
+        if self.capturable:
+            return numbers_of(self.hyperparameters, self.rule, self.complements, self.compute_dtype)
+        return self.settings.numbers(self.rule, self.state["step"].item() + 1, self.compute_dtype)
 
 
 class Backend(Protocol):
@@ -69,22 +79,13 @@ class Backend(Protocol):
     What the host can find wrong with any tensor of a call is raised before the first one is written to. An error in the midst
     of the updates themselves (a device that fails, memory for scratch that is not there) may leave some of them done, and
     none of them counted in "step".
-
-    Every function that takes gradients takes `grad_scale`, too: a 0-d tensor, a factor by which they are multiplied in the
-    compute dtype (the inverse of a loss scale, a clip coefficient, or the product of both); None is 1.
     """
 
     name: str
     one_launch: bool
     """Whether `update_all` of many small tensors costs the host about as much as `update` of one."""
 
-    def update_all(
-        self,
-        pairs: Sequence[tuple[TensorSlot, Tensor]],
-        *,
-        grad_scale: Tensor | None = None,
-        over_shards: OverShards | None = None,
-    ) -> None:
+    def update_all(self, pairs: Sequence[tuple[TensorSlot, Tensor]], *, over_shards: OverShards | None = None) -> None:
         """`update`, with first=True, of many tensors at once.
 
         over_shards: called once, after every gradient was looked at and before anything is written, where the rule clips and
@@ -92,11 +93,15 @@ class Backend(Protocol):
         """
         ...
 
-    def update(self, slot: TensorSlot, gradient: Tensor, *, first: bool, grad_scale: Tensor | None = None) -> None:
-        """`core.update.update`: the gradient into the moments, and the step."""
+    def update(self, slot: TensorSlot, gradient: Tensor, *, first: bool, measure: bool = False) -> Tensor | None:
+        """`core.update.update`: the gradient into the moments, and the step.
+
+        measure: return the sum of the gradient's squares in the compute dtype, 0-d, where this backend has it at hand; None
+            where it does not.
+        """
         ...
 
-    def accumulate(self, slot: TensorSlot, gradient: Tensor, *, first: bool, grad_scale: Tensor | None = None) -> None:
+    def accumulate(self, slot: TensorSlot, gradient: Tensor, *, first: bool) -> None:
         """`core.update.accumulate`: the gradient into the moments; leaves "mean_square" in the state."""
         ...
 
@@ -113,16 +118,14 @@ class ChecksOnDevice(Protocol):
     has to be advanced by. Nothing is written to a tensor before all of what decides about it was looked at.
     """
 
-    def update_all_if_finite(self, pairs: Sequence[tuple[TensorSlot, Tensor]], *, grad_scale: Tensor | None = None) -> Tensor:
+    def update_all_if_finite(self, pairs: Sequence[tuple[TensorSlot, Tensor]]) -> Tensor:
         """`Backend.update_all`, of all tensors or of none."""
         ...
 
-    def update_each_if_finite(
-        self, pairs: Sequence[tuple[TensorSlot, Tensor]], *, grad_scale: Tensor | None = None
-    ) -> list[Tensor]:
+    def update_each_if_finite(self, pairs: Sequence[tuple[TensorSlot, Tensor]]) -> list[Tensor]:
         """`Backend.update_all`, of those tensors whose own gradient is finite."""
         ...
 
-    def update_if_finite(self, slot: TensorSlot, gradient: Tensor, *, grad_scale: Tensor | None = None) -> Tensor:
+    def update_if_finite(self, slot: TensorSlot, gradient: Tensor) -> Tensor:
         """`Backend.update` with first=True, or nothing."""
         ...

@@ -1,27 +1,29 @@
-"""The eager backend: in place, piece by piece, with a few pieces of scratch.
+"""The eager backend: in place, with two pieces of scratch.
 
 The operations are those of `core.moments` in the same order, so that the result is the same bit for bit; only the
-temporaries are reused. A piece is small enough to stay in a processor's cache, and bounds the scratch memory: a tensor's
-update never allocates a second gradient. `core.moments` says what is computed; here it only says where it is put.
+temporaries are reused. A tensor that fits one piece is updated as it is; a larger one piece by piece, so that its update
+never allocates a second gradient. `core.moments` says what is computed; here it only says where it is put.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from ...core import compensation as compensations
 from ...core.compensation import Stored
-from ...core.dtypes import compute_dtype
-from ...core.moments import SMALLEST_NORMAL_FLOAT32, clipped_learning_rate, is_zero
-from ..array_ops import DTYPES, dtype_name, torch_ops
+from ...core.moments import SMALLEST_NORMAL_FLOAT32, is_zero
+from ..array_ops import dtype_name, torch_ops
 from .backend import OverShards, TensorSlot
+from .foreach import update_small
 from .memory_order import along_memory
+from .numbers import UpdateNumbers
 
-PIECE = {"cpu": 2**17}
-"""Elements in a piece, by device: on a CPU 512 KiB of float32, so that the handful in use stays in its caches."""
+PIECE = {"cpu": 2**19}
+"""Elements in a piece, by device: on a CPU 2 MiB of float32."""
 
 PIECE_ELSEWHERE = 2**24
 """An accelerator wants few launches: 64 MiB of float32."""
@@ -33,177 +35,320 @@ class EagerBackend:
     name = "eager"
     one_launch = False
 
-    def update_all(
-        self,
-        pairs: Sequence[tuple[TensorSlot, Tensor]],
-        *,
-        grad_scale: Tensor | None = None,
-        over_shards: OverShards | None = None,
-    ) -> None:
-        """See `Backend`."""
-        if over_shards is None:
-            for slot, gradient in pairs:
-                self.update(slot, gradient, first=True, grad_scale=grad_scale)
-            return
-        totals = over_shards([self.mean_square(slot, gradient, True, grad_scale) for slot, gradient in pairs])
-        for (slot, gradient), total in zip(pairs, totals, strict=True):
-            self.write(slot, gradient, True, grad_scale, total)
+    def __init__(self) -> None:
+        self._scratch: dict[Any, Tensor] = {}
 
-    def update(self, slot: TensorSlot, gradient: Tensor, *, first: bool, grad_scale: Tensor | None = None) -> None:
-        """See `Backend`. Where the rule clips, the mean square is taken first, from moments not written yet."""
-        total = self.mean_square(slot, gradient, first, grad_scale) if slot.rule.clips_update else None
-        self.write(slot, gradient, first, grad_scale, total)
+    def update(self, slot: TensorSlot, gradient: Tensor, *, first: bool, measure: bool = False) -> Tensor | None:
+        """See `Backend`. A rule that clips has the mean square of the whole tensor first, then steps."""
+        numbers = slot.numbers()
+        whole = self._whole(slot, gradient)
+        squares: list[Tensor] = []
+        if whole is not None:
+            whole.accumulate(numbers, first, squares if measure else None)
+            eta = numbers.learning_rate
+            if slot.rule.clips_update:
+                total = whole.ratios().mean()
+                eta = clipped_rate(eta, total if first else slot.state["mean_square"] + total)
+            whole.descend(numbers, eta)
+            whole.release()
+        elif not slot.rule.clips_update:
+            for piece in self._pieces(slot, gradient):
+                piece.accumulate(numbers, first, squares if measure else None)
+                piece.descend(numbers, numbers.learning_rate)
+        elif keeps_wide_moments(slot):
+            eta = clipped_rate(numbers.learning_rate, self._accumulate(slot, gradient, first, squares if measure else None))
+            for piece in self._pieces(slot, None):
+                piece.load_moments()
+                piece.descend(numbers, eta)
+        else:  # the step needs the moments as they are before they are rounded
+            self.write(slot, gradient, first, self.mean_square(slot, gradient, first, squares if measure else None))
         slot.state.pop("mean_square", None)
+        return sum_of(squares) if measure else None
 
-    def write(
-        self, slot: TensorSlot, gradient: Tensor, first: bool, grad_scale: Tensor | None, mean_square: Tensor | None
-    ) -> None:
-        """The update, given the summed mean square where the rule clips."""
-        eta = self._learning_rate(slot, mean_square)
-        for piece in _pieces(slot, gradient, grad_scale):
-            exp_avg, exp_avg_sq, wide, _ = piece.accumulate(first)
-            piece.descend(wide, exp_avg, exp_avg_sq, eta)
+    def update_all(self, pairs: Sequence[tuple[TensorSlot, Tensor]], *, over_shards: OverShards | None = None) -> None:
+        """See `Backend`. Small tensors go together through torch's foreach functions: the same operations, fewer calls."""
+        if over_shards is None:
+            for slot, gradient in update_small(pairs):
+                self.update(slot, gradient, first=True)
+            return
+        totals = over_shards([self.mean_square(slot, gradient, True) for slot, gradient in pairs])
+        for (slot, gradient), total in zip(pairs, totals, strict=True):
+            self.write(slot, gradient, True, total)
 
-    def accumulate(self, slot: TensorSlot, gradient: Tensor, *, first: bool, grad_scale: Tensor | None = None) -> None:
+    def accumulate(self, slot: TensorSlot, gradient: Tensor, *, first: bool) -> None:
         """See `Backend`."""
-        clips = slot.rule.clips_update
-        total = self.mean_square(slot, gradient, first, grad_scale) if clips else 0.0
-        for piece in _pieces(slot, gradient, grad_scale):
-            piece.accumulate(first)
-        slot.state["mean_square"] = total
+        slot.state["mean_square"] = self._accumulate(slot, gradient, first)
 
     def apply(self, slot: TensorSlot) -> None:
         """See `Backend`."""
-        eta = self._learning_rate(slot, slot.state["mean_square"])
-        for piece in _pieces(slot, None):
-            piece.descend(piece.wide_parameter(), piece.wide("exp_avg"), piece.wide("exp_avg_sq"), eta)
+        numbers = slot.numbers()
+        eta = numbers.learning_rate
+        if slot.rule.clips_update:
+            eta = clipped_rate(eta, slot.state["mean_square"])
+        whole = self._whole(slot, None)
+        for piece in self._pieces(slot, None) if whole is None else (whole,):
+            piece.load_moments()
+            piece.descend(numbers, eta)
         slot.state.pop("mean_square")
 
-    def mean_square(self, slot: TensorSlot, gradient: Tensor, first: bool, grad_scale: Tensor | None) -> Tensor:
-        """The summed mean square after this micro-batch, 0-d; nothing is written."""
-        sums = [piece.sum_of_squares(first) for piece in _pieces(slot, gradient, grad_scale)]
+    def write(self, slot: TensorSlot, gradient: Tensor, first: bool, total: Tensor) -> None:
+        """The update of a rule that clips, given the summed mean square of the whole tensor."""
+        numbers = slot.numbers()
+        eta = clipped_rate(numbers.learning_rate, total) if slot.rule.clips_update else numbers.learning_rate
+        for piece in self._pieces(slot, gradient):
+            piece.accumulate(numbers, first)
+            piece.descend(numbers, eta)
+
+    def mean_square(self, slot: TensorSlot, gradient: Tensor, first: bool, squares: list[Tensor] | None = None) -> Tensor:
+        """The summed mean square after this micro-batch, 0-d; nothing is written.
+
+        squares: gets the sums of the gradient's squares.
+        """
+        numbers = slot.numbers()
+        sums = [piece.ratios_before(numbers, first, squares).sum() for piece in self._pieces(slot, gradient)]
+        return self._total(slot, gradient, sums, first)
+
+    def _accumulate(
+        self, slot: TensorSlot, gradient: Tensor, first: bool, squares: list[Tensor] | None = None
+    ) -> Tensor | float:
+        """The gradient into the moments; the summed mean square after it, 0 for a rule that does not clip."""
+        numbers = slot.numbers()
+        whole = self._whole(slot, gradient)
+        sums = []
+        for piece in self._pieces(slot, gradient) if whole is None else (whole,):
+            piece.accumulate(numbers, first, squares)
+            if slot.rule.clips_update:
+                sums.append(piece.ratios().sum())
+        if whole is not None:
+            whole.release()
+        return self._total(slot, gradient, sums, first) if slot.rule.clips_update else 0.0
+
+    def _total(self, slot: TensorSlot, gradient: Tensor, sums: list[Tensor], first: bool) -> Tensor:
         if sums:
-            here = (sums[0] if len(sums) == 1 else torch.stack(sums).sum()) / gradient.numel()
+            here = sum_of(sums) / gradient.numel()
         else:
-            here = torch.zeros((), dtype=DTYPES[compute_dtype(dtype_name(gradient.dtype))], device=gradient.device)
+            here = torch.zeros((), dtype=slot.compute_dtype, device=gradient.device)
         return here if first else slot.state["mean_square"] + here
 
-    def _learning_rate(self, slot: TensorSlot, total: Tensor | None) -> Tensor | float:
-        if not slot.rule.clips_update:
-            return slot.hyperparameters.learning_rate
-        return clipped_learning_rate(slot.hyperparameters.learning_rate, total, torch)
+    # -- pieces ---------------------------------------------------------------------------------------------------------
+
+    def _whole(self, slot: TensorSlot, gradient: Tensor | None) -> _Piece | None:
+        """The tensor as one piece, which the slot keeps; None if it has no element or takes several."""
+        piece = slot.plan
+        if piece is None:
+            parameter = slot.parameter
+            if not 0 < parameter.numel() <= piece_elements(parameter):
+                return None
+            piece = slot.plan = _Piece(slot, *self._scratch_like(parameter, slot.compute_dtype))
+        state = slot.state
+        piece.parameter, piece.gradient = slot.parameter, gradient
+        piece.exp_avg, piece.exp_avg_sq = state["exp_avg"], state["exp_avg_sq"]
+        piece.kept = state.get("compensation")
+        return piece
+
+    def _pieces(self, slot: TensorSlot, gradient: Tensor | None) -> Iterator[_Piece]:
+        """The parameter, its gradient and its state cut alike, along memory where all of them have the same layout."""
+        tensors = {"parameter": slot.parameter}
+        if gradient is not None:
+            tensors["gradient"] = gradient
+        for name in ("exp_avg", "exp_avg_sq", "compensation"):
+            if name in slot.state:
+                tensors[name] = slot.state[name]
+        flat = along_memory(tensors)
+        if flat is None:  # rows, as they are stored
+            flat = {name: tensor.detach() for name, tensor in tensors.items()}
+        lead = flat["parameter"]
+        if not lead.numel():
+            return
+        rows = max(1, piece_elements(lead) * lead.shape[0] // lead.numel())
+        scratch: tuple[Tensor, Tensor] | None = None
+        for start in range(0, lead.shape[0], rows):
+            part = {name: tensor[start : start + rows] for name, tensor in flat.items()}
+            if scratch is None or part["parameter"].shape != scratch[0].shape:
+                scratch = self._scratch_like(part["parameter"], slot.compute_dtype)
+            piece = _Piece(slot, *scratch)
+            piece.parameter, piece.gradient = part["parameter"], part.get("gradient")
+            piece.exp_avg, piece.exp_avg_sq = part["exp_avg"], part["exp_avg_sq"]
+            piece.kept = part.get("compensation")
+            yield piece
+
+    def _scratch_like(self, part: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """Two tensors of the shape of this piece, in the compute dtype; on a CPU all pieces share their memory."""
+        if part.device.type != "cpu":  # whose allocator keeps freed memory at hand
+            return torch.empty_like(part, dtype=dtype), torch.empty_like(part, dtype=dtype)
+        numel = part.numel()
+        buffers = self._scratch.get(dtype)
+        if buffers is None or buffers.shape[1] < numel:
+            buffers = self._scratch[dtype] = torch.empty((2, max(numel, PIECE["cpu"])), dtype=dtype)
+        dense = part.is_contiguous() or along_memory({"parameter": part}) is not None
+        strides = part.stride() if dense else torch.empty(part.shape, device="meta").stride()
+        return buffers[0].as_strided(part.shape, strides), buffers[1].as_strided(part.shape, strides, buffers.shape[1])
 
 
 class _Piece:
-    """The same part of a parameter, its gradient and its state, with scratch of that size."""
+    """The same part of a parameter, its gradient and its state, with scratch of that size.
 
-    def __init__(self, slot: TensorSlot, tensors: dict[str, Tensor], scratch: list[Tensor], grad_scale: Tensor | None) -> None:
+    parameter, gradient, exp_avg, exp_avg_sq, kept: as they are stored; gradient and kept (the compensation) may be None.
+    wide_gradient, wide_exp_avg, wide_exp_avg_sq: in the compute dtype; themselves where they have it.
+    """
+
+    __slots__ = (
+        "a", "b", "dtype", "exp_avg", "exp_avg_sq", "gradient", "kept", "parameter", "slot",
+        "wide_exp_avg", "wide_exp_avg_sq", "wide_gradient",
+    )  # fmt: skip
+    parameter: Tensor
+    gradient: Tensor | None
+    exp_avg: Tensor
+    exp_avg_sq: Tensor
+    kept: Tensor | None
+    wide_gradient: Tensor
+    wide_exp_avg: Tensor
+    wide_exp_avg_sq: Tensor
+
+    def __init__(self, slot: TensorSlot, a: Tensor, b: Tensor) -> None:
         self.slot = slot
-        self.grad_scale = grad_scale
-        self.tensors = tensors
-        self.scratch = scratch
-        self.dtype = scratch[0].dtype
+        self.a, self.b, self.dtype = a, b, a.dtype
 
-    def wide(self, name: str) -> Tensor:
-        """A tensor of this piece in the compute dtype; itself where it has it already."""
-        return self.tensors[name].to(self.dtype)
+    def release(self) -> None:
+        """Keep no gradient alive."""
+        self.gradient = None
+        del self.wide_gradient, self.wide_exp_avg, self.wide_exp_avg_sq
 
-    def moment(self, name: str, first: bool) -> Tensor:
-        """`core.moments.remembered` of one moment, if this is the first micro-batch."""
-        wide, current = self.wide(name), self.slot.hyperparameters
-        beta = current.beta1 if name == "exp_avg" else current.beta2
-        return torch.zeros_like(wide) if first and is_zero(beta) else wide
+    def load_parameter(self) -> Tensor:
+        """The parameter with its compensation in the compute dtype; itself where it has that."""
+        if self.parameter.dtype is self.dtype:
+            return self.parameter
+        return compensations.load(torch_ops, self.slot.compensation, Stored(self.parameter, self.kept))
 
-    def wide_parameter(self) -> Tensor:
-        """The parameter with its compensation; itself where nothing needs to be cast."""
-        stored = Stored(self.tensors["parameter"], self.tensors.get("compensation"))
-        return compensations.load(torch_ops, self.slot.compensation, stored)
+    def load_moments(self) -> None:
+        """The moments in the compute dtype; themselves where they have it."""
+        dtype = self.dtype
+        self.wide_exp_avg = self.exp_avg if self.exp_avg.dtype is dtype else self.exp_avg.to(dtype)
+        self.wide_exp_avg_sq = self.exp_avg_sq if self.exp_avg_sq.dtype is dtype else self.exp_avg_sq.to(dtype)
 
-    def gradient(self, first: bool, parameter: Tensor) -> Tensor:
-        """`core.update.prepared_gradient`, times grad_scale; never the caller's gradient changed."""
-        slot, ready = self.slot, self.wide("gradient")
-        if self.grad_scale is not None:
-            ready = ready * self.grad_scale.to(ready)
-        if slot.hyperparameters.maximize:
-            ready = -ready
-        if slot.rule.l2 and first and slot.hyperparameters.weight_decay != 0:
-            ready = ready + slot.hyperparameters.weight_decay * parameter
-        return ready
+    def prepare(self, first: bool, squares: list[Tensor] | None) -> None:
+        """`core.update.prepared_gradient`; never the caller's gradient changed. squares: as in `accumulate`."""
+        gradient, rule, current = self.gradient, self.slot.rule, self.slot.settings.hyperparameters
+        assert gradient is not None
+        if gradient.dtype is not self.dtype:
+            gradient = gradient.to(self.dtype)
+        if rule.l2 or current.maximize:  # their squares are another gradient's
+            if squares is not None:
+                squares.append(torch.mul(gradient, gradient, out=self.a).sum())
+            if current.maximize:
+                gradient = -gradient
+            if rule.l2 and first and not is_zero(current.weight_decay):
+                gradient = gradient + current.weight_decay * self.load_parameter()
+        self.wide_gradient = gradient
 
-    def sum_of_squares(self, first: bool) -> Tensor:
-        """`core.moments.mean_square` times the number of elements, from a second moment that is not written."""
-        square, moment = self.scratch[0], self.scratch[1]
-        exp_avg_sq = self.moment("exp_avg_sq", first)
-        gradient = self.gradient(first, self.wide_parameter() if self.slot.rule.l2 else self.tensors["parameter"])
-        torch.mul(gradient, gradient, out=square)
-        torch.sub(square, exp_avg_sq, out=moment) if first else moment.copy_(square)
-        moment.mul_(self.slot.complements.second).add_(exp_avg_sq)
-        eps = self.slot.hyperparameters.eps
-        moment.clamp_(min=max(eps * eps, SMALLEST_NORMAL_FLOAT32))
-        return torch.div(gradient, moment, out=square).mul_(gradient).sum()
+    def accumulate(self, numbers: UpdateNumbers, first: bool, squares: list[Tensor] | None = None) -> None:
+        """`core.moments.first_moments` or `later_moments`: the moments in the compute dtype, and in the state.
 
-    def accumulate(self, first: bool) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """`core.moments.first_moments` or `later_moments`: the wide moments, written to the state as well."""
-        parameter = self.wide_parameter()
-        gradient = self.gradient(first, parameter)
-        exp_avg, exp_avg_sq = self.moment("exp_avg", first), self.moment("exp_avg_sq", first)
-        change = self.scratch[0]
-        if first:
-            torch.sub(gradient, exp_avg, out=change)
-            exp_avg.add_(change.mul_(self.slot.complements.first))
-            torch.mul(gradient, gradient, out=change)
-            exp_avg_sq.add_(change.sub_(exp_avg_sq).mul_(self.slot.complements.second))
+        squares: gets the sum of the gradient's squares.
+        """
+        self.load_moments()
+        if numbers.plain and self.gradient is not None and self.gradient.dtype is self.dtype:
+            self.wide_gradient = self.gradient
         else:
-            torch.mul(gradient, self.slot.complements.first, out=change)
+            self.prepare(first, squares)
+            squares = squares if self.squares_are_the_gradients() else None
+        gradient, change, exp_avg, exp_avg_sq = self.wide_gradient, self.a, self.wide_exp_avg, self.wide_exp_avg_sq
+        if first:
+            if not numbers.plain:
+                self.reset()
+            torch.sub(gradient, exp_avg, out=change)
+            exp_avg.add_(change.mul_(numbers.first))
+            torch.mul(gradient, gradient, out=change)
+            if squares is not None:
+                squares.append(change.sum())
+            exp_avg_sq.add_(change.sub_(exp_avg_sq).mul_(numbers.second))
+        else:
+            torch.mul(gradient, numbers.first, out=change)
             exp_avg.add_(change)
             torch.mul(gradient, gradient, out=change)
-            exp_avg_sq.add_(change.mul_(self.slot.complements.second))
-        self._write("exp_avg", exp_avg)
-        self._write("exp_avg_sq", exp_avg_sq)
-        return exp_avg, exp_avg_sq, parameter, gradient
+            if squares is not None:
+                squares.append(change.sum())
+            exp_avg_sq.add_(change.mul_(numbers.second))
+        if exp_avg is not self.exp_avg:
+            self.exp_avg.copy_(exp_avg)
+        if exp_avg_sq is not self.exp_avg_sq:
+            self.exp_avg_sq.copy_(exp_avg_sq)
 
-    def descend(self, parameter: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor, eta: Tensor | float) -> None:
+    def reset(self) -> None:
+        """`core.moments.remembered`: what an update takes of moments whose beta is 0."""
+        current = self.slot.settings.hyperparameters
+        if is_zero(current.beta1):
+            self.wide_exp_avg.zero_()
+        if is_zero(current.beta2):
+            self.wide_exp_avg_sq.zero_()
+
+    def squares_are_the_gradients(self) -> bool:
+        """Whether the square of what enters the moments is that of the gradient; `prepare` has measured it otherwise."""
+        return not (self.slot.rule.l2 or self.slot.settings.hyperparameters.maximize)
+
+    def ratios(self) -> Tensor:
+        """What `core.moments.mean_square` is the mean of, in scratch, once the moments are accumulated."""
+        return self._ratios(self.wide_exp_avg_sq)
+
+    def ratios_before(self, numbers: UpdateNumbers, first: bool, squares: list[Tensor] | None) -> Tensor:
+        """The same from a second moment that is not written."""
+        self.load_moments()
+        self.prepare(first, squares)
+        gradient, square, moment = self.wide_gradient, self.a, self.b
+        exp_avg_sq = self.wide_exp_avg_sq
+        torch.mul(gradient, gradient, out=square)
+        if squares is not None and self.squares_are_the_gradients():
+            squares.append(square.sum())
+        if first and is_zero(self.slot.settings.hyperparameters.beta2):
+            moment.copy_(square.mul_(numbers.second))
+        elif first:
+            torch.add(exp_avg_sq, square.sub_(exp_avg_sq).mul_(numbers.second), out=moment)
+        else:
+            torch.add(exp_avg_sq, square.mul_(numbers.second), out=moment)
+        return self._ratios(moment)
+
+    def _ratios(self, exp_avg_sq: Tensor) -> Tensor:
+        """g*g / max(v, eps^2), in scratch."""
+        eps = self.slot.settings.hyperparameters.eps
+        floored = torch.clamp(exp_avg_sq, min=max(eps * eps, SMALLEST_NORMAL_FLOAT32), out=self.a)
+        return torch.div(self.wide_gradient, floored, out=floored).mul_(self.wide_gradient)
+
+    def descend(self, numbers: UpdateNumbers, eta: Tensor) -> None:
         """p - eta*`core.moments.direction`, stored with its compensation."""
-        hyperparameters = self.slot.hyperparameters
-        step, other = self.scratch[0], self.scratch[1]
-        torch.sqrt(exp_avg_sq, out=other)
-        torch.div(exp_avg, other.add_(hyperparameters.eps), out=step)
-        decay = 0.0 if self.slot.rule.l2 else hyperparameters.decay_rate
-        if decay != 0:
-            torch.mul(parameter, decay, out=other)
-            step.add_(other)
+        step, other, parameter = self.a, self.b, self.load_parameter()
+        torch.sqrt(self.wide_exp_avg_sq, out=other)
+        torch.div(self.wide_exp_avg, other.add_(numbers.eps), out=step)
+        if numbers.decay is not None:
+            step.add_(torch.mul(parameter, numbers.decay, out=other))
         parameter.sub_(step.mul_(eta))
-        if parameter is self.tensors["parameter"]:
+        if parameter is self.parameter:
             return
-        stored = compensations.store(torch_ops, self.slot.compensation, parameter, dtype_name(self.slot.parameter.dtype))
-        self.tensors["parameter"].copy_(stored.parameter)
+        stored = compensations.store(torch_ops, self.slot.compensation, parameter, dtype_name(self.parameter.dtype))
+        self.parameter.copy_(stored.parameter)
         if stored.compensation is not None:
-            self.tensors["compensation"].copy_(stored.compensation)
-
-    def _write(self, name: str, value: Tensor) -> None:
-        if value is not self.tensors[name]:
-            self.tensors[name].copy_(value)
+            assert self.kept is not None
+            self.kept.copy_(stored.compensation)
 
 
-def _pieces(slot: TensorSlot, gradient: Tensor | None, grad_scale: Tensor | None = None) -> Iterator[_Piece]:
-    """The parameter, its gradient and its state cut alike, along memory where all of them lie alike."""
-    tensors = {"parameter": slot.parameter}
-    if gradient is not None:
-        tensors["gradient"] = gradient
-    for name in ("exp_avg", "exp_avg_sq", "compensation"):
-        if name in slot.state:
-            tensors[name] = slot.state[name]
-    flat = along_memory(tensors)
-    if flat is None:  # rows, as they lie
-        flat = {name: tensor.detach() for name, tensor in tensors.items()}
-    lead = next(iter(flat.values()))
-    piece = PIECE.get(lead.device.type, PIECE_ELSEWHERE)
-    rows = max(1, piece * max(1, lead.shape[0]) // max(1, lead.numel()))
-    dtype = DTYPES[compute_dtype(dtype_name(slot.parameter.dtype))]
-    scratch: list[Tensor] = []
-    for start in range(0, lead.shape[0] if lead.numel() else 0, rows):
-        part = {name: tensor[start : start + rows] for name, tensor in flat.items()}
-        shape = part["parameter"].shape
-        if not scratch or shape != scratch[0].shape:
-            scratch = [torch.empty(shape, dtype=dtype, device=lead.device) for _ in range(2)]
-        yield _Piece(slot, part, scratch, grad_scale)
+def keeps_wide_moments(slot: TensorSlot) -> bool:
+    """Whether the state keeps the moments in the compute dtype, so that writing them rounds nothing."""
+    dtype = slot.compute_dtype
+    return slot.state["exp_avg"].dtype is dtype and slot.state["exp_avg_sq"].dtype is dtype
+
+
+def clipped_rate(learning_rate: Tensor, mean_square: Tensor | float) -> Tensor:
+    """`core.moments.clipped_learning_rate`, 0-d."""
+    assert isinstance(mean_square, Tensor)
+    return torch.div(learning_rate, mean_square.sqrt().clamp_(min=1.0))
+
+
+def sum_of(sums: Sequence[Tensor]) -> Tensor:
+    """The sum of 0-d tensors, 0-d."""
+    if not sums:
+        return torch.zeros(())
+    return sums[0] if len(sums) == 1 else torch.stack(list(sums)).sum()
+
+
+def piece_elements(tensor: Tensor) -> int:
+    """Elements in a piece on the tensor's device."""
+    return PIECE.get(tensor.device.type, PIECE_ELSEWHERE)

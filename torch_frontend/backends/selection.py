@@ -14,12 +14,9 @@ from .triton import availability as triton
 
 BACKENDS = ("auto", "triton", "compiled", "eager")
 
-WORTH_COMPILING = 2**24
-"""Elements from which on "auto" compiles: a smaller model's script is done before the compiler has repaid its start."""
-
 
 def select_backend(name: str, parameters: Iterable[Tensor]) -> Backend:
-    """The backend of that name. "auto" takes Triton's kernels on CUDA devices, and elsewhere what starts at once.
+    """The backend of that name. "auto" takes Triton's kernels on CUDA devices, and elsewhere "eager", which starts at once.
 
     Raises:
         InvalidArgument: no such name.
@@ -34,24 +31,17 @@ def select_backend(name: str, parameters: Iterable[Tensor]) -> Backend:
         from .triton.backend import TritonBackend  # Triton itself is imported here at the earliest
 
         return TritonBackend()
-    if name == "eager" or (name == "auto" and not _worth_compiling(given)):
+    if name == "eager" or name == "auto":
         return EagerBackend()
     devices = {parameter.device.type for parameter in given}
     reasons = [reason for device in sorted(devices) if (reason := why_not(device)) is not None]
     if not reasons:
         return CompiledBackend()
-    if name == "auto":
-        return EagerBackend()
     raise Refused(
         f"backend='compiled': torch.compile does not work here ({reasons[0]}). Install a C++ compiler (or name one in CXX), "
-        "or use backend='eager' or 'auto'."
+        "or use backend='eager'."
     )
 
 
 def _on_cuda(parameters: list[Tensor]) -> bool:
     return bool(parameters) and all(parameter.is_cuda for parameter in parameters)
-
-
-def _worth_compiling(parameters: list[Tensor]) -> bool:
-    """Whether the steps saved repay the compiler's seconds: on a CPU, from some 16 million elements on."""
-    return all(p.device.type == "cpu" for p in parameters) and sum(p.numel() for p in parameters) >= WORTH_COMPILING

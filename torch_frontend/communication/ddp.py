@@ -22,7 +22,7 @@ class DDPCommunication(LocalCommunication):
     """Delivers the gradients of a bucket once it is averaged: the last bucket's while the backward still runs.
 
     DistributedDataParallel keeps its buckets, and at the end of the backward gives the averaged gradients back in `.grad`
-    (copies, or views of the buckets with gradient_as_bucket_view=True); those of released parameters are dropped in step().
+    (copies, or views of the buckets with gradient_as_bucket_view=True); those of released parameters make way for their markers when the pass has ended.
     A bucket's gradients are multiplied by 1/world_size and then summed, as without a hook: bit for bit the same.
     """
 
@@ -45,7 +45,9 @@ class DDPCommunication(LocalCommunication):
         self._parameters: set[Tensor] = set()
         self._used: set[Tensor] = set()  # on this rank, since the last averaged pass
         self._local: set[Tensor] = set()  # gradients in .grad that are not averaged
-        self._dropped: set[Tensor] = set()  # delivered, and given back in .grad by DistributedDataParallel
+        self._freed: dict[
+            Tensor, Tensor | None
+        ] = {}  # used, and given back in .grad by DistributedDataParallel: with their markers
 
     def attach(self, parameters: Sequence[Tensor], deliver: Deliver, purpose: Callable[[], Purpose]) -> None:
         """See `Communication`."""
@@ -56,6 +58,7 @@ class DDPCommunication(LocalCommunication):
     def detach(self) -> None:
         """See `Communication`."""
         self._hook.engine = None
+        self._freed = dict.fromkeys(self._freed)
         self.flush()
 
     def keeps(self) -> bool:
@@ -73,10 +76,17 @@ class DDPCommunication(LocalCommunication):
         self.held(parameter)
 
     def flush(self, *, always: bool = False) -> None:
-        """See `Communication`."""
-        for parameter in [parameter for parameter in self._dropped if parameter.grad is not None]:
-            parameter.grad = None
-            self._dropped.discard(parameter)
+        """See `Communication`. What DistributedDataParallel has given back of used gradients makes way for their markers."""
+        for parameter, placed in self._freed.items():
+            parameter.grad = placed
+        self._freed.clear()
+
+    def free_after_pass(self, member: Any) -> None:
+        """Free the gradient of a released parameter, and leave its marker once DistributedDataParallel is through with
+        `.grad`, into which it copies the average. No marker is left where more micro-batches may come: of a parameter that
+        one of them does not use, DistributedDataParallel sends what is in `.grad`."""
+        member.parameter.grad = None
+        self._freed[member.parameter] = None if member.marker.disclosure.takes_more else member.placed
 
     def average(self, parameters: Sequence[Tensor]) -> None:
         """See `Communication`: done already, in the last backward outside no_sync().
@@ -94,7 +104,7 @@ class DDPCommunication(LocalCommunication):
         """See `Communication`."""
         self._local.clear()
         self._used.clear()
-        self._dropped.clear()
+        self._freed.clear()
 
     def averaged(self, parameters: Sequence[Tensor], gradients: Sequence[Tensor], used: Sequence[bool]) -> None:
         """A bucket is averaged. What the release leaves in `.grad`, DistributedDataParallel overwrites as it always does."""
@@ -105,9 +115,7 @@ class DDPCommunication(LocalCommunication):
             self._local.discard(parameters[i])
         self._deliver([parameters[i] for i in mine])
         for i in mine:
-            if parameters[i].grad is None:
-                self._dropped.add(parameters[i])
-            else:
+            if parameters[i] not in self._freed:
                 parameters[i].grad = own[i]
 
     def used_anywhere(self, parameters: Sequence[Tensor], group: Any) -> tuple[Tensor, Any] | None:

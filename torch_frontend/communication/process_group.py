@@ -14,6 +14,7 @@ from ...core.errors import Refused
 from .agreement import LENGTH, Agreement
 from .local import LocalCommunication
 from .protocol import Deliver, Purpose
+from .shards import is_released
 
 IN_FLIGHT = 2
 """Gradients under way at once: one is reduced while the next is computed; more would only be more memory."""
@@ -128,7 +129,7 @@ class ProcessGroupCommunication(LocalCommunication):
     def _complete(self, deliver: Deliver) -> None:
         while self._next < len(self._order):
             parameter = self._order[self._next]
-            if parameter.grad is not None and not self._failed:
+            if parameter.grad is not None and not is_released(parameter.grad) and not self._failed:
                 self._waiting[parameter], parameter.grad = parameter.grad, None
             self._launch(deliver)
         while self._in_flight:

@@ -26,6 +26,11 @@ def local(tensor: Any) -> Any:
     return tensor.to_local() if is_sharded(tensor) else tensor
 
 
+def is_released(gradient: Any) -> bool:
+    """Whether this is what a released gradient has left in `.grad`, of a sharded parameter as well."""
+    return gradient is not None and getattr(local(gradient), "released", False)
+
+
 class LocalState(MutableMapping[str, Any]):
     """A parameter's state as a backend sees it: of every tensor the part that lies here."""
 

@@ -91,6 +91,12 @@ class ReleaseTrainer(Trainer):
             return self.release.guard(result[0]), result[1]
         return self.release.guard(result)
 
+    def _get_grad_norm(self, *args: Any, **kwargs: Any) -> Any:
+        """As `Trainer`'s, for its log; None where the norm is not known, as micro-batches are in the moments."""
+        if self.release is not None and self._release_options.get("accumulation") == "state":
+            return None
+        return super()._get_grad_norm(*args, **kwargs)
+
     def _set_up(self, model: Any) -> Release:
         if self.args.auto_find_batch_size:
             raise Refused(

@@ -11,7 +11,7 @@ from torch.autograd.function import once_differentiable
 from torch.func import functional_call
 
 from ...core.errors import Refused
-from ..release.graph import Graph
+from ..autograd.graph import Graph
 from ..release.hooks import active_releases
 from .division import Division, Outputs, outputs_of
 from .surroundings import Surroundings

@@ -1,61 +1,128 @@
-"""What optimizer.step() and optimizer.zero_grad() do under release: they close the step."""
+"""What optimizer.step() and optimizer.zero_grad() do under release: they use what waits, or discard it, and close the step."""
 
 from __future__ import annotations
+
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from ...core.errors import NonFiniteGradient, Refused
-from ...core.release import Status, Step, ZeroGrad
-from ..finiteness import all_finite
-from .parts import Parts
+from ...core.release import Action, Decision, Status, ZeroGrad
+from ...core.release import Step as StepCalled
+from ..clipping import clip_by_norm_, clip_coefficient
+from ..communication.shards import is_released
+from ..finiteness import all_finite, finite
+from ..groups import check_gradient
+from .pipeline import count_skipped, rescale_, square_sum
+from .queue import batches
+
+if TYPE_CHECKING:
+    from .release import Release
 
 
 @torch.no_grad()
-def close_step(parts: Parts) -> None:
-    """optimizer.step(): flush what waits, and close the step. What can be refused is, before a parameter is changed."""
-    parts.hooks.check()
-    if parts.lifecycle.strict:
-        parts.settings.check()
-    parts.optimizer.check_settings()
-    parts.conditioning.check(parts.hooks.describe)
-    if parts.conditioning.scaler is not None:
-        parts.held_average.require_judged()
-    parts.conditioning.withdraw()
-    parts.end_failed_pass()
-    parts.finish_round()
-    if not parts.alone:  # what was unfrozen since has a gradient that no hook sent: it is averaged with those that wait
-        parts.attach()
-    parts.held_average.step([p for p, gradient in parts.lifecycle.waiting().items() if gradient is not None])
-    _use_waiting(parts, parts.lifecycle.waiting())
-    _close(parts)
+def close_step(release: Release) -> None:
+    """optimizer.step(): use what waits, and close the step. What can be refused is, before a parameter is changed."""
+    step = release.step
+    if step.strict:
+        step.check_settings()
+    if len(step.released) < len(step.members) or not step.members:
+        step.refresh()
+        release.hooks.check(step.without_gradient())
+    if release.scaler is not None:
+        release.held_average.require_judged()
+    release.end_failed_pass()
+    release.finish_round()
+    if not release.alone:  # what was unfrozen since has a gradient that no hook sent: it is averaged with those that wait
+        release.attach()
+        release.held_average.step([p for p, gradient in waiting(release).items() if gradient is not None])
+    _use_waiting(release, waiting(release))
+    close(release)
 
 
-def _use_waiting(parts: Parts, waiting: dict[Tensor, Tensor | None]) -> None:
-    gradients = {p: gradient for p, gradient in waiting.items() if gradient is not None}
-    parts.conditioning.check_waiting(gradients, parts.hooks.describe)
-    # Where nothing was updated yet, gradients are judged together, as a plain step() does.
-    together = all(parts.lifecycle.status(p) is Status.HELD for p in waiting)
-    by_device = together and bool(gradients) and parts.optimizer.checks_on_device(gradients)
-    judged = by_device or parts.optimizer.on_nonfinite == "propagate"
-    if together and not judged and not all_finite(gradients.values()):
-        if parts.optimizer.on_nonfinite == "raise":
-            raise NonFiniteGradient("a gradient holds an infinity or a NaN; the step was not taken.")
-        parts.nonfinite.count()
-        parts.forget(waiting)
+def waiting(release: Release) -> dict[Tensor, Tensor | None]:
+    """The parameters that a step() has to look at, with the gradients that wait in `.grad`.
+
+    Raises:
+        Refused: a gradient of a parameter that was updated already, or one that a refused backward has added to.
+    """
+    step, found = release.step, dict[Tensor, Tensor | None]()
+    for group in release.optimizer.param_groups:
+        for parameter in group["params"]:
+            gradient = parameter.grad
+            if is_released(gradient):
+                gradient = None
+            if gradient is None and not step.has_waiting:
+                continue
+            key = id(parameter)
+            status = step.status(key)
+            if gradient is None and status is Status.HELD:  # somebody took it out of `.grad`
+                step.ledger.free(parameter)
+                step.set_status(key, Status.IDLE)
+            elif gradient is not None:
+                if key in step.mixed:
+                    raise Refused(
+                        f"{step.disclosure.describe(key)}: a backward that was refused has added to the gradient that it "
+                        "held. Call optimizer.zero_grad(), and compute this step's gradients again."
+                    )
+                check_gradient(parameter, gradient)
+                if status is Status.RELEASED:
+                    step.decide(parameter, StepCalled(waiting=True))  # refuses
+                if status is Status.IDLE:  # set by hand, unfrozen since, or outside the model: what step() would use
+                    step.set_status(key, Status.HELD)
+                found[parameter] = gradient
+            elif status is Status.ACCUMULATED:
+                found[parameter] = None
+    return found
+
+
+def _use_waiting(release: Release, waiting: dict[Tensor, Tensor | None]) -> None:
+    step, optimizer = release.step, release.optimizer
+    if not waiting:
         return
-    usable = dict.fromkeys(gradients, True) if together else parts.nonfinite.usable(gradients)
-    decisions = {p: parts.lifecycle.decide(p, Step(usable.get(p, True), waiting=g is not None)) for p, g in waiting.items()}
-    with parts.conditioning.decide_waiting(gradients):
+    step.refresh()
+    gradients = {p: gradient for p, gradient in waiting.items() if gradient is not None}
+    release.check_waiting(gradients)
+    # Where nothing was updated yet, gradients are judged together, as a plain step() does.
+    together = not step.released and all(step.held(p) for p in waiting)
+    by_device = together and bool(gradients) and optimizer.checks_on_device(gradients)
+    judges = optimizer.on_nonfinite != "propagate" and not by_device
+    usable = dict.fromkeys(gradients, True)
+    if together and judges and not all_finite(gradients.values()):
+        if optimizer.on_nonfinite == "raise":
+            raise NonFiniteGradient("a gradient holds an infinity or a NaN; the step was not taken.")
+        count_skipped(optimizer, release.skip_count)
+        release.forget(waiting)
+        return
+    if judges and not together:
+        usable = dict(zip(gradients, finite(list(gradients.values())), strict=True))
+        count_skipped(optimizer, release.skip_count, list(usable.values()).count(False))
+    decisions = {p: step.decide(p, StepCalled(usable.get(p, True), waiting=g is not None)) for p, g in waiting.items()}
+    for parameter, gradient in gradients.items():
+        step.disclosure.squares[id(parameter)] = square_sum(gradient)
+    norm = release.norm() if gradients else None
+    factor = [] if release.max_norm is None or norm is None else [clip_coefficient(norm, release.max_norm)]
+    room = 0 if release.queue is None else release.queue.room
+    for batch in [list(waiting)] if by_device else batches(step, waiting, room):
+        here = {p: gradients[p] for p in batch if p in gradients and decisions[p].action.steps}
+        for gradient in here.values():
+            rescale_(gradient, factor)
+        if release.max_norm_of_each is not None:
+            clip_by_norm_(list(here.values()), release.max_norm_of_each)
         if by_device:
-            parts.launches.use(gradients, decisions, check="all")
-            return
-        for batch in parts.launches.batches(waiting):
-            parts.launches.use({p: gradients[p] for p in batch if p in gradients}, {p: decisions[p] for p in batch})
+            release.skip_count.add_unapplied(optimizer.update_if_all_finite(list(here.items())))
+        else:
+            used = [p for p in batch if decisions[p].action.steps]
+            release.update.perform([(p, here.get(p), decisions[p].action) for p in used])
+        for parameter in batch:
+            step.free(parameter)
+            step.set_status(id(parameter), decisions[parameter].status)
+        del here
 
 
 @torch.no_grad()
-def discard(parts: Parts) -> None:
+def discard(release: Release) -> None:
     """optimizer.zero_grad(): discard gradients that were not used, and close the step.
 
     Those that were averaged over processes are used, as the other processes have used them.
@@ -63,18 +130,26 @@ def discard(parts: Parts) -> None:
     Raises:
         Refused: step() was not called, and a gradient that is not finite was used. The step is closed.
     """
-    propagates = parts.optimizer.on_nonfinite == "propagate"
-    overflow_was_used = propagates and parts.released and parts.conditioning.overflow_published
-    parts.conditioning.withdraw()
-    parts.end_failed_pass()
-    if parts.alone:
-        parts.launches.discard()
-    else:
-        parts.finish_round()
-    decisions = {p: parts.lifecycle.decide(p, ZeroGrad()) for p in parts.lifecycle.tensors()}
-    parts.lifecycle.carry_out([(p, None, decision) for p, decision in decisions.items()])
-    parts.forget(parts.hooks.parameters)  # what a refusal or paused() has left
-    _close(parts)
+    step = release.step
+    propagates = release.optimizer.on_nonfinite == "propagate"
+    overflow_was_used = step.strict and propagates and bool(step.released) and release.norm_is_infinite
+    release.end_failed_pass()
+    if not release.alone:
+        release.finish_round()
+    elif release.queue is not None:
+        release.queue.discard()
+    decided: dict[int, Decision] = {}
+    for key, _ in list(step.open()):
+        if key in step.members:
+            decided[key] = step.decide(step.members[key].parameter, ZeroGrad())
+    for key, decision in decided.items():
+        if decision.action is Action.DISCARD:
+            step.free(step.members[key].parameter)
+        if decision.status is not Status.RELEASED:
+            step.released.pop(key, None)
+        step.set_status(key, decision.status)
+    release.forget(p for p in release.hooks.parameters if p.grad is not None)  # what a refusal or paused() has left
+    close(release)
     if overflow_was_used:
         raise Refused(
             "this step was to be skipped, as its gradient is not finite, and the gradient had been used already: the "
@@ -83,11 +158,10 @@ def discard(parts: Parts) -> None:
         )
 
 
-def _close(parts: Parts) -> None:
-    parts.lifecycle.close()
-    parts.settings.forget()
-    parts.arrivals.close()
-    parts.communication.end_step()
-    parts.held_average.close()
-    parts.conditioning.close()
-    parts.attach()
+def close(release: Release) -> None:
+    """The step is over."""
+    release.step.close()
+    release.communication.end_step()
+    release.held_average.close()
+    release.disclosure.norm, release.disclosure.finite = None, True
+    release.attach()

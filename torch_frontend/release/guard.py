@@ -7,18 +7,203 @@ the first walk measures each gradient and frees it.
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import weakref
-from collections.abc import Callable, Iterable
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
+from torch.utils.checkpoint import CheckpointFunction
 
-from ...core.errors import Refused
-from ..communication.shards import is_sharded
-from .backward_pass import is_compiled
-from .graph import Graph
+from ...core.errors import NonFiniteGradient, PenstockError, Refused
+from ...core.release import Ledger
+from ..autograd.graph import Graph
+from ..autograd.passes import is_compiled
+from ..clipping import clip_coefficient, gradient_norm, is_finite
+from ..communication.shards import is_sharded, sum_over_shards
+from .pipeline import Arrived, count_skipped
+
+if TYPE_CHECKING:
+    from .release import Release
+
+
+class Measurement:
+    """The last stage of the first pass: norms and finiteness of gradients, which are freed; nothing waits for the device.
+
+    Args:
+        judge: look at the elements; otherwise every gradient counts as finite.
+        keep_bytes: of gradient that may be kept.
+        ledger: of the bytes of gradient alive.
+    """
+
+    def __init__(self, ledger: Ledger, *, judge: bool, keep_bytes: int) -> None:
+        self._ledger = ledger
+        self._judge = judge
+        self._budget = keep_bytes
+        self.norms: dict[Tensor, Tensor] = {}
+        self._finite: dict[Tensor, Tensor] = {}
+        self.kept: dict[Tensor, None] = {}  # in the order in which they came
+
+    def __call__(self, arrived: Sequence[Arrived]) -> None:
+        """Measure these gradients, and keep those that fit into what is left of keep_bytes."""
+        for member, gradient in arrived:
+            assert gradient is not None
+            parameter = member.parameter
+            norm = self.norms[parameter] = gradient_norm(gradient)
+            if self._judge:
+                self._finite[parameter] = is_finite(gradient, norm)
+            nbytes = gradient.untyped_storage().nbytes() if self._budget else 0
+            if 0 < nbytes <= self._budget:
+                self._budget -= nbytes
+                self.kept[parameter] = None
+                self._ledger.arrive(parameter, member.nbytes)
+            else:
+                parameter.grad = None
+                self._ledger.arrive_and_free(parameter, member.nbytes)
+
+    @functools.cached_property
+    def finite(self) -> bool:
+        """Whether every element is finite, on every process; asked once everything was taken.
+
+        Synchronises if there was something to judge.
+        """
+        if not self._finite:
+            return True
+        device = next(iter(self._finite.values())).device
+        bad = (~torch.stack([finite.to(device) for finite in self._finite.values()])).float()
+        return not bool(torch.stack(sum_over_shards(list(self._finite), bad.unbind())).sum())
+
+
+def two_passes(release: Release, loss: Tensor, seed: Tensor, keep_bytes: int) -> None:
+    """The backward of a guarded loss.
+
+    The first pass adds nothing to the gradients of leaves that are not released: the second does. If the measured gradient
+    must not be used, there is no second one, and those leaves get what the first gave them.
+
+    Args:
+        release: whose gradients are measured, then used.
+        loss: 0-d, with its graph.
+        seed: what backward() came with.
+        keep_bytes: gradients of that many bytes may stay alive between the passes. The second need not compute them again.
+    """
+    hooks, step = release.hooks, release.step
+    if step.released or release.overflow_to_be_judged:
+        raise Refused(
+            "a second guarded backward() before optimizer.step(): the first has taken its gradient for the whole one, for "
+            "its norm and for whether it is finite. Add the losses up, and guard their sum; or use accumulation='hold'. "
+            "optimizer.step() or optimizer.zero_grad() closes a step."
+        )
+    require_whole(release, hooks.parameters)
+    step.clear_markers()
+    release.attach()
+    for parameter in hooks.parameters:
+        if parameter.grad is not None:
+            raise Refused(
+                f"{hooks.describe(id(parameter))} has a gradient from an earlier backward, which the measuring pass would mix "
+                "up with this one. Call optimizer.zero_grad() first."
+            )
+    graph = Graph.of(loss)
+    foreign = graph.leaves | graph.behind_checkpoints | set(() if hooks.model is None else hooks.model.parameters())
+    foreign -= set(hooks.parameters)
+    hooks.check_ownership(foreign)
+    if graph.has(CheckpointFunction):  # it cannot run in a pass that leaves anything out
+        keep_bytes = 0
+    aside = SetAside(foreign)
+    judge = release.optimizer.on_nonfinite != "propagate" or release.scaler is not None
+    measured = Measurement(step.ledger, judge=judge, keep_bytes=keep_bytes)
+    try:
+        with _measuring(release, measured):
+            torch.autograd.backward(loss, seed, retain_graph=True)
+        for parameter in hooks.parameters:
+            if parameter.grad is not None and parameter not in measured.kept:  # no hook freed it
+                parameter.grad = None
+                release.communication.fail()
+                raise hooks.lost(parameter)
+    except BaseException:
+        aside.restore()
+        release.forget(hooks.parameters)
+        raise
+    with _updating(release, measured) as usable:
+        if not usable:
+            aside.restore(add=True)
+            return
+        if not graph.leaves.issuperset(measured.norms):  # some are hidden, and would be computed again
+            release.forget(measured.kept)
+            measured.kept.clear()
+        left_over = [parameter for parameter in measured.norms if parameter not in measured.kept]
+        aside.restore(add=not left_over)
+        if left_over:
+            others = [leaf for leaf in graph.leaves & foreign if leaf.requires_grad]
+            _second_pass(loss, seed, [*left_over, *others] if measured.kept else None)
+        for parameter in list(measured.kept):
+            release.deliver([parameter])
+
+
+@contextlib.contextmanager
+def _measuring(release: Release, measured: Measurement) -> Iterator[None]:
+    """Gradients in this context are measured, and freed but for those that are kept."""
+    try:
+        with release.measuring(measured):
+            yield
+            release.communication.flush(always=True)
+        if release.optimizer.on_nonfinite == "raise" and release.scaler is None and not measured.finite:
+            raise NonFiniteGradient("a gradient holds an infinity or a NaN; nothing was updated.")
+    except NonFiniteGradient:
+        raise  # on all processes
+    except BaseException:
+        release.communication.fail()
+        raise
+
+
+@contextlib.contextmanager
+def _updating(release: Release, measured: Measurement) -> Iterator[bool]:
+    """Gradients in this context are those that were measured, and are used; False if they must not be."""
+    step, disclosure = release.step, release.disclosure
+    scale = release.scale()
+    norms = {parameter: norm / scale for parameter, norm in measured.norms.items()}
+    disclosure.squares.clear()
+    disclosure.squares.update((id(parameter), norm.square()) for parameter, norm in norms.items())
+    disclosure.judged, disclosure.finite = True, measured.finite
+    disclosure.norm = release.norm()
+    release.decided_scale = scale
+    members = [step.members[id(parameter)] for parameter in norms if id(parameter) in step.members]
+    for member in members:
+        member.marker.scale = scale
+    # Rounded to the gradient's dtype once, as GradScaler has it: the numbers are the same bit for bit.
+    factors: list[Tensor | float] = [] if release.scaler is None else [1.0 / scale]
+    if release.max_norm is not None and disclosure.norm is not None:
+        factors.append(clip_coefficient(disclosure.norm, release.max_norm))
+    with release.updating(factors):
+        if not measured.finite:
+            release.forget(measured.kept)
+            count_skipped(release.optimizer, release.skip_count)
+        try:
+            yield measured.finite
+            if measured.finite:
+                release.finish_round(always=True)
+        except BaseException:
+            release.communication.fail()
+            raise
+    for member in members:
+        if member.parameter.grad is None:
+            member.parameter.grad = member.placed
+
+
+def _second_pass(loss: Tensor, seed: Tensor, inputs: list[Tensor] | None) -> None:
+    try:
+        torch.autograd.backward(loss, seed, inputs=inputs)
+    except PenstockError:
+        raise
+    except Exception as error:
+        error.add_note(
+            "This happened in the second of the two passes of release.guard(), which goes through the graph again; some "
+            "parameters may be updated already. A torch.autograd.Function that frees its own buffers in backward() cannot be "
+            "gone through twice: use accumulation='hold', which needs one pass."
+        )
+        raise
 
 
 class _TwoPasses(torch.autograd.Function):
@@ -46,17 +231,17 @@ _GUARDED: weakref.WeakKeyDictionary[Any, object] = weakref.WeakKeyDictionary()
 """The nodes of guarded losses, and whose they are."""
 
 
-def guarded(loss: Tensor, run: Callable[[Tensor, Tensor], None], release: object) -> Tensor:
-    """A tensor of the loss's value whose backward() calls `run(loss, seed)`, for this release."""
+def guarded(loss: Tensor, run: Callable[[Tensor, Tensor], None], owner: object) -> Tensor:
+    """A tensor of the loss's value whose backward() calls `run(loss, seed)`, for this release's step."""
     if Graph.of(loss).has(_TwoPasses):
         raise Refused("the loss is guarded already; one release guards a loss, others use accumulation='hold' with max_norm.")
     anchor = torch.zeros((), device=loss.device, requires_grad=True)
     result: Tensor = _TwoPasses.apply(anchor, [loss], run)
-    _GUARDED[result.grad_fn] = release
+    _GUARDED[result.grad_fn] = owner
     return result
 
 
-def require_whole(release: object, parameters: Iterable[Tensor]) -> None:
+def require_whole(release: Release, parameters: Iterable[Tensor]) -> None:
     """Raise `Refused` if the backward pass that is running, of a guarded loss, brings more than that loss.
 
     Args:
@@ -65,7 +250,7 @@ def require_whole(release: object, parameters: Iterable[Tensor]) -> None:
     """
     if _will_run is None or is_compiled():
         return
-    others = [node for node, owner in list(_GUARDED.items()) if owner is release and node.loss is not None]
+    others = [node for node, owner in list(_GUARDED.items()) if owner is release.step and node.loss is not None]
     edges = (get_gradient_edge(parameter) for parameter in parameters if not is_sharded(parameter))
     if any(_will_run(node) for node in others) or any(_will_run(edge.node) for edge in edges):
         raise Refused(

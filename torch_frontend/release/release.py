@@ -1,43 +1,62 @@
-"""A release in force: what happens to a gradient from the moment it exists.
-
-What is done at every event is decided by `core.release`; here it is carried out. The way of a gradient: the hook that is
-called inside the backward pass, the engine of communication, the optimizer's step, freed.
-"""
+"""A release in force: its public face, and the composition of the pipeline that its gradients go through."""
 
 from __future__ import annotations
 
 import contextlib
-import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import functools
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from types import TracebackType
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 
 from ...core.errors import InvalidArgument, Refused
-from ...core.release import Action, Decision, GradientReady, Ledger, Policy, Status
+from ...core.release import Action, Ledger, Policy, Status
+from ..autograd.passes import at_end_of_pass, is_nested, pass_number, weakly
 from ..communication import Communication
+from ..communication.held_average import HeldAverage
 from ..communication.protocol import Purpose
-from ..groups import check_gradient
+from ..communication.shards import sum_over_shards
+from ..finiteness import SkipCount
 from ..optimizers import ReleasableOptimizer
 from . import boundaries
-from .arrivals import Arrivals
-from .backward_pass import at_end_of_pass, is_nested, pass_number
-from .conditioning import Conditioning, Scaler
-from .guard import guarded
-from .held_average import HeldAverage
-from .hooks import Hooks, weakly
-from .launches import Launches
-from .lifecycle import Lifecycle
-from .nonfinite import NonFinite
-from .parts import Parts
-from .settings import Settings
-from .two_passes import two_passes
+from .guard import Measurement, guarded, two_passes
+from .hooks import Hooks
+from .marker import Disclosure
+from .pipeline import (
+    AccumulatingArrival,
+    Arrival,
+    Arrived,
+    ClipEach,
+    Keeping,
+    MeasuringArrival,
+    Norm,
+    Rescale,
+    Skip,
+    Stage,
+    Update,
+    leave_marker,
+    one_by_one,
+)
+from .queue import SmallUpdateQueue, members_of
+from .step import Member, Step
+
+
+class Scaler(Protocol):
+    """What release needs of a `torch.amp.GradScaler`."""
+
+    def get_scale(self) -> float:
+        """What losses are multiplied by now."""
+        ...
 
 
 class Release:
-    """Gradient release in force; made by `release_gradients`. Use it as a context manager to remove it at the end."""
+    """Gradient release in force; made by `release_gradients`. Use it as a context manager to remove it at the end.
+
+    Attributes:
+        optimizer: whose step runs in the backward pass.
+    """
 
     def __init__(
         self,
@@ -54,38 +73,32 @@ class Release:
         scaler: Scaler | None = None,
         keep_bytes: int = 0,
     ) -> None:
-        lock = threading.RLock()
         self.optimizer = optimizer
+        self.communication = communication
+        self.scaler = scaler
+        self.max_norm = max_norm if clipping == "exact" else None
+        self.max_norm_of_each = max_norm if clipping == "per_tensor" else None
         self.hooks = Hooks(self, model)
+        self.disclosure = Disclosure(
+            self.hooks.describe,
+            takes_more=policy is Policy.STATE,
+            tells_norms=strict and policy is not Policy.STATE,
+            max_norm=self.max_norm,
+            scaled=scaler is not None,
+        )
+        one_pass = strict and policy is Policy.RELEASE
+        self.step = Step(optimizer, self.disclosure, policy, strict=strict, one_pass=one_pass)
+        self.skip_count = SkipCount()
+        self.held_average = HeldAverage(communication, held=self._held, due=averages, lock=self.step.lock)
+        self.decided_scale: float | None = None  # of the loss whose gradient guard() has judged in this step
+        self.queue: SmallUpdateQueue | None = None
+        self._norm: Tensor | None = None
+        self.disclosure.after_refusal = weakly(self._discard_refused)
         self._last = last
         self._keep_bytes = keep_bytes
         self._paused = 0
-        self._end_is_noticed = False  # of the pass that is running
-        self._is_last = True  # of the micro-batch whose gradients are under way
-        lifecycle = Lifecycle(optimizer, policy, strict=strict, describe=self.hooks.describe)
-        nonfinite = NonFinite(optimizer)
-        conditioning = Conditioning(
-            max_norm=max_norm,
-            clipping=clipping,
-            scaler=scaler,
-            order=self._in_order,
-            publishes=strict and policy is not Policy.STATE,
-        )
-        self._parts = Parts(
-            optimizer=optimizer,
-            hooks=self.hooks,
-            communication=communication,
-            arrivals=Arrivals(one_pass=strict and policy is Policy.RELEASE, describe=self.hooks.describe),
-            lifecycle=lifecycle,
-            settings=Settings(optimizer),
-            conditioning=conditioning,
-            held_average=HeldAverage(communication, held=self._held, due=averages, lock=lock),
-            nonfinite=nonfinite,
-            launches=Launches(optimizer, lifecycle, conditioning, nonfinite, lock),
-            deliver=weakly(self.deliver),
-            purpose=weakly(self.purpose),
-            lock=lock,
-        )
+        self._measures = False
+        self.compose()
         optimizer.release = self
         self.attach()
 
@@ -94,22 +107,37 @@ class Release:
     @property
     def ledger(self) -> Ledger:
         """Bytes of gradient alive, now and at most."""
-        return self._parts.lifecycle.ledger
+        return self.step.ledger
 
     @property
     def skipped(self) -> int:
-        """Gradients that were not used because they held an infinity or a NaN: single ones (on_nonfinite="skip"), or whole
-        steps (a scaler, held gradients). Reading it waits for the device where only that knows."""
-        return self._parts.nonfinite.skipped
+        """Number of gradients that were not used because they held an infinity or a NaN: single ones
+        (on_nonfinite="skip"), or whole steps (a scaler, held gradients). Synchronises if the device counts them."""
+        return self.skip_count.total
 
     @property
     def last_norm(self) -> Tensor | None:
-        """The global norm of the last gradient, unscaled and before clipping: a 0-d tensor, so that nothing waits for it.
+        """The global norm of the last gradient, unscaled and before clipping: a 0-d float64 tensor.
 
         It is there after backward(), or after step() where that is what releases. None before the first, and with
-        accumulation="state", where nobody sees the whole gradient.
+        accumulation="state", where nobody sees the whole gradient. It is summed from one float32 sum of squares a parameter
+        (float64 for float64 parameters; guard() measures in float64): nothing waits for it.
         """
-        return self._parts.conditioning.last_norm
+        return self._norm if self.communication.name == "fsdp2" else self.norm()
+
+    def norm(self) -> Tensor | None:
+        """`last_norm` of the gradients so far; of sharded ones every process must ask together."""
+        squares = self.disclosure.squares
+        if not self.disclosure.tells_norms:
+            return None
+        found = [(p, squares[id(p)]) for group in self.optimizer.param_groups for p in group["params"] if id(p) in squares]
+        if not found:
+            return torch.zeros((), dtype=torch.float64) if self.disclosure.judged else None
+        device = found[0][1].device
+        wide = torch.float32 if device.type == "mps" else torch.float64
+        totals = sum_over_shards([p for p, _ in found], [square.to(device, wide) for _, square in found])
+        self._norm = torch.stack(totals).sum().sqrt()
+        return self._norm
 
     @property
     def model(self) -> nn.Module | None:
@@ -124,7 +152,7 @@ class Release:
         max_norm and scaler, or one that holds its gradients anyway, needs no second pass and gets its loss back as it is.
 
         Once a step, around all of the loss: what it decides, it decides of the whole gradient. What the loss is multiplied by
-        may stand outside, another term may not: guard(loss + regulariser). Hooks on modules and tensors
+        may be outside, another term may not: guard(loss + regulariser). Hooks on modules and tensors
         run in both passes. backward(inputs=...) and torch.autograd.grad find no parameters behind a guarded loss.
 
         Args:
@@ -135,27 +163,28 @@ class Release:
             Refused: in backward(), before anything is changed, if gradients of an earlier backward are still there, a
                 guarded one ran in this step already, or it is of more than this loss.
         """
-        needs_two_passes = self._parts.lifecycle.policy is Policy.RELEASE and self._parts.conditioning.needs_whole
         if not isinstance(loss, Tensor):
             raise InvalidArgument(
                 f"loss is a {type(loss).__name__}; guard() takes the 0-d tensor that backward() is called on."
             )
-        if not (needs_two_passes and loss.requires_grad and torch.is_grad_enabled()):
+        if not (self._needs_guard and loss.requires_grad and torch.is_grad_enabled()):
             return loss
         if loss.dim() != 0:
             raise InvalidArgument(f"loss has shape {tuple(loss.shape)}; guard() takes a scalar, for instance loss.mean().")
         run: Any = torch.compiler.disable(self._backward_of_guarded)
-        return guarded(loss, run, self._parts)
+        return guarded(loss, run, self.step)
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
         """Backwards in this context leave gradients in `.grad`, as without release; step() and zero_grad() treat them so."""
-        self._parts.conditioning.make_way()
+        self.step.clear_markers()
         self._paused += 1
+        self.compose()
         try:
             yield
         finally:
             self._paused -= 1
+            self.compose()
 
     def remove(self) -> None:
         """Take the hooks off. Gradients that were not used stay in `.grad`, and the optimizer goes on as a plain one.
@@ -164,22 +193,20 @@ class Release:
             Refused: micro-batches are in the moments and wait for their step. (Under the lenient release of
                 `prepare_for_gradient_release`, whose step() closes nothing, they are applied instead.)
         """
-        parts = self._parts
-        pending = [p for p in parts.lifecycle.tensors() if parts.lifecycle.status(p) is Status.ACCUMULATED]
-        if pending and parts.lifecycle.strict:
+        pending = self.step.with_status(Status.ACCUMULATED)
+        if pending and self.step.strict:
             raise Refused(
-                f"{self.hooks.describe(pending[0])}: micro-batches of it are in the optimizer's moments and wait for their "
+                f"{self.hooks.describe(pending[0].key)}: micro-batches of it are in the optimizer's moments and wait for their "
                 "step. Call optimizer.step() before remove()."
             )
-        if parts.alone:
-            parts.launches.hold()
-        else:
-            parts.launches.flush()
+        if self.queue is not None:
+            (self.queue.hold if self.alone else self.queue.flush)()
         with torch.no_grad():
-            for parameter in pending:
-                self.optimizer.perform(parameter, None, Action.APPLY)
-        parts.conditioning.close()
-        parts.communication.detach()
+            self.optimizer.refresh()
+            for member in pending:
+                self.optimizer.perform(member.parameter, None, Action.APPLY)
+        self.step.clear_markers()
+        self.communication.detach()
         self.hooks.remove()
         if self.optimizer.release is self:
             self.optimizer.release = None
@@ -189,18 +216,210 @@ class Release:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         if kind is not None:  # the exception is what matters
-            self._parts.launches.hold()
-            self._parts.lifecycle.abandon()
+            if self.queue is not None:
+                self.queue.hold()
+            self.step.abandon()
         self.remove()
 
-    # -- what the optimizer asks ----------------------------------------------------------------------------------------
+    # -- composition ----------------------------------------------------------------------------------------------------
+
+    def compose(self) -> None:
+        """Build the pipeline that what was asked for, and what the parameters are, need."""
+        step, local = self.step, self.alone
+        free = self.communication.free_after_pass if self.communication.name == "ddp" else leave_marker
+        self.update = Update(step, self.skip_count, free)
+        stage: Stage = self.update
+        if self.optimizer.launches_together:
+            if self.queue is None:
+                self.queue = SmallUpdateQueue(step, self.update, free, self._watch_pass)
+            stage = self.queue
+        if self.max_norm_of_each is not None:
+            stage = ClipEach(self.disclosure, self.max_norm_of_each, stage)
+        self._rescale = Rescale(stage)
+        if self.optimizer.on_nonfinite != "propagate":
+            stage = Skip(step, self.skip_count, stage)
+        base = local and stage is self.update
+        if self.disclosure.tells_norms and not isinstance(stage, ClipEach):
+            stage = Norm(self.disclosure, stage)
+        self.use = stage  # what averaged gradients go on to
+        after_arrival = one_by_one(stage) if local else self._average
+        before = None if self.queue is None else self.queue.before
+        if self._paused:
+            self.arrive: Callable[[Tensor], None] = Keeping(step, self._keep)
+        elif self.step.policy is Policy.RELEASE:
+            check = self._refuse_unguarded if self._needs_guard else before
+            self.arrive = Arrival(step, self.update.one if base else after_arrival, check)
+        else:
+            keep = functools.partial(self._keep, averages=True)
+            self.arrive = AccumulatingArrival(step, after_arrival, before, last=self._is_last, keep=keep)
+        if self.communication.name == "ddp" and not self._paused:
+            self.arrive = self._kept_in_no_sync(self.arrive)
+
+    @contextlib.contextmanager
+    def measuring(self, measurement: Measurement) -> Iterator[None]:
+        """Gradients in this context are measured, and change nothing."""
+
+        def check(parameter: Tensor) -> None:
+            if self.step.to_come or parameter in measurement.norms:
+                self.step.check_whole(parameter, seen=parameter in measurement.norms)
+
+        with self._instead(MeasuringArrival, measurement, check):
+            self._measures = True
+            try:
+                yield
+            finally:
+                self._measures = False
+
+    @contextlib.contextmanager
+    def updating(self, factors: Sequence[Tensor | float]) -> Iterator[None]:
+        """Gradients in this context were measured: each is multiplied by these factors and used."""
+        self._rescale.factors = factors
+        try:
+            with self._instead(Arrival, self._rescale, None if self.queue is None else self.queue.before):
+                yield
+        finally:
+            self._rescale.factors = ()
+
+    @contextlib.contextmanager
+    def _instead(self, arrival: type[Arrival], stage: Stage, check: Any) -> Iterator[None]:
+        self.step.refresh()
+        before = self.arrive, self.use
+        self.use = stage
+        self.arrive = arrival(self.step, one_by_one(stage) if self.alone else self._average, check)
+        try:
+            yield
+        finally:
+            self.arrive, self.use = before
+
+    # -- stages that belong to the release ------------------------------------------------------------------------------
+
+    def _average(self, member: Member, gradient: Tensor) -> None:
+        """Hand a gradient to communication, which hands it back to `deliver`."""
+        parameter = member.parameter
+        self._watch_pass()
+        if parameter.grad is not gradient:  # it was added to a marker
+            parameter.grad = gradient
+        self.step.arrive(parameter, gradient)
+        self.communication.gradient_ready(parameter)
+
+    @torch.no_grad()
+    def deliver(self, parameters: Sequence[Tensor]) -> None:
+        """Communication hands over averaged gradients in `.grad`."""
+        step = self.step
+        with step.lock:
+            if not self._measures and self._keeps:  # averaged in a backward that only adds up
+                return
+            members = members_of(step, parameters)  # the others were taken out of their groups
+            arrived: list[Arrived] = [(m, m.parameter.grad) for m in members if m.parameter.grad is not None]
+            for member, gradient in arrived:
+                assert gradient is not None
+                step.arrive(member.parameter, gradient)
+                if step.policy is Policy.RELEASE and not self._measures:
+                    step.released[member.key] = member  # this rank may have had none
+            if arrived:
+                self.use(arrived)
+
+    def _keep(self, member: Member, gradient: Tensor, averages: bool = False) -> None:
+        """A gradient stays in `.grad`."""
+        self.step.arrive(member.parameter, gradient)
+        self.communication.held(member.parameter)
+        if averages:
+            self.held_average.gradient_held()
+
+    @property
+    def _keeps(self) -> bool:
+        holds = self.step.policy is Policy.HOLD and not self.step.last
+        return bool(self._paused) or holds or self.communication.keeps()
+
+    def _kept_in_no_sync(self, arrive: Callable[[Tensor], None]) -> Callable[[Tensor], None]:
+        keep = Keeping(self.step, self._keep)
+        return lambda parameter: (keep if self.communication.keeps() else arrive)(parameter)
+
+    def _refuse_unguarded(self, parameter: Tensor) -> None:
+        described = self.hooks.describe(id(parameter))
+        if self.scaler is not None:
+            raise Refused(
+                f"{described}: with a scaler, the first update needs to know that the whole gradient is finite. Call "
+                "scaler.scale(release.guard(loss)).backward(), with all of the loss in guard(), or use accumulation='hold'."
+            )
+        raise Refused(
+            f"{described}: max_norm={self.max_norm} needs the norm of the whole gradient before the first update. "
+            "Call release.guard(loss).backward(), with all of the loss in guard(), or use accumulation='hold', or "
+            "clipping='per_tensor'."
+        )
+
+    def _is_last(self) -> bool:
+        return bool(self._last())
+
+    @property
+    def _needs_guard(self) -> bool:
+        return self.step.policy is Policy.RELEASE and (self.max_norm is not None or self.scaler is not None)
+
+    def _backward_of_guarded(self, loss: Tensor, seed: Tensor) -> None:
+        if self._paused:
+            torch.autograd.backward(loss, seed)
+        else:
+            two_passes(self, loss, seed, self._keep_bytes)
+
+    # -- the end of a pass ----------------------------------------------------------------------------------------------
+
+    def _watch_pass(self) -> bool:
+        """Have the end of the running pass noticed: what waits is used then. False if it will not be noticed."""
+        if self._measures or self._rescale.factors or self.arrive.__class__ is MeasuringArrival:
+            return True
+        now = pass_number()
+        if now is not None and now == self.step.watched:
+            return True
+        if not is_nested():  # one that failed before, and nothing has closed its step since
+            self.end_failed_pass()
+        noticed = at_end_of_pass(weakly(self._end_of_pass))
+        self.step.watched = now if noticed else None
+        return noticed
+
+    @torch.no_grad()
+    def _end_of_pass(self) -> None:
+        with self.step.lock:
+            self.step.watched = None
+            if not is_nested():
+                self.communication.flush(always=True)
+            if self.queue is not None:
+                self.queue.flush()
+            if self.communication.name == "fsdp2" and not is_nested():  # later, processes need not ask together
+                self.norm()
+
+    def end_failed_pass(self) -> None:
+        """If a pass that updates parameters never came to its end, say so to other processes."""
+        if self.step.watched is not None:
+            self.step.watched = None
+            self.communication.fail()
+            self.step.remove_from_ledger()
+
+    def _discard_refused(self) -> None:
+        """A gradient was refused: nothing of its backward is left to be used, unless it is under way on other processes."""
+        if self.alone:
+            if self.queue is not None:
+                self.queue.discard(backward=pass_number())
+            self.step.remove_from_ledger()
+
+    def finish_round(self, *, always: bool = False) -> None:
+        """What waits, for other processes or for a launch, is used."""
+        self.communication.flush(always=always)
+        if self.queue is not None:
+            self.queue.flush()
+
+    # -- what the optimizer and the boundaries ask ----------------------------------------------------------------------
 
     def attach(self) -> None:
         """Put hooks on the model's parameters that the optimizer holds, that require a gradient, and have none yet.
 
         Parameters of the optimizer outside the model are updated by step(), as without release.
         """
-        self._parts.attach()
+        fresh = self.hooks.attach([p for group in self.optimizer.param_groups for p in group["params"]])
+        if fresh is None:
+            return
+        self.step.attach(self.hooks.parameters)
+        if fresh:
+            self.communication.attach(fresh, weakly(self.deliver), weakly(self._purpose))
 
     def hooked(self, parameter: Tensor) -> bool:
         """Whether a hook of this release is on the parameter."""
@@ -208,162 +427,57 @@ class Release:
 
     def require_closed(self, call: str) -> None:
         """Raise `Refused` unless no update is under way."""
-        parts = self._parts
-        for parameter in parts.lifecycle.tensors():
-            status = parts.lifecycle.status(parameter)
-            if status is not Status.IDLE:
-                raise Refused(
-                    f"{call} in the middle of a step: {self.hooks.describe(parameter)} is {status.value}. Call "
-                    "optimizer.step() first (or finish the micro-batches with optimizer_accumulation=False)."
-                )
+        for key, status in self.step.open():
+            raise Refused(
+                f"{call} in the middle of a step: {self.hooks.describe(key)} is {status.value}. Call "
+                "optimizer.step() first (or finish the micro-batches with optimizer_accumulation=False)."
+            )
 
     def close_step(self) -> None:
         """optimizer.step(): see `boundaries.close_step`."""
-        boundaries.close_step(self._parts)
+        boundaries.close_step(self)
 
     def discard(self) -> None:
         """optimizer.zero_grad(): see `boundaries.discard`."""
-        boundaries.discard(self._parts)
-
-    # -- the way of a gradient ------------------------------------------------------------------------------------------
-
-    def before_gradient(self, parameter: Tensor) -> None:
-        """A gradient of `parameter` comes, and is about to be added to another in `.grad`: refuse it before it is."""
-        with self._parts.lock, self._parts.turning_away():
-            self._decide_on_arrival(parameter)
-
-    def on_gradient(self, parameter: Tensor) -> None:
-        """The local gradient of `parameter` has been accumulated into `.grad`: keep it, or send it on its way."""
-        with self._parts.lock, self._parts.turning_away([parameter]):
-            self._take(parameter)
-
-    def _take(self, parameter: Tensor) -> None:
-        parts = self._parts
-        gradient = parameter.grad
-        if gradient is None:  # an earlier hook of the user's took it
-            return
-        if not self.optimizer.holds(parameter):  # taken out of its group: `Hooks.attach` takes the hook off, too
-            return
-        kept = self._decide_on_arrival(parameter)
-        if kept is not None:
-            parts.lifecycle.arrive(parameter, gradient)
-            parts.lifecycle.carry_out([(parameter, gradient, kept)])
-            parts.communication.held(parameter)
-            if not self._paused:
-                parts.held_average.gradient_held()
-            return
-        check_gradient(parameter, gradient)
-        parts.arrivals.send(parameter)
-        self._end_is_noticed = self._watch_pass()
-        parts.lifecycle.arrive(parameter, gradient)
-        parts.communication.gradient_ready(parameter)
-        if not self._end_is_noticed:
-            parts.conditioning.publish()
-
-    def _decide_on_arrival(self, parameter: Tensor) -> Decision | None:
-        """What is decided of a gradient that stays in `.grad`; None for one that is sent on its way.
-
-        Raises:
-            PenstockError: it cannot be used; no gradient of this parameter was, nor sent.
-        """
-        parts = self._parts
-        parts.launches.require_none_left()
-        parts.launches.before(parameter)
-        policy, measuring = parts.lifecycle.policy, parts.measurement is not None
-        self._is_last = measuring or policy is Policy.RELEASE or bool(self._last())
-        if not measuring and self._keeps:
-            paused = bool(self._paused) or parts.communication.keeps()
-            return parts.lifecycle.decide(parameter, GradientReady(last=False), paused=paused)
-        if not measuring:
-            parts.settings.require_valid()
-            if policy is Policy.RELEASE:
-                parts.conditioning.require_decided(parameter, self.hooks.describe)
-            parts.arrivals.check_pass(parameter)
-        parts.lifecycle.decide(parameter, GradientReady(self._is_last))
-        parts.arrivals.check_whole(parameter, seen=parts.measurement is not None and parameter in parts.measurement)
-        return None
+        boundaries.discard(self)
 
     @property
-    def _keeps(self) -> bool:
-        """Whether gradients stay in `.grad` for now."""
-        holds = self._parts.lifecycle.policy is Policy.HOLD and not self._is_last
-        return bool(self._paused) or holds or self._parts.communication.keeps()
+    def alone(self) -> bool:
+        """Whether no other process uses the same gradients: then those that were not used yet need not be."""
+        return self.communication.name == "local"
 
-    @torch.no_grad()
-    def deliver(self, parameters: Sequence[Tensor]) -> None:
-        """Communication hands over averaged gradients in `.grad`: measure them, or use them; then free them."""
-        parts = self._parts
-        with parts.lock:
-            parts.arrivals.delivered(parameters)
-            parameters = [p for p in parameters if self.optimizer.holds(p)]  # the others were taken out of their groups
-            if parts.measurement is None and self._keeps:  # averaged in a backward that only adds up
-                return
-            gradients = {parameter: parameter.grad for parameter in parameters if parameter.grad is not None}
-            for parameter, gradient in gradients.items():
-                parts.lifecycle.arrive(parameter, gradient)
-            if parts.measurement is not None:
-                for parameter, gradient in gradients.items():
-                    if not parts.measurement.take(parameter, gradient):
-                        parts.lifecycle.free(parameter)
-                return
-            decisions = self._decide(gradients)
-            used = any(decision.action.steps or decision.action is Action.QUEUE for decision in decisions.values())
-            parts.settings.remember(used)
-            for parameter, gradient in gradients.items():
-                parts.conditioning.take(parameter, gradient)
-            parts.launches.use(gradients, decisions, check="each" if parts.launches.checks(decisions) else "")
+    @property
+    def overflow_to_be_judged(self) -> bool:
+        """guard() has found a gradient that is not finite, and neither step() nor the scaler's update() was called since."""
+        return not self.disclosure.finite and self.decided_scale == self.scale()
 
-    def _decide(self, gradients: Mapping[Tensor, Tensor]) -> dict[Tensor, Decision]:
-        parts = self._parts
-        batched = self._end_is_noticed and parts.launches.may_wait(gradients)
-        decisions = {p: parts.lifecycle.decide(p, GradientReady(self._is_last, batched=batched)) for p in gradients}
-        if parts.launches.checks(decisions):
-            return decisions
-        usable = parts.nonfinite.usable(gradients)
-        return {p: parts.lifecycle.decide(p, GradientReady(self._is_last, usable[p], batched)) for p in gradients}
+    @property
+    def norm_is_infinite(self) -> bool:
+        """Whether the gradient of this step is not finite. Synchronises."""
+        norm = self.last_norm
+        return norm is not None and not bool(torch.isfinite(norm))
 
-    def _watch_pass(self) -> bool:
-        """The end of a pass that updates parameters: every gradient was handed over, and the norm of what it used is known.
+    def scale(self) -> float:
+        """What the loss, and so every gradient, is multiplied by."""
+        return 1.0 if self.scaler is None else float(self.scaler.get_scale())
 
-        False if it will not be noticed.
-        """
-        if self._parts.measurement is not None or self._parts.conditioning.decided:
-            return True
-        now = pass_number()
-        if now is not None and now == self._parts.arrivals.watched:
-            return True
-        if not is_nested():  # one that failed before, and nothing has closed its step since
-            self._parts.end_failed_pass()
-        noticed = at_end_of_pass(weakly(self._end_of_pass))
-        self._parts.arrivals.watched = now if noticed else None
-        return noticed
+    def check_waiting(self, gradients: Mapping[Tensor, Tensor]) -> None:
+        """Raise `Refused` if gradients wait that the norm of this step should have been of as well."""
+        late = next(iter(gradients), None)
+        if late is not None and self.max_norm is not None and self.disclosure.norm is not None:
+            raise Refused(
+                f"{self.hooks.describe(id(late))}: a gradient is in `.grad`, set by hand or left by release.paused(), which the "
+                "norm that the others were clipped by does not include. Let it come from the loss that release.guard() is "
+                "given, or use accumulation='hold'; optimizer.zero_grad() discards it."
+            )
 
-    @torch.no_grad()
-    def _end_of_pass(self) -> None:
-        parts = self._parts
-        with parts.lock:
-            self._parts.arrivals.watched = None
-            if not is_nested():
-                parts.communication.flush(always=True)
-            parts.launches.flush()
-            parts.conditioning.publish()
+    def forget(self, parameters: Iterable[Tensor]) -> None:
+        """Free their gradients unused."""
+        for parameter in list(parameters):
+            self.step.free(parameter)
 
-    def purpose(self) -> Purpose:
-        """What the gradients that come now are for."""
-        parts = self._parts
-        measured, releases = parts.measurement is not None, parts.lifecycle.policy is Policy.RELEASE
-        begun = any(parts.lifecycle.status(parameter) is Status.ACCUMULATED for parameter in parts.lifecycle.tensors())
-        return Purpose(measured=measured, last=measured or releases or self._is_last, first=not begun)
+    def _purpose(self) -> Purpose:
+        return self.step.purpose(measured=self._measures)
 
     def _held(self) -> list[Tensor]:
-        lifecycle = self._parts.lifecycle
-        return [parameter for parameter in lifecycle.tensors() if lifecycle.status(parameter) is Status.HELD]
-
-    def _in_order(self) -> list[Tensor]:
-        return [parameter for group in self.optimizer.param_groups for parameter in group["params"]]
-
-    def _backward_of_guarded(self, loss: Tensor, seed: Tensor) -> None:
-        if self._paused:
-            torch.autograd.backward(loss, seed)
-        else:
-            two_passes(self._parts, loss, seed, self._keep_bytes)
+        return [member.parameter for member in self.step.with_status(Status.HELD)]

@@ -10,9 +10,8 @@ import torch
 from torch import Tensor
 
 from ...core.errors import Refused
-from ..communication import Communication
-from .backward_pass import at_end_of_pass, is_nested, pass_number
-from .hooks import weakly
+from ..autograd.passes import at_end_of_pass, is_nested, pass_number, weakly
+from .protocol import Communication
 
 
 class HeldAverage:

@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import sys
+import weakref
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch.autograd import Variable
 
-_graph_task = getattr(torch._C, "_current_graph_task_id", None)  # not public: without it, no pass is told from another
+pass_number: Callable[[], int | None] = getattr(torch._C, "_current_graph_task_id", lambda: None)
+"""A number for the backward pass that is running. It is not public: None where torch does not have it, and no pass is told from
+another then."""
+
 _engine = getattr(Variable, "_execution_engine", None)  # as torch's own DistributedDataParallel has it: there is no public one
-
-
-def pass_number() -> int | None:
-    """A number for the backward pass that is running; None where it cannot be told."""
-    return None if _graph_task is None else _graph_task()
 
 
 def is_nested() -> bool:
@@ -30,11 +30,6 @@ def is_nested() -> bool:
             return True
         frame = frame.f_back  # type: ignore[assignment]
     return False
-
-
-def current_pass() -> int | None:
-    """A number for the pass that the user started; None in a nested one, which belongs to it, or where it cannot be told."""
-    return None if _graph_task is None or is_nested() else _graph_task()
 
 
 def is_compiled() -> bool:
@@ -55,3 +50,14 @@ def at_end_of_pass(callback: Callable[[], None]) -> bool:
     untraced = torch.compiler.disable
     engine.queue_callback(untraced(lambda: engine.queue_callback(untraced(callback))))
     return True
+
+
+def weakly(method: Callable[..., Any]) -> Callable[..., Any]:
+    """A bound method that does not keep its object alive, and does nothing once that is gone."""
+    reference = weakref.WeakMethod(method)
+
+    def call(*arguments: Any) -> Any:
+        found = reference()
+        return None if found is None else found(*arguments)
+
+    return call

@@ -16,27 +16,13 @@ from torch.utils.checkpoint import CheckpointFunction
 from .graph import Graph
 
 
-class StillToCome:
-    """The parameters whose gradients come again in the backward pass that is running."""
-
-    def __init__(self) -> None:
-        self._node: Any = None
-        self._parameters: set[Tensor] = set()
-
-    def __contains__(self, parameter: Tensor) -> bool:
-        """Whether more of this gradient comes, as far as the graph shows it; always False outside a checkpoint's own pass."""
-        node = _running_checkpoint()
-        if node is not self._node:
-            self._node, self._parameters = node, set()
-            if node is not None:
-                ahead = Graph.from_nodes(following for following, _ in node.next_functions)
-                self._parameters = ahead.leaves | ahead.behind_checkpoints
-        return parameter in self._parameters
-
-    def forget(self) -> None:
-        """Keep no graph alive."""
-        self._node = None
-        self._parameters = set()
+def still_to_come() -> set[Tensor]:
+    """The parameters whose gradients come again after the pass that is running, a checkpoint's, as far as the graph shows."""
+    node = _running_checkpoint()
+    if node is None:
+        return set()
+    ahead = Graph.from_nodes(following for following, _ in node.next_functions)
+    return ahead.leaves | ahead.behind_checkpoints
 
 
 def _running_checkpoint() -> Any:

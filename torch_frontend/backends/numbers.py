@@ -1,0 +1,74 @@
+"""The numbers of an update: the hyperparameters of a group, and the 0-d tensors that they become."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ...core.hyperparameters import Hyperparameters, Scalar
+from ...core.moments import Complements, debiased_complements, is_zero
+from ...core.rules import Rule
+
+KEPT = 32
+"""Numbers of different updates that a group keeps: tensors that were updated equally often share theirs."""
+
+
+class UpdateNumbers(NamedTuple):
+    """The numbers of one update as 0-d tensors in the compute dtype.
+
+    They are on the CPU, where every device reads them as scalars, or where the hyperparameter is. (A Python number would be
+    made a tensor at each use, which costs as much again as the operation on a small tensor.)
+
+    first, second: c1 and c2, the bias-corrected 1 - beta.
+    decay: what the step multiplies the parameter by; None where it is zero, or enters the gradient.
+    plain: the gradient enters the moments as it is, and no beta is zero, as in most updates.
+    """
+
+    first: Tensor
+    second: Tensor
+    eps: Tensor
+    decay: Tensor | None
+    learning_rate: Tensor
+    plain: bool
+
+
+def numbers_of(current: Hyperparameters, rule: Rule, complements: Complements, dtype: torch.dtype) -> UpdateNumbers:
+    """The numbers of an update with these hyperparameters."""
+
+    def tensor(value: Scalar) -> Tensor:
+        return torch.as_tensor(value, dtype=dtype)
+
+    decay = 0.0 if rule.l2 else current.decay_rate
+    return UpdateNumbers(
+        tensor(complements.first),
+        tensor(complements.second),
+        tensor(current.eps),
+        None if is_zero(decay) else tensor(decay),
+        tensor(current.learning_rate),
+        not (current.maximize or rule.l2 or is_zero(current.beta1) or is_zero(current.beta2)),
+    )
+
+
+class GroupSettings:
+    """The hyperparameters of a parameter group as they are now: one object a group, which all its slots share."""
+
+    def __init__(self, current: Hyperparameters) -> None:
+        self.hyperparameters = current
+        self._numbers: dict[Any, UpdateNumbers] = {}
+
+    def change(self, current: Hyperparameters) -> None:
+        """Take other hyperparameters from now on."""
+        self.hyperparameters = current
+        self._numbers.clear()
+
+    def numbers(self, rule: Rule, step: float, dtype: torch.dtype) -> UpdateNumbers:
+        """The numbers of update number `step`, from 1 on."""
+        found = self._numbers.get((step, dtype))
+        if found is None:
+            if len(self._numbers) >= KEPT:
+                self._numbers.clear()
+            complements = debiased_complements(self.hyperparameters, step, torch)
+            found = self._numbers[step, dtype] = numbers_of(self.hyperparameters, rule, complements, dtype)
+        return found
