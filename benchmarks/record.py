@@ -6,6 +6,7 @@ import datetime
 import json
 import os
 import platform
+import shlex
 import sys
 from importlib import metadata
 from pathlib import Path
@@ -25,7 +26,7 @@ def circumstances() -> dict[str, Any]:
     return {
         "versions": versions | {"python": platform.python_version()},
         "machine": {"processor": processor_name(), "cores": os.cpu_count(), "system": platform.system()},
-        "command": " ".join(["python", "-m", *_module_and_arguments()]),
+        "command": shlex.join(["python", "-m", *_module_and_arguments()]),
         "date": datetime.date.today().isoformat(),
     }
 

@@ -1,0 +1,73 @@
+"""make_update on many small leaves beside optax.adamw that was jitted and donated by hand, in turns."""
+
+from __future__ import annotations
+
+import statistics
+import time
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from benchmarks.goals import Goal, ratio
+from penstock.jax_frontend import adamw, make_update, stable_adamw
+
+LEAVES, WIDTH, LR, WARM_UP = (150, 1500), 16, 1e-3, 3
+BASELINE = "optax.adamw, jitted and donated by hand"
+AT_MOST = 1.15
+
+Update = Callable[[Any, Any, Any], tuple[Any, Any]]
+
+
+def by_hand(tx: optax.GradientTransformation) -> Update:
+    """What a user would write: (grads, state, params) -> (params, state), all three donated."""
+
+    def update(grads: Any, state: Any, params: Any) -> tuple[Any, Any]:
+        updates, state = tx.update(grads, state, params)
+        return optax.apply_updates(params, updates), state
+
+    return jax.jit(update, donate_argnums=(0, 1, 2))
+
+
+def measure(leaves: int, rounds: int) -> dict[str, dict[str, float]]:
+    """Median milliseconds of an update by candidate, the seconds of the first one, and the ratio to the baseline."""
+    transforms: dict[str, tuple[Callable[[Any], Any], Any]] = {
+        BASELINE: (by_hand, optax.adamw(LR)),
+        "make_update(optax.adamw)": (make_update, optax.adamw(LR)),
+        "make_update(adamw)": (make_update, adamw(LR)),
+        "make_update(stable_adamw)": (make_update, stable_adamw(LR)),
+        "adamw, jitted and donated by hand": (by_hand, adamw(LR)),
+    }
+    key = jax.random.key(0)
+    params = {f"leaf {number}": jax.random.normal(jax.random.fold_in(key, number), (WIDTH, WIDTH)) for number in range(leaves)}
+    copied = jax.jit(lambda tree: jax.tree.map(jnp.copy, tree))  # what is donated must be new each time
+    updates = {name: make(tx) for name, (make, tx) in transforms.items()}
+    states = {name: (copied(params), tx.init(params)) for name, (_, tx) in transforms.items()}
+    taken: dict[str, list[float]] = {name: [] for name in updates}
+    with warnings.catch_warnings():  # by hand no output takes the gradients' buffers, of which jax warns when it compiles
+        warnings.filterwarnings("ignore", "Some donated buffers were not usable")
+        for _ in range(WARM_UP + rounds):
+            for name, update in updates.items():
+                grads = jax.block_until_ready(copied(params))
+                own, state = states[name]
+                started = time.perf_counter()
+                states[name] = update(grads, state, own)
+                jax.block_until_ready(states[name][0])  # one program: the state is there with the parameters
+                taken[name].append(time.perf_counter() - started)
+    medians = {name: statistics.median(times[WARM_UP:]) for name, times in taken.items()}
+    return {
+        name: {"first_s": taken[name][0], "median_ms": 1e3 * median, "ratio": median / medians[BASELINE]}
+        for name, median in medians.items()
+    }
+
+
+def goals(leaves: int, found: dict[str, dict[str, float]]) -> list[Goal]:
+    """Of the rule that the baseline has, too."""
+    rows = ("make_update(optax.adamw)", "make_update(adamw)")
+    return [
+        Goal(f"JAX, {leaves} leaves: {row} / by hand", AT_MOST, ratio(found[row]["median_ms"], found[BASELINE]["median_ms"]))
+        for row in rows
+    ]

@@ -1,0 +1,128 @@
+"""Release over two gloo processes beside the base path, with what the collectives take shown apart.
+
+Every figure is processor time of the thread that runs backward(): waiting for the other process, and what gloo's own
+threads do, is not in it. So the time to start the collectives can be measured by itself and subtracted.
+"""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from collections import deque
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.multiprocessing.spawn import start_processes
+from torch.nn.parallel import DistributedDataParallel
+
+from benchmarks.goals import Goal
+
+from .host import MODE_GOAL
+from .modes import BASE, OPTIMIZERS, Mode, bare, released, row_name
+from .timing import Row, Timed, figures, interleave
+from .workloads import Workload
+
+RANKS, IN_FLIGHT = 2, 2
+GRADIENTS, SUMS = "collectives: one all-reduce a gradient", "collectives: one all-reduce of two numbers a block"
+
+
+def ddp(model: nn.Module) -> nn.Module:
+    """Wrapped, with torch's own buckets."""
+    return DistributedDataParallel(model)
+
+
+def fsdp2(model: nn.Module) -> nn.Module:
+    """Sharded, a block at a time."""
+    mesh = init_device_mesh("cpu", (RANKS,))
+    for block in model.children():
+        fully_shard(block, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    return model
+
+
+WRAPPERS: dict[str, Callable[[nn.Module], nn.Module]] = {"DDP": ddp, "FSDP2": fsdp2}
+
+
+def rows(alone: Any) -> list[Row]:
+    """All rows; `alone` is a process group of this process only, over which there is nothing to average.
+
+    DDP's and FSDP2's own collectives are in their bare rows. StableAdamW over shards needs one more a block.
+    """
+    found = [bare("bare"), collectives(GRADIENTS, each_gradient), collectives(SUMS, two_numbers)]
+    found += [bare(f"bare, {name}", wrap=wrap) for name, wrap in WRAPPERS.items()]
+    for rule in OPTIMIZERS:
+        base = row_name(rule, BASE.name)
+        found.append(released(rule, Mode(BASE.name, {"process_group": alone})))
+        found.append(released(rule, Mode("process group", less=("bare", GRADIENTS)), base=base))
+        for name, wrap in WRAPPERS.items():
+            over_shards = (SUMS,) if name == "FSDP2" and rule == "StableAdamW" else ()
+            found.append(released(rule, Mode(name, less=(f"bare, {name}", *over_shards)), wrap=wrap, base=base))
+    return found
+
+
+def collectives(name: str, sizes: Callable[[Workload], list[int]]) -> Row:
+    """All-reduces of these sizes and nothing else, a few under way at once."""
+
+    def start(workload: Workload) -> Timed:
+        buffers = [torch.zeros(size) for size in sizes(workload)]
+
+        def step() -> None:
+            under_way: deque[Any] = deque()
+            for buffer in buffers:
+                under_way.append(dist.all_reduce(buffer, async_op=True))
+                if len(under_way) > IN_FLIGHT:
+                    under_way.popleft().wait()
+            while under_way:
+                under_way.popleft().wait()
+
+        return Timed(step)
+
+    return Row(name, start)
+
+
+def each_gradient(workload: Workload) -> list[int]:
+    """Elements of every gradient."""
+    return [parameter.numel() for parameter in workload.model().parameters()]
+
+
+def two_numbers(workload: Workload) -> list[int]:
+    """A sum and a count for every block."""
+    return [2] * workload.count
+
+
+def measure(workload: Workload, rounds: int) -> dict[str, Any]:
+    """Both processes' run; the figures are the first one's, with the wall time of a step beside them."""
+    with tempfile.TemporaryDirectory() as directory:
+        start_processes(_rank, args=(workload, rounds, directory), nprocs=RANKS, start_method="spawn")
+        found = json.loads((Path(directory) / "figures.json").read_text())
+    return {"tensors": workload.tensors, "rounds": rounds, "ranks": RANKS, "clock": "thread", "rows": found}
+
+
+def _rank(rank: int, workload: Workload, rounds: int, directory: str) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{directory}/meeting", rank=rank, world_size=RANKS)
+    alone = [dist.new_group([each]) for each in range(RANKS)][rank]
+    found = rows(alone)
+    taken = interleave(found, workload, rounds, meet=dist.barrier, quiet=rank > 0)
+    if rank == 0:
+        by_thread, by_wall = (figures(found, taken, workload.tensors, clock=clock) for clock in ("thread", "wall"))
+        for row, figure in by_thread.items():
+            figure["wall_ms"] = by_wall[row]["step_ms"]
+        (Path(directory) / "figures.json").write_text(json.dumps(by_thread))
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def goals(found: dict[str, dict[str, float]]) -> list[Goal]:
+    """Of every path, a gradient, over the base path of the same rule."""
+    return [
+        Goal(f"2 processes: {name} / default", MODE_GOAL, found[name]["ratio_to_base"])
+        for rule in OPTIMIZERS
+        for name in (row_name(rule, path) for path in ("process group", *WRAPPERS))
+    ]
