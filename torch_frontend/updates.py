@@ -139,14 +139,14 @@ class TensorUpdates(Optimizer):
         self._skipped.add_unapplied(applied)
         return applied
 
-    def update(self, parameter: Tensor, gradient: Tensor) -> Tensor | None:
+    def update(self, parameter: Tensor, gradient: Tensor, *, measure: bool = False) -> Tensor | None:
         """`Action.UPDATE` of one parameter that is not sharded.
 
         Returns:
-            The sum of the gradient's squares in the compute dtype, 0-d, where the backend has it at hand.
+            With `measure`, the sum of the gradient's squares in the compute dtype, 0-d, where the backend has it at hand.
         """
         slot = self._slots.get(id(parameter)) or self._new_slot(parameter)
-        square = self._backend.update(slot, gradient, first=True, measure=True)
+        square = self._backend.update(slot, gradient, first=True, measure=measure)
         slot.state["step"].add_(_ONE)
         return square
 

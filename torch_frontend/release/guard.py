@@ -169,6 +169,7 @@ def _updating(release: Release, measured: Measurement) -> Iterator[bool]:
     disclosure.judged, disclosure.finite = True, measured.finite
     disclosure.norm = release.norm()
     release.decided_scale = scale
+    step.remember_settings(stepped=True)
     members = [step.members[id(parameter)] for parameter in norms if id(parameter) in step.members]
     for member in members:
         member.marker.scale = scale

@@ -220,15 +220,18 @@ class ClipEach:
 
     def __init__(self, disclosure: Disclosure, max_norm: float, following: Stage) -> None:
         self._squares = disclosure.squares
-        self._max_norm = max_norm
+        self._copies = disclosure.takes_more
+        self._max_norm = torch.tensor(max_norm, dtype=torch.float64)
         self._following = following
 
     def __call__(self, arrived: Sequence[Arrived]) -> None:
         """In place; autograd may share what was added to a marker, so that is copied."""
-        arrived = [(member, _own(member, gradient)) for member, gradient in arrived]
+        if self._copies:
+            arrived = [(member, _own(member, gradient)) for member, gradient in arrived]
         usable = [(member.key, gradient) for member, gradient in arrived if gradient is not None]
         norms = clip_by_norm_([gradient for _, gradient in usable], self._max_norm)
-        self._squares.update((key, norm.square()) for (key, _), norm in zip(usable, norms, strict=True))
+        for (key, _), norm in zip(usable, norms, strict=True):
+            self._squares[key] = norm * norm
         self._following(arrived)
 
 
@@ -267,31 +270,42 @@ class Update:
         self._squares = step.disclosure.squares
         self._skipped = skipped
         self._free = free
+        self._judges = step.optimizer.on_nonfinite != "propagate"
 
     def one(self, member: Member, gradient: Tensor) -> None:
         """The base case: one gradient, the whole of it, of a tensor that is not sharded."""
         if torch.is_grad_enabled():  # create_graph=True
             with torch.no_grad():
-                square = self._optimizer.update(member.parameter, gradient)
+                square = self._optimizer.update(member.parameter, gradient, measure=True)
         else:
-            square = self._optimizer.update(member.parameter, gradient)
+            square = self._optimizer.update(member.parameter, gradient, measure=True)
         self._squares[member.key] = square_sum(gradient) if square is None else square
         self._ledger.arrive_and_free(member.parameter, member.nbytes)
         self._free(member)
 
     def __call__(self, arrived: Sequence[Arrived]) -> None:
         """Several gradients; what they need from other processes comes in one exchange."""
-        step = self._step
         with contextlib.nullcontext() if not torch.is_grad_enabled() else torch.no_grad():
-            decided = [(member, gradient, *action_for(step, member, gradient is not None)) for member, gradient in arrived]
-            if len(arrived) > 1:  # they are alive together
-                for member, gradient, _, _ in decided:
-                    step.ledger.arrive(member.parameter, member.nbytes)
-            self.perform([(m.parameter, g, action) for m, g, action, _ in decided if action is not Action.DISCARD])
-            for member, _, _, status in decided:
-                step.set_status(member.key, status)
+            member, gradient = arrived[0]
+            alone = len(arrived) == 1 and gradient is not None and member.key in self._step.released
+            if alone and not self._judges and type(gradient) is Tensor:
+                self._optimizer.update(member.parameter, gradient)
+                self._ledger.arrive_and_free(member.parameter, member.nbytes)
                 self._free(member)
-                step.ledger.arrive_and_free(member.parameter, member.nbytes)
+            else:
+                self._use(arrived)
+
+    def _use(self, arrived: Sequence[Arrived]) -> None:
+        step = self._step
+        decided = [(member, gradient, *action_for(step, member, gradient is not None)) for member, gradient in arrived]
+        if len(arrived) > 1:  # they are alive together
+            for member, _ in arrived:
+                step.ledger.arrive(member.parameter, member.nbytes)
+        self.perform([(m.parameter, g, action) for m, g, action, _ in decided if action is not Action.DISCARD])
+        for member, _, _, status in decided:
+            step.set_status(member.key, status)
+            self._free(member)
+            step.ledger.arrive_and_free(member.parameter, member.nbytes)
 
     def perform(self, tasks: Sequence[tuple[Tensor, Tensor | None, Action]]) -> None:
         """The optimizer's part: parameter, gradient, action."""
