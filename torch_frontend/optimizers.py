@@ -123,7 +123,7 @@ class ReleasableOptimizer(TensorUpdates):
         try:
             check_group(self.rule, group)
             if self.release is not None:
-                self.release.hooks.check_ownership(group["params"])
+                self.release.check_ownership(group["params"])
         except Exception:
             del self.param_groups[before:]
             raise

@@ -13,7 +13,7 @@ from ...core.errors import Refused
 from ...core.release import Action, Status
 from ..autograd.passes import is_nested, pass_number
 from ..communication.shards import is_sharded
-from .pipeline import Arrived, Free, Update, action_for
+from .stages import Arrived, Free, Update, action_for
 from .step import Member, Step
 
 SMALL_BYTES = 2**16

@@ -130,13 +130,12 @@ class Step:
         """
         now = pass_number()
         nested = is_nested()
-        if not nested and self._one_pass and not measures:
-            if self._top is not None and now is not None and now != self._top:
-                raise Refused(
-                    f"{self.disclosure.describe(id(parameter))}: a second backward() before optimizer.step(), after the first "
-                    "has updated parameters. Call optimizer.step() after each backward; or add the losses up and call "
-                    "backward() once; or declare the micro-batches with accumulation='hold' or 'state'."
-                )
+        if not nested and self._one_pass and not measures and None not in (self._top, now) and now != self._top:
+            raise Refused(
+                f"{self.disclosure.describe(id(parameter))}: a second backward() before optimizer.step(), after the first "
+                "has updated parameters. Call optimizer.step() after each backward; or add the losses up and call "
+                "backward() once; or declare the micro-batches with accumulation='hold' or 'state'."
+            )
         if not nested or self.pass_id is self:
             self.refresh()
             if self.pass_id is self and not self._status:  # the first pass of a step
