@@ -5,22 +5,13 @@ from __future__ import annotations
 import functools
 import weakref
 from collections.abc import Callable, Iterable
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from ...core.errors import Refused
 from ..communication.shards import is_sharded
-
-
-class Owner(Protocol):
-    """What hooks belong to."""
-
-    def arrive(self, parameter: Tensor) -> None:
-        """The gradient of `parameter` is in `.grad`."""
-        ...
-
 
 _ACTIVE: weakref.WeakSet[Any] = weakref.WeakSet()
 """Every release in force: a parameter belongs to at most one of them."""
@@ -32,10 +23,11 @@ _HANDLES: weakref.WeakKeyDictionary[nn.Module, list[tuple[weakref.ref[Any], Any]
 class Hooks:
     """One hook on each released parameter, called inside the backward pass with the gradient in `.grad`.
 
-    It holds its owner weakly, and no parameter: torch's collector cannot see a cycle that leads through a hook.
+    It calls `arrive(parameter)` of its owner, which it holds weakly. It holds no parameter: torch's collector cannot see a
+    cycle that leads through a hook.
     """
 
-    def __init__(self, owner: Owner, model: nn.Module) -> None:
+    def __init__(self, owner: Any, model: nn.Module) -> None:
         self._owner = weakref.ref(owner)
         self._model = weakref.ref(model)
         self._handles: dict[Tensor, Any] = {}
@@ -134,7 +126,7 @@ def _described(names: dict[int, str], key: int) -> str:
     return f"parameter {names[key]!r}" if key in names else "a parameter that the model does not name"
 
 
-def _on_gradient(reference: weakref.ref[Owner], parameter: Tensor) -> None:
+def _on_gradient(reference: weakref.ref[Any], parameter: Tensor) -> None:
     owner = reference()
     if owner is None:
         parameter.grad = None

@@ -118,7 +118,7 @@ class ReleasedGradient(Tensor):
     @staticmethod
     def __new__(cls, like: Tensor, disclosure: Disclosure, key: int) -> ReleasedGradient:
         """A marker of this tensor's shape, strides, dtype and device."""
-        marker = torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
+        marker = torch.Tensor._make_wrapper_subclass(
             cls, like.shape, strides=like.stride(), dtype=like.dtype, device=like.device
         )
         _NO_POINTER(marker)
@@ -131,7 +131,9 @@ class ReleasedGradient(Tensor):
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         """Answer what is known, let through what changes nothing, refuse everything else."""
         handler = _HANDLERS.get(func)
         if handler is not None:
@@ -157,7 +159,7 @@ class ReleasedGradient(Tensor):
             norm = torch.where(norm.isfinite(), norm.clamp(max=torch.finfo(torch.float32).max), norm).to(torch.float32)
         return norm
 
-    def __repr__(self, *, tensor_contents: Any = None) -> str:
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return f"ReleasedGradient({self.disclosure.describe(self.key)}, shape={tuple(self.shape)}, dtype={self.dtype})"
 
     def __deepcopy__(self, memo: dict[int, Any]) -> None:
@@ -168,7 +170,7 @@ class ReleasedGradient(Tensor):
     def _refuse_memory(self, *args: Any, **kwargs: Any) -> Any:
         raise self.disclosure.refuse(self, "access to its memory")
 
-    __reduce_ex__ = __dlpack__ = numpy = tolist = data_ptr = _typed_storage = storage = _refuse_memory  # type: ignore[assignment]
+    __reduce_ex__ = __dlpack__ = numpy = tolist = data_ptr = _typed_storage = storage = _refuse_memory
 
     def untyped_storage(self) -> torch.UntypedStorage:
         """Empty; the compiler and memory trackers look at it."""

@@ -64,6 +64,8 @@ class Pipeline:
         decided_scale: of the loss whose gradient guard() has judged in this step.
     """
 
+    arrive: Callable[[Tensor], None]
+
     def __init__(
         self,
         model: nn.Module,
@@ -109,7 +111,7 @@ class Pipeline:
     def compose(self) -> None:
         """Build the pipeline that what was asked for, and what the parameters are, need."""
         step, local = self.step, self.alone
-        free = self.communication.free_after_pass if self.communication.name == "ddp" else leave_marker
+        free = getattr(self.communication, "free_after_pass", leave_marker)  # DistributedDataParallel uses `.grad` itself
         self.update = Update(step, self.skip_count, free)
         stage: Stage = self.update
         if self.optimizer.launches_together:
@@ -128,7 +130,7 @@ class Pipeline:
         after_arrival = one_by_one(stage) if local else self._average
         before = None if self.queue is None else self.queue.before
         if self.paused:
-            self.arrive: Callable[[Tensor], None] = Keeping(step, self._keep)
+            self.arrive = Keeping(step, self._keep)
         elif self.step.policy is Policy.RELEASE:
             check = self._refuse_unguarded if self.needs_guard else before
             self.arrive = Arrival(step, self.update.one if base else after_arrival, check)

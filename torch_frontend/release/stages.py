@@ -251,9 +251,9 @@ class Rescale:
 
 def rescale_(gradient: Tensor | None, factors: Sequence[Tensor | float]) -> None:
     """Multiply a gradient by each factor, in place."""
-    here = local(gradient)
-    for factor in factors if here is not None else ():
-        here.mul_(factor.to(here.device) if isinstance(factor, Tensor) else factor)
+    if gradient is not None:
+        for factor in factors:
+            local(gradient).mul_(factor.to(gradient.device) if isinstance(factor, Tensor) else factor)
 
 
 class Update:
