@@ -311,7 +311,7 @@ def test_offsets_are_wider_than_32_bits() -> None:
     scratch = torch.zeros(4, dtype=torch.int32)
     AdamW([torch.zeros(1)], backend="triton")  # makes the interpreter round as it should
     update_group[(1,)](
-        items, torch.tensor(row), torch.zeros(1), torch.zeros(1), scratch, 1, 1, None, None, None,
+        items, torch.tensor(row), torch.zeros(1), torch.zeros(1), scratch, 1, 1, None, None,
         1.0, 0.0, 1.0, 0.0, 0.25, 1e-6, 1e-12, 0.0,
         PHASES="write", CLIP=False, ZERO1=False, ZERO2=False, L2=False, MAXIMIZE=False, COMPENSATION="none",
         EACH=False, STEP_ON_DEVICE=False,
