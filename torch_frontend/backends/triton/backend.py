@@ -16,9 +16,7 @@ from ....core.moments import is_zero
 from ...array_ops import DTYPES, dtype_name
 from ..backend import OverShards, TensorSlot
 from . import kernels, work
-from .availability import interpreted
 from .configuration import Configuration, Device, configuration, wave_elements
-from .interpreter import call_helpers_directly, count_with_scalars, round_like_a_device
 from .launch import Launch, Launcher, on
 from .memory import Operands, Scratches, alignment, capturing, check_device, operands
 from .numbers import numbers_of
@@ -69,10 +67,6 @@ class TritonBackend:
     one_launch = True
 
     def __init__(self) -> None:
-        if interpreted():
-            round_like_a_device()
-            count_with_scalars()
-            call_helpers_directly()
         self._scratch = Scratches()
         self._tables = GroupTables()
         self._launch = Launcher()
