@@ -101,24 +101,25 @@ def test_audit_of_a_beta_of_zero(programs: dict[Any, Any]) -> None:
 
 
 def test_audit_of_numbers_on_the_device_at_any_address(programs: dict[Any, Any]) -> None:
-    """A part of a larger tensor begins anywhere: a factor of the gradients, a number of updates, a mean square."""
+    """A part of a larger tensor begins anywhere: a number of updates, a mean square."""
     optimizer = optimizer_of((40,), torch.bfloat16, capturable=True)
     (p,) = optimizer._parameters()
     backend, slot = optimizer._backend, optimizer._slot(p)
     numbers = torch.ones(8)
     for first, second in ((0, 4), (1, 5), (2, 7)):
         slot.state["step"], slot.state["mean_square"] = numbers[first], numbers[second]
-        for scale in (numbers[0], numbers[first]):
-            backend.update_all([(slot, p.grad)], grad_scale=scale)
-            backend.accumulate(slot, p.grad, first=False, grad_scale=scale)
+        backend.update_all([(slot, p.grad)])
+        backend.accumulate(slot, p.grad, first=False)
     assert [len(kernel.device_caches[0][0]) for kernel in (update_group, update_tensor)] == [1, 1]
 
 
 def test_audit_of_what_does_make_another_program(programs: dict[Any, Any]) -> None:
-    """A factor, and one of another dtype; each key is that of one program."""
+    """A mean square of earlier micro-batches, and one of another dtype; each key is that of one program."""
     optimizer = optimizer_of((40,), torch.bfloat16)
-    pairs = [(slot, slot.parameter.grad) for slot in optimizer._slots(optimizer._parameters())]
-    factor = torch.ones(())
-    for scale in (None, factor, factor.double(), None):
-        optimizer._backend.update_all(pairs, grad_scale=scale)
-    assert len(update_group.device_caches[0][0]) == len(programs) == 3
+    (p,) = optimizer._parameters()
+    slot = optimizer._slot(p)
+    square = torch.ones(())
+    for before in (None, square, square.double(), None):
+        slot.state["mean_square"] = before
+        optimizer._backend.accumulate(slot, p.grad, first=before is None)
+    assert len(update_tensor.device_caches[0][0]) == len(programs) == 3

@@ -16,9 +16,7 @@ from ....core.moments import is_zero
 from ...array_ops import DTYPES, dtype_name
 from ..backend import OverShards, TensorSlot
 from . import kernels, work
-from .availability import interpreted
 from .configuration import Configuration, Device, configuration, wave_elements
-from .interpreter import call_helpers_directly, count_with_scalars, round_like_a_device
 from .launch import Launch, Launcher, on
 from .memory import Operands, Scratches, alignment, capturing, check_device, operands
 from .numbers import numbers_of
@@ -69,10 +67,6 @@ class TritonBackend:
     one_launch = True
 
     def __init__(self) -> None:
-        if interpreted():
-            round_like_a_device()
-            count_with_scalars()
-            call_helpers_directly()
         self._scratch = Scratches()
         self._tables = GroupTables()
         self._launch = Launcher()
@@ -83,15 +77,14 @@ class TritonBackend:
         self,
         pairs: Sequence[tuple[TensorSlot, Tensor]],
         *,
-        grad_scale: Tensor | None = None,
         over_shards: OverShards | None = None,
     ) -> None:
         """See `Backend`. With `over_shards` there are two launches for one."""
         groups = _alike(pairs)
         if over_shards is None:
-            self._launch([self._together(jobs, grad_scale) for jobs in groups])
+            self._launch([self._together(jobs) for jobs in groups])
             return
-        apart = [self._apart(jobs, None, grad_scale) for jobs in groups]
+        apart = [self._apart(jobs, None) for jobs in groups]
         self._launch([one.measure for one in apart])
         here = {id(job.slot): square for one in apart for job, square in zip(one.jobs, one.squares.unbind(), strict=True)}
         for slot, _ in pairs:
@@ -103,27 +96,25 @@ class TritonBackend:
             one.squares.copy_(torch.stack([there[id(job.slot)] for job in one.jobs]))
         self._launch([one.write for one in apart])
 
-    def update_all_if_finite(self, pairs: Sequence[tuple[TensorSlot, Tensor]], *, grad_scale: Tensor | None = None) -> Tensor:
+    def update_all_if_finite(self, pairs: Sequence[tuple[TensorSlot, Tensor]]) -> Tensor:
         """See `ChecksOnDevice`. Everything is measured before anything is written: two launches instead of one."""
         devices = {slot.parameter.device for slot, _ in pairs}
         flags = {device: torch.ones((), dtype=torch.float32, device=device) for device in devices}
-        apart = [self._apart(jobs, flags[_device(jobs)], grad_scale) for jobs in _alike(pairs)]
+        apart = [self._apart(jobs, flags[_device(jobs)]) for jobs in _alike(pairs)]
         self._launch([one.measure for one in apart])
         applied = _combined(flags)
         self._launch([one.write for one in apart])
         return applied
 
-    def update_each_if_finite(
-        self, pairs: Sequence[tuple[TensorSlot, Tensor]], *, grad_scale: Tensor | None = None
-    ) -> list[Tensor]:
+    def update_each_if_finite(self, pairs: Sequence[tuple[TensorSlot, Tensor]]) -> list[Tensor]:
         """See `ChecksOnDevice`. Of several alike two launches, of one by itself one."""
         if len(pairs) == 1:
-            return [self.update_if_finite(*pairs[0], grad_scale=grad_scale)]
+            return [self.update_if_finite(*pairs[0])]
         applied: dict[int, Tensor] = {}
         apart = []
         for jobs in _alike(pairs):
             flags = torch.ones(len(jobs), dtype=torch.float32, device=_device(jobs))
-            apart.append(self._apart(jobs, flags, grad_scale, each=True))
+            apart.append(self._apart(jobs, flags, each=True))
             applied |= zip((id(job.slot) for job in jobs), flags.unbind(), strict=True)
         self._launch([one.measure for one in apart])
         self._launch([one.write for one in apart])
@@ -132,15 +123,15 @@ class TritonBackend:
             for slot, _ in pairs
         ]
 
-    def _together(self, jobs: Sequence[Job], grad_scale: Tensor | None) -> Launch:
+    def _together(self, jobs: Sequence[Job]) -> Launch:
         """One launch that measures, if the rule clips, and writes."""
         phases = "both" if jobs[0].slot.rule.clips_update else "write"
-        return self._ready(jobs, phases, _squares(jobs), None, grad_scale)
+        return self._ready(jobs, phases, _squares(jobs), None)
 
-    def _apart(self, jobs: Sequence[Job], applied: Tensor | None, grad_scale: Tensor | None, *, each: bool = False) -> Apart:
+    def _apart(self, jobs: Sequence[Job], applied: Tensor | None, *, each: bool = False) -> Apart:
         squares = _squares(jobs)
-        measure = self._ready(jobs, "measure", squares, applied, grad_scale, each=each)
-        return Apart(jobs, squares, measure, self._ready(jobs, "write", squares, applied, grad_scale, each=each))
+        measure = self._ready(jobs, "measure", squares, applied, each=each)
+        return Apart(jobs, squares, measure, self._ready(jobs, "write", squares, applied, each=each))
 
     def _ready(
         self,
@@ -148,7 +139,6 @@ class TritonBackend:
         phases: str,
         squares: Tensor,
         applied: Tensor | None,
-        grad_scale: Tensor | None,
         *,
         each: bool = False,
     ) -> Launch:
@@ -185,7 +175,6 @@ class TritonBackend:
                 tables.ticket_count,
                 len(jobs),
                 applied,
-                _scale_on(device, grad_scale),
                 buffer,
                 *numbers,
             )
@@ -196,24 +185,24 @@ class TritonBackend:
 
     # -- one tensor -----------------------------------------------------------------------------------------------------
 
-    def update(self, slot: TensorSlot, gradient: Tensor, *, first: bool, grad_scale: Tensor | None = None) -> None:
+    def update(self, slot: TensorSlot, gradient: Tensor, *, first: bool) -> None:
         """See `Backend`."""
-        self._launch_tensor(slot, gradient, "update", first, grad_scale)
+        self._launch_tensor(slot, gradient, "update", first)
         slot.state.pop("mean_square", None)
 
-    def update_if_finite(self, slot: TensorSlot, gradient: Tensor, *, grad_scale: Tensor | None = None) -> Tensor:
+    def update_if_finite(self, slot: TensorSlot, gradient: Tensor) -> Tensor:
         """See `ChecksOnDevice`."""
         applied = torch.ones((), dtype=torch.float32, device=gradient.device)
-        self._launch_tensor(slot, gradient, "update", True, grad_scale, applied)
+        self._launch_tensor(slot, gradient, "update", True, applied)
         return applied
 
-    def accumulate(self, slot: TensorSlot, gradient: Tensor, *, first: bool, grad_scale: Tensor | None = None) -> None:
+    def accumulate(self, slot: TensorSlot, gradient: Tensor, *, first: bool) -> None:
         """See `Backend`."""
-        slot.state["mean_square"] = self._launch_tensor(slot, gradient, "accumulate", first, grad_scale)
+        slot.state["mean_square"] = self._launch_tensor(slot, gradient, "accumulate", first)
 
     def apply(self, slot: TensorSlot) -> None:
         """See `Backend`."""
-        self._launch_tensor(slot, None, "apply", False, None)
+        self._launch_tensor(slot, None, "apply", False)
         slot.state.pop("mean_square")
 
     def _launch_tensor(
@@ -222,7 +211,6 @@ class TritonBackend:
         gradient: Tensor | None,
         action: str,
         first: bool,
-        grad_scale: Tensor | None,
         applied: Tensor | None = None,
     ) -> Tensor | float:
         """One launch; the summed mean square where the rule clips."""
@@ -255,7 +243,6 @@ class TritonBackend:
                 before,
                 after,
                 applied,
-                _scale_on(device, grad_scale),
                 buffer,
                 *numbers,
             )
@@ -355,10 +342,6 @@ def _check_capture(slot: TensorSlot, device: torch.device) -> None:
             "a step can be captured in a CUDA graph only where the number of updates is kept on the device; construct the "
             "optimizer with capturable=True."
         )
-
-
-def _scale_on(device: torch.device, grad_scale: Tensor | None) -> Tensor | None:
-    return None if grad_scale is None else grad_scale.to(device, non_blocking=True)
 
 
 def _combined(flags: dict[torch.device, Tensor]) -> Tensor:
