@@ -269,7 +269,8 @@ class StableAdamW(ReleasableOptimizer):
             dtype), "split" (bfloat16 and an int16 are together the exact float32), or "auto": split for bfloat16, kahan
             for float16.
         state_dtype: dtype of the moments; default: the parameter's, and float32 for a second moment that it cannot hold.
-        backend: "auto", "triton", "compiled" or "eager". What "auto" picked is in `.backend`.
+        backend: "auto", "triton", "compiled" or "eager". "auto" is triton on CUDA devices, and eager elsewhere, which starts at
+            once; what it picked is in `.backend`.
         on_nonfinite: a gradient with an infinity or a NaN: "propagate" it, "skip" the step and count it in `.skipped`, or
             "raise" before anything is changed. The last two wait for the device, except that backend="triton" with
             capturable=True skips without anybody waiting: a step(), and under release a gradient.
