@@ -22,6 +22,13 @@ def gradient_norm(gradient: Tensor) -> Tensor:
     return torch.linalg.vector_norm(gradient, dtype=torch.float32 if gradient.device.type == "mps" else torch.float64)
 
 
+def square_sum(gradient: Tensor) -> Tensor:
+    """The sum of a gradient's squares in float32 or its own dtype if that is wider, 0-d; of the local part of a sharded one."""
+    here = local(gradient)
+    wide = torch.float32 if here.dtype.itemsize < 4 else here.dtype
+    return torch.linalg.vector_norm(here, dtype=wide).square()
+
+
 def is_finite(gradient: Tensor, norm: Tensor) -> Tensor:
     """Whether no element of the gradient, of a sharded one of the part that lies here, is an infinity or a NaN; 0-d.
 

@@ -8,13 +8,13 @@ from torch import Tensor
 from ...core.errors import NonFiniteGradient, Refused
 from ...core.release import Action, Decision, Status, ZeroGrad
 from ...core.release import Step as StepCalled
-from ..clipping import clip_by_norm_, clip_coefficient
+from ..clipping import clip_by_norm_, clip_coefficient, square_sum
 from ..communication.shards import is_released
 from ..finiteness import all_finite, finite
 from ..groups import check_gradient
 from .pipeline import Pipeline
 from .queue import batches
-from .stages import count_skipped, rescale_, square_sum
+from .stages import count_skipped, rescale_
 
 
 @torch.no_grad()
@@ -79,7 +79,13 @@ def _use_waiting(pipeline: Pipeline, waiting: dict[Tensor, Tensor | None]) -> No
         return
     step.refresh()
     gradients = {p: gradient for p, gradient in waiting.items() if gradient is not None}
-    pipeline.check_waiting(gradients)
+    late = next(iter(gradients), None)
+    if late is not None and pipeline.max_norm is not None and step.disclosure.norm is not None:
+        raise Refused(
+            f"{step.disclosure.describe(id(late))}: a gradient is in `.grad`, set by hand or left by release.paused(), which "
+            "the norm that the others were clipped by does not include. Let it come from the loss that release.guard() is "
+            "given, or use accumulation='hold'; optimizer.zero_grad() discards it."
+        )
     # Where nothing was updated yet, gradients are judged together, as a plain step() does.
     together = not step.released and all(step.held(p) for p in waiting)
     by_device = together and bool(gradients) and optimizer.checks_on_device(gradients)

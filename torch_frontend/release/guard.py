@@ -21,6 +21,7 @@ from torch.utils.checkpoint import CheckpointFunction
 from ...core.errors import NonFiniteGradient, PenstockError, Refused
 from ...core.release import Ledger
 from ..autograd.graph import Graph
+from ..autograd.leaves import SetAside
 from ..autograd.passes import is_compiled
 from ..clipping import clip_coefficient, gradient_norm, is_finite
 from ..communication.shards import is_sharded, sum_over_shards
@@ -168,7 +169,7 @@ def _updating(pipeline: Pipeline, measured: Measurement) -> Iterator[bool]:
     disclosure.judged, disclosure.finite = True, measured.finite
     disclosure.norm = pipeline.norm()
     pipeline.decided_scale = scale
-    step.remember_settings(stepped=True)
+    step.settings.remember(pipeline.optimizer.param_groups, stepped=True)
     members = [step.members[id(parameter)] for parameter in norms if id(parameter) in step.members]
     for member in members:
         member.marker.scale = scale
@@ -258,20 +259,3 @@ def require_whole(pipeline: Pipeline, parameters: Iterable[Tensor]) -> None:
             "guarded ones: the norm would be of a part of the gradient. Guard all of it: "
             "release.guard(loss + regulariser).backward()."
         )
-
-
-class SetAside:
-    """The gradients of some leaves, set aside while a pass runs that is not to add to them."""
-
-    def __init__(self, leaves: Iterable[Tensor]) -> None:
-        self._gradients = {leaf: leaf.grad for leaf in leaves}
-        for leaf in self._gradients:
-            leaf.grad = None
-
-    def restore(self, *, add: bool = False) -> None:
-        """Put them back; with `add`, as if the pass had added to them."""
-        for leaf, gradient in self._gradients.items():
-            if not add or leaf.grad is None:
-                leaf.grad = gradient
-            elif gradient is not None:
-                leaf.grad = gradient + leaf.grad

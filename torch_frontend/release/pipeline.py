@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, Protocol
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -26,7 +26,7 @@ from ..finiteness import SkipCount
 from ..optimizers import ReleasableOptimizer
 from .hooks import Hooks
 from .marker import Disclosure
-from .queue import SmallUpdateQueue, members_of
+from .queue import SmallUpdateQueue
 from .stages import (
     AccumulatingArrival,
     Arrival,
@@ -43,14 +43,6 @@ from .stages import (
     one_by_one,
 )
 from .step import Member, Step
-
-
-class Scaler(Protocol):
-    """What release needs of a `torch.amp.GradScaler`."""
-
-    def get_scale(self) -> float:
-        """What losses are multiplied by now."""
-        ...
 
 
 class Pipeline:
@@ -78,7 +70,7 @@ class Pipeline:
         averages: Callable[[], bool] | None = None,
         max_norm: float | None = None,
         clipping: str = "exact",
-        scaler: Scaler | None = None,
+        scaler: Any = None,
     ) -> None:
         self.optimizer = optimizer
         self.communication = communication
@@ -103,7 +95,7 @@ class Pipeline:
         self.disclosure.after_refusal = weakly(self._discard_refused)
         self._last = last
         self.paused = 0  # contexts that leave gradients in `.grad`
-        self._measures = False
+        self._in_guard = self._measures = False
         self.compose()
 
     # -- composition ----------------------------------------------------------------------------------------------------
@@ -136,9 +128,10 @@ class Pipeline:
             self.arrive = Arrival(step, self.update.one if base else after_arrival, check)
         else:
             keep = functools.partial(self._keep, averages=True)
-            self.arrive = AccumulatingArrival(step, after_arrival, before, last=self._is_last, keep=keep)
-        if self.communication.name == "ddp" and not self.paused:
-            self.arrive = self._kept_in_no_sync(self.arrive)
+            self.arrive = AccumulatingArrival(step, after_arrival, before, last=self._last, keep=keep)
+        if self.communication.name == "ddp" and not self.paused:  # inside no_sync() it only adds up
+            arrive, kept = self.arrive, Keeping(step, self._keep)
+            self.arrive = lambda parameter: (kept if self.communication.keeps() else arrive)(parameter)
 
     @contextlib.contextmanager
     def measuring(self, measurement: Any) -> Iterator[None]:
@@ -148,12 +141,8 @@ class Pipeline:
             if self.step.to_come or parameter in measurement.norms:
                 self.step.check_whole(parameter, seen=parameter in measurement.norms)
 
-        with self._instead(MeasuringArrival, measurement, check):
-            self._measures = True
-            try:
-                yield
-            finally:
-                self._measures = False
+        with self._instead(MeasuringArrival, measurement, check, measures=True):
+            yield
 
     @contextlib.contextmanager
     def updating(self, factors: Sequence[Tensor | float]) -> Iterator[None]:
@@ -166,15 +155,16 @@ class Pipeline:
             self._rescale.factors = ()
 
     @contextlib.contextmanager
-    def _instead(self, arrival: type[Arrival], stage: Stage, check: Any) -> Iterator[None]:
+    def _instead(self, arrival: type[Arrival], stage: Stage, check: Any, *, measures: bool = False) -> Iterator[None]:
         self.step.refresh()
         before = self.arrive, self.use
-        self.use = stage
+        self.use, self._in_guard, self._measures = stage, True, measures
         self.arrive = arrival(self.step, one_by_one(stage) if self.alone else self._average, check)
         try:
             yield
         finally:
             self.arrive, self.use = before
+            self._in_guard = self._measures = False
 
     # -- stages that belong to the release ------------------------------------------------------------------------------
 
@@ -194,7 +184,7 @@ class Pipeline:
         with step.lock:
             if not self._measures and self._keeps:  # averaged in a backward that only adds up
                 return
-            members = members_of(step, parameters)  # the others were taken out of their groups
+            members = [step.members[id(p)] for p in parameters if id(p) in step.members]  # others left their groups
             arrived: list[Arrived] = [(m, m.parameter.grad) for m in members if m.parameter.grad is not None]
             for member, gradient in arrived:
                 assert gradient is not None
@@ -216,10 +206,6 @@ class Pipeline:
         holds = self.step.policy is Policy.HOLD and not self.step.last
         return bool(self.paused) or holds or self.communication.keeps()
 
-    def _kept_in_no_sync(self, arrive: Callable[[Tensor], None]) -> Callable[[Tensor], None]:
-        keep = Keeping(self.step, self._keep)
-        return lambda parameter: (keep if self.communication.keeps() else arrive)(parameter)
-
     def _refuse_unguarded(self, parameter: Tensor) -> None:
         described = self.hooks.describe(id(parameter))
         if self.scaler is not None:
@@ -233,9 +219,6 @@ class Pipeline:
             "clipping='per_tensor'."
         )
 
-    def _is_last(self) -> bool:
-        return bool(self._last())
-
     @property
     def needs_guard(self) -> bool:
         """Whether gradients may be used only in the second pass of guard()."""
@@ -245,7 +228,7 @@ class Pipeline:
 
     def _watch_pass(self) -> bool:
         """Have the end of the running pass noticed: what waits is used then. False if it will not be noticed."""
-        if self._measures or self._rescale.factors or self.arrive.__class__ is MeasuringArrival:
+        if self._in_guard:  # which ends its passes itself
             return True
         now = pass_number()
         if now is not None and now == self.step.watched:
@@ -333,22 +316,12 @@ class Pipeline:
     @property
     def norm_is_infinite(self) -> bool:
         """Whether the gradient of this step is not finite. Synchronises."""
-        norm = self.norm()
+        norm = self.last_norm
         return norm is not None and not bool(torch.isfinite(norm))
 
     def scale(self) -> float:
         """What the loss, and so every gradient, is multiplied by."""
         return 1.0 if self.scaler is None else float(self.scaler.get_scale())
-
-    def check_waiting(self, gradients: Mapping[Tensor, Tensor]) -> None:
-        """Raise `Refused` if gradients wait that the norm of this step should have been of as well."""
-        late = next(iter(gradients), None)
-        if late is not None and self.max_norm is not None and self.disclosure.norm is not None:
-            raise Refused(
-                f"{self.hooks.describe(id(late))}: a gradient is in `.grad`, set by hand or left by release.paused(), which "
-                "the norm that the others were clipped by does not include. Let it come from the loss that release.guard() is "
-                "given, or use accumulation='hold'; optimizer.zero_grad() discards it."
-            )
 
     def forget(self, parameters: Iterable[Tensor]) -> None:
         """Free their gradients unused."""

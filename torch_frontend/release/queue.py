@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -194,8 +194,3 @@ class _Queue:
                     now.wait_stream(stream)
                     self.gradients[member].record_stream(now)
         return self.gradients
-
-
-def members_of(step: Step, parameters: Iterable[Tensor]) -> list[Member]:
-    """The members that these parameters are."""
-    return [step.members[id(parameter)] for parameter in parameters if id(parameter) in step.members]

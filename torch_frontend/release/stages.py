@@ -18,7 +18,7 @@ from torch import Tensor
 from ...core.errors import PenstockError
 from ...core.release import Action, GradientReady, Policy, Status
 from ..autograd.passes import pass_number
-from ..clipping import clip_by_norm_
+from ..clipping import clip_by_norm_, square_sum
 from ..communication.shards import is_sharded, local
 from ..finiteness import SkipCount, finite
 from ..groups import PLAIN_GRADIENT, check_gradient
@@ -316,7 +316,7 @@ class Update:
         for _, _, action in tasks:
             steps &= action.steps
             all_update &= action is Action.UPDATE
-        self._step.remember_settings(stepped=steps)
+        self._step.settings.remember(optimizer.param_groups, stepped=steps)
         checks = all_update and optimizer.checks_on_device(parameter for parameter, _, _ in tasks)
         applied = optimizer.perform_all(tasks, if_finite=checks)
         if applied:
@@ -335,13 +335,6 @@ def action_for(step: Step, member: Member, finite: bool) -> tuple[Action, Status
 def leave_marker(member: Member) -> None:
     """Free the gradient: `.grad` says that it was used."""
     member.parameter.grad = member.placed
-
-
-def square_sum(gradient: Tensor) -> Tensor:
-    """The sum of a gradient's squares in float32 or its own dtype if that is wider, 0-d; of the local part of a sharded one."""
-    here = local(gradient)
-    wide = torch.float32 if here.dtype.itemsize < 4 else here.dtype
-    return torch.linalg.vector_norm(here, dtype=wide).square()
 
 
 def _own(member: Member, gradient: Tensor | None) -> Tensor | None:
