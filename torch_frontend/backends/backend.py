@@ -30,6 +30,7 @@ class TensorSlot:
         the moments.
     compensation: resolved: "none", "kahan" or "split".
     capturable: "step" is on the parameter's device and must not be waited for.
+    plan: what a backend keeps for this tensor; it goes with the slot, and dataclasses.replace() does not copy it.
     """
 
     parameter: Tensor
@@ -39,6 +40,7 @@ class TensorSlot:
     hyperparameters: Hyperparameters
     capturable: bool = False
     _complements: Complements | None = dataclasses.field(default=None, repr=False)
+    plan: Any = dataclasses.field(default=None, init=False, repr=False, compare=False)
 
     @property
     def step_number(self) -> float:
