@@ -242,6 +242,20 @@ def test_tables_of_items_do_not_pile_up(monkeypatch: pytest.MonkeyPatch) -> None
     assert [int(optimizer.state[p]["step"]) for p in parameters] == [4, 3, 2, 1]
 
 
+def test_tables_of_tensors_that_have_moved_do_not_pile_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tables, "TABLES", 2)
+    parameters = group((3, 4))
+    optimizer = StableAdamW(parameters, backend="triton", capturable=True)
+    moved = []
+    for _ in range(4):
+        give_gradients(parameters)
+        optimizer.step()
+        moved.append(parameters[0].data)  # kept, so that its address is not used again
+        parameters[0].data = parameters[0].data.clone()
+    made = optimizer._backend._tables
+    assert len(made._tensors) == len(made._upload._ready) == 2
+
+
 def test_one_tensor_that_is_not_aligned_does_not_change_the_accesses_of_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
     seen = []
     launch = Program.__call__

@@ -54,6 +54,10 @@ class Uploads:
             pin = device.type == "cuda"
             self._ready[name] = list(torch.empty(CAPTURES, size, dtype=torch.uint8, pin_memory=pin).unbind())
 
+    def drop(self, name: Hashable) -> None:
+        """Give back what was provided for the table of that name."""
+        self._ready.pop(name, None)
+
     def __call__(self, name: Hashable, values: np.ndarray, device: torch.device) -> Uploaded:
         """A copy of `values` on the device.
 

@@ -16,6 +16,9 @@ PHASES = {"both": (work.MEASURE, work.WRITE), "measure": (work.MEASURE,), "write
 ITEM_BYTES = 2**27
 """What tables of items may take in all: some of a model of 7 billion parameters. The least used go first."""
 
+TABLES = 1024
+"""How many tables of tensors are kept. A parameter that moves gets another one; the least used go first."""
+
 Key = tuple[object, ...]
 
 
@@ -102,10 +105,11 @@ class GroupTables:
         self, key: tuple[int, int, str, torch.device], addresses: list[list[int]], sizes: np.ndarray, capturable: bool
     ) -> Tensor:
         device = key[3]
-        known = self._tensors.get(key)
+        known = self._tensors.pop(key, None)
         captured = devices.capturing(device)
         if known is not None and known[0] == addresses and known[1] is sizes:
             table = known[2]
+            self._tensors[key] = known  # the last one now
             if captured:
                 self._upload.keep(table.tensor)
         else:
@@ -113,6 +117,10 @@ class GroupTables:
             table = self._upload(key, np.ascontiguousarray(rows), device)
             if not captured:  # what a graph uploads is there only while the graph runs
                 self._tensors[key] = (addresses, sizes, table)
+            if len(self._tensors) > TABLES:
+                oldest = next(iter(self._tensors))
+                del self._tensors[oldest]
+                self._upload.drop(oldest)
         if capturable and not captured:
             self._upload.provide(key, table.tensor.nbytes, device)
         return table.here()
