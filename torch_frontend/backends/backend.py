@@ -31,8 +31,8 @@ class TensorSlot:
     compensation: resolved: "none", "kahan" or "split".
     settings: of the parameter's group, as they are now.
     capturable: "step" is on the parameter's device and must not be waited for.
-    plan: what a backend keeps for this tensor.
     kind: dtype and device of the parameter when the slot was made.
+    plan: what a backend keeps for this tensor; it goes with the slot, and dataclasses.replace() does not copy it.
     compute_dtype: of the arithmetic.
     """
 
@@ -42,8 +42,8 @@ class TensorSlot:
     rule: Rule
     settings: GroupSettings
     capturable: bool = False
-    plan: Any = dataclasses.field(default=None, repr=False)
     kind: Any = dataclasses.field(default=None, repr=False)
+    plan: Any = dataclasses.field(default=None, init=False, repr=False)
     compute_dtype: torch.dtype = dataclasses.field(init=False, repr=False)
 
     @property
@@ -59,7 +59,7 @@ class TensorSlot:
         """c1 and c2 of this update: numbers, or 0-d tensors in the compute dtype when capturable."""
         if self.capturable:
             return debiased_complements(self.hyperparameters, self.state["step"].to(self.compute_dtype) + 1, torch)
-        return debiased_complements(self.hyperparameters, self.step_number, torch)
+        return self.settings.complements(self.step_number)
 
     @property
     def step_number(self) -> float:

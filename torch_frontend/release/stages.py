@@ -1,10 +1,4 @@
-"""The way of a gradient from its hook to the optimizer, composed once: a stage that is not needed does not exist.
-
-    arrival -> [average] -> [measure] -> [skip] -> [norm] -> [rescale] -> [clip] -> [queue] -> update -> free
-
-A stage is called with the gradients that go on together, and knows the next stage and nothing else. The base case is
-arrival -> update -> free, for one gradient at a time.
-"""
+"""The stages of the pipeline: each is called with the gradients that go on together, and knows the next stage only."""
 
 from __future__ import annotations
 
@@ -312,9 +306,9 @@ class Update:
         if not tasks:
             return
         optimizer = self._optimizer
-        steps = all_update = True
+        steps, all_update = False, True
         for _, _, action in tasks:
-            steps &= action.steps
+            steps |= action.steps
             all_update &= action is Action.UPDATE
         self._step.settings.remember(optimizer.param_groups, stepped=steps)
         checks = all_update and optimizer.checks_on_device(parameter for parameter, _, _ in tasks)
