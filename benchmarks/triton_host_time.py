@@ -61,7 +61,7 @@ def model_and_optimizer(rule: Any, dtype: torch.dtype, tensors: int) -> tuple[nn
 def measure(rule: Any, dtype: torch.dtype, tensors: int, rounds: int) -> dict[str, float]:
     """All of `COLUMNS`."""
     model, optimizer = model_and_optimizer(rule, dtype, tensors)
-    slots, backend = optimizer._slots(list(model)), optimizer._backend
+    slots, backend = [optimizer._slot(p) for p in model], optimizer._backend
     turns = [[(slot, torch.ones_like(slot.parameter)) for slot in slots] for _ in range(2)]
     here = turns[0]
 

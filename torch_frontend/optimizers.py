@@ -16,7 +16,7 @@ from ..core.rules import ADAM, ADAMW, STABLE_ADAMW
 from . import state as saved_state
 from .backends import select_backend
 from .finiteness import SkipCount, all_finite
-from .groups import Group, check_gradient, check_group, hyperparameters
+from .groups import PLAIN_GRADIENT, Group, check_gradient, check_group, hyperparameters
 from .updates import TensorUpdates
 
 if TYPE_CHECKING:
@@ -169,7 +169,8 @@ class ReleasableOptimizer(TensorUpdates):
             )
         self.refresh()
         ready = [(p, gradient) for p in self._parameters() if (gradient := p.grad) is not None]
-        for parameter, gradient in ready:
+        unusual = [pair for pair in ready if type(pair[1]) is not Tensor or pair[1].layout is not PLAIN_GRADIENT]
+        for parameter, gradient in unusual:
             check_gradient(parameter, gradient)
         if self.checks_on_device(parameter for parameter, _ in ready):
             self.update_if_all_finite(ready)
@@ -179,7 +180,10 @@ class ReleasableOptimizer(TensorUpdates):
                 raise NonFiniteGradient("a gradient holds an infinity or a NaN; the step was not taken.")
             self.count_skipped()
             return loss
-        self.perform_all([(parameter, gradient, Action.UPDATE) for parameter, gradient in ready])
+        if unusual:
+            self.perform_all([(parameter, gradient, Action.UPDATE) for parameter, gradient in ready])
+        else:
+            self.update_all(ready)
         return loss
 
     def zero_grad(self, set_to_none: bool = True) -> None:

@@ -33,7 +33,7 @@ def update_small(pairs: Sequence[Pair]) -> Iterator[Pair]:
         if not plain or dtype.itemsize < 4 or not 0 < numel <= SMALL or slot.capturable:
             yield slot, gradient
             continue
-        step = state["step"].item() + 1
+        step = slot.step_number
         alike.setdefault((slot.rule.name, id(slot.settings), step, dtype, parameter.device), []).append((slot, gradient))
     for (_, _, step, dtype, _), group in alike.items():
         lead = group[0][0]

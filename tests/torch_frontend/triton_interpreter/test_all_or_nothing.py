@@ -175,7 +175,8 @@ def test_a_capture_that_lacks_the_memory_of_the_second_launch_leaves_the_first(m
             p.grad = None
         given.step()
         give_gradients(given, 1)
-    optimizer._slots(optimizer._parameters())  # with the state that a first step makes
+    for parameter in optimizer._parameters():
+        optimizer._slot(parameter)  # with the state that a first step makes
     before = everything(optimizer)
     with monkeypatch.context() as patch:
         patch.setattr(devices, "capturing", lambda device: True)
