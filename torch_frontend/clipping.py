@@ -23,10 +23,8 @@ def gradient_norm(gradient: Tensor) -> Tensor:
 
 
 def square_sum(gradient: Tensor) -> Tensor:
-    """The sum of a gradient's squares in float32 or its own dtype if that is wider, 0-d; of the local part of a sharded one."""
-    here = local(gradient)
-    wide = torch.float32 if here.dtype.itemsize < 4 else here.dtype
-    return torch.linalg.vector_norm(here, dtype=wide).square()
+    """The sum of a gradient's squares, 0-d; of a sharded one of the part that is stored here. Precise as `gradient_norm`."""
+    return gradient_norm(gradient).square()
 
 
 def is_finite(gradient: Tensor, norm: Tensor) -> Tensor:

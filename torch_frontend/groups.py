@@ -105,9 +105,10 @@ def changed_settings(before: tuple[Any, ...], group: Mapping[str, Any]) -> list[
 class UsedSettings:
     """The settings of all groups as a step has used them: a change between a use and optimizer.step() came too late."""
 
-    def __init__(self) -> None:
+    def __init__(self, rule: Rule) -> None:
         self._seen: list[tuple[Any, ...]] | None = None
         self._stepped = False
+        self._by_moments = (*USED_BY_MOMENTS, "weight_decay") if rule.l2 else USED_BY_MOMENTS
 
     def remember(self, groups: list[Group], *, stepped: bool) -> None:
         """They are used now; `stepped`: lr and decay, too."""
@@ -120,7 +121,7 @@ class UsedSettings:
         for number, (before, group) in enumerate(zip(self._seen or [], groups, strict=False)):
             changed = changed_settings(before, group)
             if not self._stepped:  # micro-batches in the moments: the step itself is still to come
-                changed = [name for name in changed if name in USED_BY_MOMENTS]
+                changed = [name for name in changed if name in self._by_moments]
             if changed:
                 raise Refused(
                     f"{', '.join(changed)} of parameter group {number} changed after the backward pass had updated the "

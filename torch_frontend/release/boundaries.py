@@ -9,7 +9,7 @@ from ...core.errors import NonFiniteGradient, Refused
 from ...core.release import Action, Decision, Status, ZeroGrad
 from ...core.release import Step as StepCalled
 from ..clipping import clip_by_norm_, clip_coefficient, square_sum
-from ..communication.shards import is_released
+from ..communication.shards import is_released, local
 from ..finiteness import all_finite, finite
 from ..groups import check_gradient
 from .pipeline import Pipeline
@@ -48,6 +48,8 @@ def waiting(pipeline: Pipeline) -> dict[Tensor, Tensor | None]:
         for parameter in group["params"]:
             gradient = parameter.grad
             if is_released(gradient):
+                if local(gradient).key != id(parameter):
+                    raise step.disclosure.refuse(local(gradient), "using it as the gradient of another parameter")
                 gradient = None
             if gradient is None and not step.has_waiting:
                 continue
@@ -101,8 +103,10 @@ def _use_waiting(pipeline: Pipeline, waiting: dict[Tensor, Tensor | None]) -> No
         usable = dict(zip(gradients, finite(list(gradients.values())), strict=True))
         count_skipped(optimizer, pipeline.skip_count, list(usable.values()).count(False))
     decisions = {p: step.decide(p, StepCalled(usable.get(p, True), waiting=g is not None)) for p, g in waiting.items()}
-    for parameter, gradient in gradients.items():
-        step.disclosure.squares[id(parameter)] = square_sum(gradient)
+    squares = step.disclosure.squares
+    for key in [key for key in squares if key not in step.released]:  # of an earlier step
+        del squares[key]
+    squares.update((id(parameter), square_sum(gradient)) for parameter, gradient in gradients.items())
     norm = pipeline.norm() if gradients else None
     factor = [] if pipeline.max_norm is None or norm is None else [clip_coefficient(norm, pipeline.max_norm)]
     room = 0 if pipeline.queue is None else pipeline.queue.room

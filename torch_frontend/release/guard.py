@@ -252,7 +252,7 @@ def require_whole(pipeline: Pipeline, parameters: Iterable[Tensor]) -> None:
     if _will_run is None or is_compiled():
         return
     others = [node for node, owner in list(_GUARDED.items()) if owner is pipeline.step and node.loss is not None]
-    edges = (get_gradient_edge(parameter) for parameter in parameters if not is_sharded(parameter))
+    edges = (get_gradient_edge(parameter) for parameter in parameters if parameter.requires_grad and not is_sharded(parameter))
     if any(_will_run(node) for node in others) or any(_will_run(edge.node) for edge in edges):
         raise Refused(
             "this backward() is of more than one guarded loss, as release.guard(loss) + regulariser is, or the sum of two "

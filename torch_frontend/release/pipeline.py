@@ -82,13 +82,14 @@ class Pipeline:
             self.hooks.describe,
             takes_more=policy is Policy.STATE,
             tells_norms=strict and policy is not Policy.STATE,
+            strict=strict,
             max_norm=self.max_norm,
             scaled=scaler is not None,
         )
         one_pass = strict and policy is Policy.RELEASE
         self.step = Step(optimizer, self.disclosure, policy, strict=strict, one_pass=one_pass)
         self.skip_count = SkipCount()
-        self.held_average = HeldAverage(communication, held=self._held, due=averages, lock=self.step.lock)
+        self.held_average = HeldAverage(communication, held=weakly(self._held), due=averages, lock=self.step.lock)
         self.decided_scale: float | None = None  # of the loss whose gradient guard() has judged in this step
         self.queue: SmallUpdateQueue | None = None
         self._norm: Tensor | None = None

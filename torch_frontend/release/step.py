@@ -90,7 +90,7 @@ class Step:
         self.pass_id: Any = self  # of the pass that is running; this object is none
         self.to_come: set[Tensor] = set()  # of the gradients that come in the running pass, those that come again
         self._status: dict[int, Status] = {}  # of those that are not idle nor released
-        self.settings = UsedSettings()
+        self.settings = UsedSettings(optimizer.rule)
         self._one_pass = one_pass
         self._top: int | None = None  # the pass, started by the user, that updated parameters in this step
 
@@ -259,7 +259,7 @@ class Step:
         self.remove_from_ledger()
         left = [key for key, status in self._status.items() if status is Status.ACCUMULATED and not self.strict]
         self._status = dict.fromkeys(left, Status.ACCUMULATED)
-        self.settings, self._top, self.pass_id = UsedSettings(), None, self
+        self.settings, self._top, self.pass_id = UsedSettings(self.optimizer.rule), None, self
         self.to_come = set()
 
     def abandon(self) -> None:
