@@ -131,8 +131,7 @@ class Release:
             (pipeline.queue.hold if pipeline.alone else pipeline.queue.flush)()
         with torch.no_grad():
             self.optimizer.refresh()
-            for member in pending:
-                self.optimizer.perform(member.parameter, None, Action.APPLY)
+            self.optimizer.perform_all([(member.parameter, None, Action.APPLY) for member in pending])
         step.clear_markers()
         pipeline.communication.detach()
         pipeline.hooks.remove()
