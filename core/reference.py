@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -95,14 +95,6 @@ class Reference:
                 self._flush(tensor)
         else:
             self._gradient(self.tensors[event.tensor], np.asarray(event.value, dtype=np.float64), event.last)
-
-    def trajectory(self, events: Iterable[Recorded]) -> list[dict[str, ReferenceTensor]]:
-        """All events, with a snapshot of every tensor after each of them."""
-        snapshots = []
-        for event in events:
-            self.run(event)
-            snapshots.append({name: tensor.snapshot() for name, tensor in self.tensors.items()})
-        return snapshots
 
     def _gradient(self, tensor: ReferenceTensor, g: np.ndarray, last: bool) -> None:
         if self.settings.accumulation == "hold":

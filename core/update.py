@@ -174,7 +174,7 @@ def update(
         gradient: of the parameter's shape.
         state: of the parameter.
         first: no micro-batch of this update is in the moments yet.
-        mean_square: of the whole tensor that this one is a part of, from `measure` of all parts; None: this is the whole.
+        mean_square: of the whole tensor that this one is a part of, from `accumulate` of all parts; None: this is the whole.
 
     Returns:
         The new parameter, in its dtype, and the new state.
@@ -186,21 +186,6 @@ def update(
     )
     stored = compensations.store(ops, compensation, wide + added, dtype)
     return stored.parameter, TensorState(state.exp_avg, state.exp_avg_sq, stored.compensation)
-
-
-def measure(
-    ops: ArrayOps,
-    rule: Rule,
-    hyperparameters: Hyperparameters,
-    complements: Complements,
-    compensation: str,
-    parameter: Array,
-    gradient: Array,
-    state: TensorState,
-) -> Array | float:
-    """The mean square that `update` of a first micro-batch finds, which changes nothing. Arguments as there."""
-    wide = compensations.load(ops, compensation, Stored(parameter, state.compensation))
-    return _accumulated(ops, rule, hyperparameters, complements, wide, gradient, state, True)[1]
 
 
 def accumulate(

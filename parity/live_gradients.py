@@ -10,8 +10,6 @@ from typing import NamedTuple
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from ..torch_frontend.release import is_released
-
 
 class Arrival(NamedTuple):
     """The moment at which the gradient of one parameter was there.
@@ -103,10 +101,9 @@ class LiveGradientMeter:
         return hook
 
     def _see(self, gradient: Tensor) -> None:
-        if is_released(gradient):  # what it has left has no storage
-            return
         storage = gradient.untyped_storage()
-        self._storages.setdefault(StorageWeakRef(storage), storage.nbytes())
+        if storage.nbytes():  # what a released gradient leaves in `.grad` has none
+            self._storages.setdefault(StorageWeakRef(storage), storage.nbytes())
 
     def _arriving(self, name: str):  # type: ignore[no-untyped-def]
         def hook(gradient: Tensor) -> None:

@@ -14,6 +14,7 @@ from .differences import Differences
 from .events import Events
 from .frameworks import Frameworks
 from .identity import Identity
+from .markers import Markers
 from .memory import Memory
 from .progress import Progress
 from .trajectories import Trajectories
@@ -72,6 +73,7 @@ SECTIONS: tuple[Section, ...] = (
     Events(),
     Identity(),
     Memory(),
+    Markers(),
     Trajectories(),
     Frameworks(),
     Conversion(),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import inspect
 import json
 import re
@@ -13,6 +14,7 @@ import pytest
 from benchmarks.live_gradients import local_paths, markdown, measure
 
 from penstock.core import combinations_page
+from penstock.parity.memory_plan.settings import Training
 from penstock.torch_frontend import StableAdamW, microbatch_blocks, release_gradients
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -45,13 +47,22 @@ def test_the_live_gradients_of_one_process_are_up_to_date() -> None:
 
 
 def test_the_planned_figures_are_the_recorded_ones() -> None:
+    """Of the defaults; other settings are named beside their figure."""
     plans = {}
-    for name in ("plan_llama_7b", "plan_llama_7b_batch_4"):
+    for name, shown, settings in (
+        ("plan_llama_7b", "Llama-7B's shape", {}),
+        ("plan_llama_7b_uncompensated", "without compensation", {"compensation": "none"}),
+        ("plan_llama_7b_batch_4", None, {"batch": 4, "micro_batches": 4}),
+    ):
         content = json.loads((ROOT / "benchmarks" / "results" / f"{name}.json").read_text())
-        assert name in GUIDE
-        plans[name] = {plan["mode"]: plan for plan in content["plans"]}
-    one = plans["plan_llama_7b"]
-    assert f"{one['plain']['peak'] / 2**30:.1f} GiB plain, {one['release']['peak'] / 2**30:.1f} GiB released" in GUIDE
+        training = Training(**settings)
+        assert content["training"] == {**dataclasses.asdict(training), "kept": training.kept, "kept_bytes": training.kept_bytes}
+        assert f"`{name}.json`" in GUIDE.replace("benchmarks/results/", "")
+        one = plans[name] = {plan["mode"]: plan for plan in content["plans"]}
+        figures = f"{one['plain']['peak'] / 2**30:.1f} GiB plain, {one['release']['peak'] / 2**30:.1f} GiB released"
+        assert shown is None or f"{shown}: {figures}" in GUIDE
+    assert f"keeps {Training().kept_bytes} bytes for each bfloat16 parameter" in GUIDE
+    assert f"`AdamW` {Training(optimizer='AdamW').kept_bytes}," in GUIDE
     for line, mode in re.findall(r"^(\| (plain|release|hold|state|blocks)[, ].*\|)$", GUIDE, re.MULTILINE):
         if line.count("|") != 5 or not re.search(r"\d\.\d\d", line):
             continue

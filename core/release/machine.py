@@ -1,7 +1,7 @@
 """What happens to a parameter, its state and its gradient at every event: one transition function, no side effects.
 
 Each tensor has a `Status` of its own inside the group of micro-batches that make one update. An `Event` comes, and `decide`
-says what to do (`Action`) and what the status is then. The frontends do as they are told and book it in the `Ledger`.
+says what to do (`Action`) and what the status is then. The frontends do it, and record it in the `Ledger`.
 
 =========  ==============================================  ============  =======================
 policy     a micro-batch that is not the last              the last one  exact?
@@ -9,12 +9,11 @@ policy     a micro-batch that is not the last              the last one  exact?
 RELEASE    (there is none: a second one is refused)        update, free  yes
 HOLD       keep the gradient, the next one adds to it      update, free  yes
 STATE      into the moments, free                          update, free  no: AdamA
-MEASURE    norm and finiteness, free                       the same      changes nothing
 PAUSE      keep the gradient, as without release           the same      yes
 =========  ==============================================  ============  =======================
 
-"Update, free" may be put off: a small gradient waits, in the ledger, for a few others, so that one launch updates them all
-(`GradientReady.batched`, then `Launch`). The numbers do not depend on it.
+"Update, free" may be put off: a frontend may let a small gradient wait, in the ledger, for a few others, so that one launch
+updates them all (`Status.QUEUED`). It uses what waits before anything else happens to that tensor, so the numbers are the same.
 """
 
 from __future__ import annotations
@@ -31,7 +30,6 @@ class Policy(enum.Enum):
     RELEASE = "release"
     HOLD = "hold"
     STATE = "state"
-    MEASURE = "measure"
     PAUSE = "pause"
 
 
@@ -50,8 +48,6 @@ class Action(enum.Enum):
 
     NOTHING = "nothing"
     KEEP = "keep"  # leave the gradient where it is
-    QUEUE = "queue"  # take the gradient: a `Launch` that comes before anybody looks uses it
-    MEASURE = "measure"  # take its norm and finiteness, then free it
     ACCUMULATE_FIRST = "accumulate_first"  # into decayed moments, then free it
     ACCUMULATE = "accumulate"  # into the moments, then free it
     UPDATE = "update"  # into decayed moments, step, then free it
@@ -65,7 +61,7 @@ class Action(enum.Enum):
 
 
 for _action in Action:
-    _action.frees = _action not in (Action.NOTHING, Action.KEEP, Action.QUEUE)
+    _action.frees = _action not in (Action.NOTHING, Action.KEEP)
     _action.steps = _action in (Action.UPDATE, Action.UPDATE_LAST, Action.APPLY)
     _action.first = _action in (Action.ACCUMULATE_FIRST, Action.UPDATE)
 
@@ -76,25 +72,17 @@ class GradientReady:
 
     last: no other micro-batch of this group follows.
     finite: False if it must not be used, because it holds an infinity or a NaN and such gradients are skipped.
-    batched: an update with it may wait for a few others.
     """
 
     last: bool = True
     finite: bool = True
-    batched: bool = False
-
-
-@dataclasses.dataclass(frozen=True)
-class Launch:
-    """What is queued is used. It comes before any other event of a queued tensor, and before the backward pass ends; if that
-    fails, `ZeroGrad` may come instead."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Step:
     """optimizer.step(): what is pending is flushed, and the group closes.
 
-    finite: as in `GradientReady`. waiting: a gradient lies in `.grad`.
+    finite: as in `GradientReady`. waiting: a gradient is in `.grad`.
     """
 
     finite: bool = True
@@ -103,10 +91,10 @@ class Step:
 
 @dataclasses.dataclass(frozen=True)
 class ZeroGrad:
-    """optimizer.zero_grad(): gradients that wait, to be held or to be launched, are discarded, and the group closes."""
+    """optimizer.zero_grad(): gradients that wait, held or queued, are discarded, and the group closes."""
 
 
-Event = GradientReady | Launch | Step | ZeroGrad
+Event = GradientReady | Step | ZeroGrad
 
 
 @dataclasses.dataclass(frozen=True)
@@ -129,27 +117,20 @@ def decide(policy: Policy, status: Status, event: Event, *, strict: bool = True)
 
     Raises:
         Refused: the event makes an exact result impossible; nothing was changed.
-        ValueError: a tensor is queued and something else than its launch comes, or the reverse: the frontend is at fault.
+        ValueError: a tensor is queued, and something else than `ZeroGrad` comes: the frontend is at fault.
     """
+    if isinstance(event, ZeroGrad):
+        return _zero_grad(status, strict)
+    if isinstance(event, GradientReady) and policy is Policy.PAUSE:
+        return Decision(Action.KEEP, Status.HELD if status is Status.IDLE else status)
+    if status is Status.QUEUED:
+        raise ValueError(f"{event} of a tensor that is queued: its gradient must be used first")
     if isinstance(event, GradientReady):
         return _gradient_ready(policy, status, event, strict)
-    queued = status is Status.QUEUED
-    if isinstance(event, Launch) != queued and not (queued and isinstance(event, ZeroGrad)):
-        raise ValueError(f"{event} of a tensor that is {status.value}: what is queued must be launched first, and only that")
-    if isinstance(event, Launch):
-        return Decision(Action.UPDATE, _updated(strict))
-    if isinstance(event, Step):
-        return _step(status, event, strict)
-    return _zero_grad(status, strict)
+    return _step(status, event, strict)
 
 
 def _gradient_ready(policy: Policy, status: Status, event: GradientReady, strict: bool) -> Decision:
-    if policy is Policy.MEASURE:
-        return Decision(Action.MEASURE, status)
-    if policy is Policy.PAUSE:
-        return Decision(Action.KEEP, Status.HELD if status is Status.IDLE else status)
-    if status is Status.QUEUED:
-        raise ValueError("a gradient of a tensor that is queued: what is queued must be launched first")
     if status is Status.RELEASED and strict:
         raise Refused(
             "it was already updated in this step, and another gradient arrived before optimizer.step(). "
@@ -159,23 +140,17 @@ def _gradient_ready(policy: Policy, status: Status, event: GradientReady, strict
     last = event.last or policy is Policy.RELEASE
     if policy is Policy.HOLD and not last:
         return Decision(Action.KEEP, Status.HELD)
-    updated = _updated(strict)
+    updated = Status.RELEASED if strict else Status.IDLE
     if status is Status.ACCUMULATED:
         used = Action.UPDATE_LAST if last else Action.ACCUMULATE
         unused = Action.APPLY if last else Action.DISCARD
     else:
         used = Action.UPDATE if last else Action.ACCUMULATE_FIRST
         unused = Action.DISCARD
-    if event.finite and event.batched and used is Action.UPDATE:
-        return Decision(Action.QUEUE, Status.QUEUED)
     if event.finite:
         return Decision(used, updated if last else Status.ACCUMULATED)
     # What is discarded waits no more; micro-batches that are in the moments still do.
     return Decision(unused, updated if last else Status.ACCUMULATED if status is Status.ACCUMULATED else Status.IDLE)
-
-
-def _updated(strict: bool) -> Status:
-    return Status.RELEASED if strict else Status.IDLE
 
 
 def _step(status: Status, event: Step, strict: bool) -> Decision:
@@ -187,7 +162,7 @@ def _step(status: Status, event: Step, strict: bool) -> Decision:
         return Decision(Action.UPDATE_LAST if event.waiting and event.finite else Action.APPLY, Status.IDLE)
     if status is Status.RELEASED and event.waiting:
         raise Refused(
-            "a gradient lies in `.grad`, set by hand, left by release.paused(), or put there by a DistributedDataParallel that "
+            "a gradient is in `.grad`, set by hand, left by release.paused(), or put there by a DistributedDataParallel that "
             "release_gradients was not given, after it was already updated in this step. "
             "Call optimizer.step() before such a gradient comes; optimizer.zero_grad() discards it."
         )

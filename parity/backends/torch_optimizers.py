@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from ..events import EventCase, EventRun
+    from ..markers import MarkerCase, TorchMarkers
     from ..memory import Measured, MemoryCase
     from ..trajectories import Trajectory, TrajectoryRun
 
@@ -147,6 +148,16 @@ class TorchBackend:
         from ..memory import torch_memory
 
         return torch_memory(case, self.name, self.device)
+
+    def refuses_markers(self, case: MarkerCase) -> str | None:
+        """See `parity.markers.LeavesMarkers`."""
+        return "compiling takes seconds a case, and a marker does not depend on it" if self.name == "compiled" else None
+
+    def start_markers(self, case: MarkerCase) -> TorchMarkers:
+        """See `parity.markers.LeavesMarkers`."""
+        from ..markers import TorchMarkers
+
+        return TorchMarkers(case.events, self.name, self.device)
 
     def refuses_trajectory(self, case: Trajectory) -> str | None:
         """See `parity.trajectories.RunsTrajectories`."""

@@ -37,6 +37,8 @@ def refusal(case: EventCase, *, walk: bool) -> str | None:
         return "in JAX there is no gradient outside of a step that could be discarded"
     if any(set(event.tensors) != set(SHAPES) for event in passes):
         return "in JAX a parameter that the loss does not use has a gradient of zero, and is updated with it"
+    if sequence.clips_each:
+        return "penstock's training steps clip the global norm, not that of each tensor"
     if sequence.skips:
         return "penstock's transforms do not skip gradients that are not finite; optax.apply_if_finite does"
     if any(size & (size - 1) for size in sizes):

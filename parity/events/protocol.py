@@ -31,14 +31,14 @@ class EventRun(Protocol):
 
 @runtime_checkable
 class Resumable(Protocol):
-    """A run that can be saved between two steps, and goes on in another one as if nothing had been."""
+    """A run that can be saved between two steps, and goes on in another one as if it had been that one."""
 
     def save(self) -> bytes:
         """Everything that the steps to come depend on."""
         ...
 
     def load(self, saved: bytes) -> None:
-        """Go on from there: called before the first event, on a new run of the same case."""
+        """Go on from there: called between two steps, on another run of the same case, which may have made steps of its own."""
         ...
 
 

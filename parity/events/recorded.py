@@ -72,7 +72,7 @@ class EventSequence:
 
     accumulation: of the micro-batches of a step: None (one backward a step), "hold" or "state".
     last_known: which micro-batch is the last is known when it comes; otherwise step() does what waits.
-    max_norm: the global norm is clipped to this.
+    max_norm: the global norm is clipped to this. clips_each: instead, the norm of each tensor's gradient.
     loss_scale: the loss is multiplied by this power of two, and a step whose gradient is not finite is skipped whole.
     skips: gradients that are not finite are not used: under release one by one, of waiting ones all or none.
     tied: the loss uses `TIED` twice.
@@ -84,6 +84,7 @@ class EventSequence:
     accumulation: str | None = None
     last_known: bool = False
     max_norm: float | None = None
+    clips_each: bool = False
     loss_scale: float | None = None
     skips: bool = False
     tied: bool = False
@@ -92,7 +93,7 @@ class EventSequence:
     @property
     def measures(self) -> bool:
         """Whether something must be known of the whole gradient before a part of it is used."""
-        return self.max_norm is not None or self.loss_scale is not None
+        return (self.max_norm is not None and not self.clips_each) or self.loss_scale is not None
 
     @property
     def steps(self) -> int:

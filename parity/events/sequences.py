@@ -111,11 +111,19 @@ SEQUENCES = (
         compiled_for=_WIDE,
     ),
     EventSequence(
+        "schedule-unused",  # an update with the same number as another, of another learning rate
+        (_of("matrix"), STEP, LearningRate(LEARNING_RATE / 2), _of("vector", "scalar"), STEP, _ALL, STEP),
+    ),
+    EventSequence(
         "discard", (_ALL, _ALL, DISCARD, _ALL, _ALL, STEP, _ALL, DISCARD, _ALL, STEP), accumulation="hold", compiled_for=_HOLD
     ),
     # what needs the whole gradient
     EventSequence("clip", _each(Backward(factor=factor) for factor in (0.01, 1.0, SPIKE, 0.1, 1.0)), max_norm=1.0),
     EventSequence("clip-hold", _groups(3, spike_in=1), accumulation="hold", max_norm=1.0),
+    EventSequence(
+        "clip-each", _each(Backward(factor=factor) for factor in (0.01, 1.0, SPIKE, 0.1, 1.0)), max_norm=1.0, clips_each=True
+    ),
+    EventSequence("clip-each-hold", _groups(3, spike_in=1), accumulation="hold", max_norm=1.0, clips_each=True),
     EventSequence("overflow", _each(_OVERFLOW), loss_scale=LOSS_SCALE),
     EventSequence("overflow-clip", _each(_OVERFLOW), loss_scale=LOSS_SCALE, max_norm=1.0),
     # gradients that are not finite

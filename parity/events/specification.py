@@ -82,9 +82,8 @@ class NumpyEvents:
         if sequence.measures and self.policy is Policy.RELEASE:
             scale = np.asarray(sequence.loss_scale or 1.0, numpy_dtype(self.case.dtype))
             gradients = {name: gradient * scale for name, gradient in gradients.items()}
-            for name, gradient in gradients.items():
-                self.ledger.arrive(name, gradient.nbytes)
-                self._do(name, decide(Policy.MEASURE, self.status[name], GradientReady()).action)
+            for name, gradient in gradients.items():  # a pass that only measures, and frees each gradient
+                self.ledger.arrive_and_free(name, gradient.nbytes)
             if not all(map(_finite, gradients.values())):
                 return
             factors = (1.0 / scale, self._clip(gradient / scale for gradient in gradients.values()))
@@ -97,7 +96,7 @@ class NumpyEvents:
             finite = kept or not sequence.skips or _finite(self.waiting[name])
             policy = Policy.PAUSE if event.paused else self.policy
             decision = decide(policy, self.status[name], GradientReady(last, finite))
-            self._do(name, decision.action, factors)
+            self._do(name, decision.action, self._factors_of(name) if sequence.clips_each else factors)
             self.status[name] = decision.status
 
     def _step(self) -> None:
@@ -106,16 +105,21 @@ class NumpyEvents:
         usable = {name: not sequence.skips or _finite(self.waiting[name]) for name in self.waiting}
         if all(self.status[name] is Status.HELD for name in pending) and not all(usable.values()):
             usable = dict.fromkeys(usable, False)  # nothing was used yet: all or none
-        factors = (self._clip(self.waiting.values()),) if self.waiting else ()
+        factors = (self._clip(self.waiting.values()),)
         for name in pending:
             event = StepEvent(usable.get(name, True), waiting=name in self.waiting)
-            self._do(name, decide(self.policy, self.status[name], event).action, factors)
+            action = decide(self.policy, self.status[name], event).action
+            self._do(name, action, self._factors_of(name) if sequence.clips_each else factors)
         self.status = dict.fromkeys(SHAPES, Status.IDLE)
 
+    def _factors_of(self, name: str) -> tuple[Any, ...]:
+        """What clips the norm of one tensor's gradient, where there is one."""
+        return (self._clip([self.waiting[name]]),) if name in self.waiting else ()
+
     def _clip(self, gradients: Iterable[np.ndarray]) -> Any:
-        """The factor that clips the global norm."""
+        """The factor that clips the norm of these gradients together."""
         wide = numpy_dtype(compute_dtype(self.case.dtype))
-        norm = np.sqrt(sum(np.sum(gradient.astype(wide) ** 2) for gradient in gradients))
+        norm = np.sqrt(sum((np.sum(gradient.astype(wide) ** 2) for gradient in gradients), wide.type(0.0)))
         largest = self.case.sequence.max_norm
         return wide.type(1.0) if largest is None or norm <= largest else wide.type(largest) / norm
 

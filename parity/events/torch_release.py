@@ -62,6 +62,7 @@ class TorchEvents:
                 self.model,
                 self.optimizer,
                 max_norm=sequence.max_norm,
+                clipping="per_tensor" if sequence.clips_each else "exact",
                 accumulation=sequence.accumulation,
                 sync=(lambda: last()()) if sequence.last_known else None,  # type: ignore[misc]
                 scaler=self.scaler,
@@ -75,12 +76,17 @@ class TorchEvents:
             for group in self.optimizer.param_groups:
                 group["lr"] = event.value
         else:
-            if isinstance(event, Step) and self.scaler is not None:
-                self.scaler.step(self.optimizer)
-                self.scaler.update()
-            elif isinstance(event, Step):
-                self.optimizer.step()
+            if isinstance(event, Step):
+                self.step()
             self.optimizer.zero_grad()
+
+    def step(self) -> None:
+        """step() as the loop has it, with or without a scaler."""
+        if self.scaler is None:
+            self.optimizer.step()
+        else:
+            self.scaler.step(self.optimizer)
+            self.scaler.update()
 
     def held(self) -> dict[str, Held]:
         """See `EventRun`."""

@@ -102,7 +102,11 @@ def used_in_step(case: EventCase, passes: list[tuple[int, Backward]], stepped: b
     whole = {name: [_summed(case, gradients) for gradients in each] for name, each in used.items()}
     if sequence.loss_scale is not None and not all(np.isfinite(g.value).all() for each in whole.values() for g in each):
         return {}
-    return whole if sequence.max_norm is None else _clipped(case, whole, sequence.max_norm, norm_eps)
+    if sequence.max_norm is None:
+        return whole
+    parts = [{name: [each]} for name, used in whole.items() for each in used] if sequence.clips_each else [whole]
+    clipped = [_clipped(case, part, sequence.max_norm, norm_eps) for part in parts]
+    return {name: [used for part in clipped for used in part.get(name, [])] for name in whole}
 
 
 def live_bytes(case: EventCase) -> list[int]:

@@ -10,21 +10,25 @@ from rich.table import Table
 
 from ..report import versions
 from .plan import Plan
-from .settings import DTYPES, LlamaShape, Training
+from .settings import LlamaShape, Training
 
-SCHEMA = 1
+SCHEMA = 2
 UNITS = {"GiB": 2**30, "MiB": 2**20, "KiB": 2**10, "bytes": 1}
 KINDS = ("parameters", "optimizer state", "gradients", "activations and temporaries")
 
 
-def table(plans: Sequence[Plan]) -> Table:
-    """One line a mode: the peak, what it consists of, and the difference from the first mode."""
+def table(training: Training, plans: Sequence[Plan]) -> Table:
+    """One line a mode: the peak, what it consists of, and the difference from the first mode.
+
+    The title names the optimizer, and which of its settings are not its defaults.
+    """
     unit, size = next((unit, size) for unit, size in UNITS.items() if plans[0].peak >= size)
 
     def shown(nbytes: int) -> str:
         return f"{nbytes / size:.2f}"
 
-    made = Table(title=f"most bytes alive in a step, {unit}, and what they are at that moment")
+    settings = f"({training.changed})" if training.changed else " with its defaults"
+    made = Table(title=f"{training.optimizer}{settings}: most bytes alive in a step, {unit}, and what they are at that moment")
     made.add_column("mode", no_wrap=True)
     for name in ("peak", "parameters", "optimizer state", "gradients", "activations, temporaries", "peak gradients", "saved"):
         made.add_column(name, justify="right")
@@ -44,13 +48,14 @@ def table(plans: Sequence[Plan]) -> Table:
 
 def summary(shape: LlamaShape, training: Training) -> list[str]:
     """What was planned, and what is not in the figures."""
-    parameters, each = shape.parameters, DTYPES[training.dtype]
+    kept = ", ".join(f"{name} {dtype}" for name, dtype in training.kept.items())
+    choice = f"with {training.changed}" if training.changed else "by default"
     checkpointing = "with" if training.checkpointing else "without"
     micro = f" in {training.micro_batches} micro-batches" if training.micro_batches > 1 else ""
     return [
-        f"{parameters / 1e9:.2f}e9 parameters in {shape.layers} layers ({training.dtype}, {each} bytes each), "
-        f"{training.optimizer} (compensation {training.compensation}), {training.batch} sequences of {training.sequence} tokens"
-        f"{micro}, {checkpointing} activation checkpointing.",
+        f"{shape.parameters / 1e9:.2f}e9 parameters in {shape.layers} layers. {training.optimizer} keeps {training.kept_bytes} "
+        f"bytes for each {choice}: {kept}. {training.batch} sequences of {training.sequence} tokens{micro}, {checkpointing} "
+        "activation checkpointing.",
         "The update allocates nothing (as a fused kernel's); workspaces inside kernels, an allocator's rounding and its "
         "fragmentation are not counted. Gradients that backward is about to hand over count as temporaries at the peak; "
         "'peak gradients' is the release's own account over the whole step.",
@@ -67,6 +72,6 @@ def document(
         "command": " ".join(command),
         "versions": versions(),
         "shape": {**dataclasses.asdict(shape), "parameters": shape.parameters},
-        "training": dataclasses.asdict(training),
+        "training": {**dataclasses.asdict(training), "kept": training.kept, "kept_bytes": training.kept_bytes},
         "plans": [dataclasses.asdict(plan) for plan in plans],
     }

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 
+from ...core.array_ops import numpy_dtype
+from ...core.compensation import COMPENSATIONS, compensation_dtype, resolve
+from ...core.dtypes import state_dtypes
 from ...core.errors import InvalidArgument
+from ...core.rules import ADAM, ADAMW, STABLE_ADAMW
 
-DTYPES = {"bfloat16": 2, "float16": 2, "float32": 4}
-"""Bytes of an element."""
-
-OPTIMIZERS = ("StableAdamW", "AdamW", "Adam")
-COMPENSATIONS = ("auto", "none", "kahan", "split")
+DTYPES = ("bfloat16", "float16", "float32")
+OPTIMIZERS = {"StableAdamW": STABLE_ADAMW, "AdamW": ADAMW, "Adam": ADAM}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,11 +58,11 @@ class LlamaShape:
 
 @dataclasses.dataclass(frozen=True)
 class Training:
-    """How the model is trained.
+    """How the model is trained; with the optimizers' own defaults.
 
     batch: sequences a step. sequence: tokens in each. micro_batches: backwards that a step is divided into, where the mode
-    divides it; `batch` must be a multiple. dtype: of the parameters. state_dtype: of the moments; None: the library's
-    choice. checkpointing: of each layer's activations, outside of the mode "blocks", which needs none.
+    divides it; `batch` must be a multiple. dtype: of the parameters. compensation, state_dtype: the optimizers' arguments.
+    checkpointing: of each layer's activations, outside of the mode "blocks", which needs none.
     """
 
     batch: int = 1
@@ -69,7 +70,7 @@ class Training:
     micro_batches: int = 1
     dtype: str = "bfloat16"
     optimizer: str = "StableAdamW"
-    compensation: str = "none"
+    compensation: str = "auto"
     state_dtype: str | None = None
     checkpointing: bool = True
 
@@ -84,6 +85,31 @@ class Training:
                 raise InvalidArgument(f"{name}={getattr(self, name)!r} is not known; it must be one of {', '.join(known)}.")
         if self.state_dtype is not None and self.state_dtype not in DTYPES:
             raise InvalidArgument(f"state_dtype={self.state_dtype!r} is not known; it must be one of {', '.join(DTYPES)}.")
+        _ = self.kept  # raises where they do not go together
+
+    @property
+    def kept(self) -> dict[str, str]:
+        """What is kept for each parameter from step to step, itself included, and in which dtype."""
+        low = compensation_dtype(resolve(self.compensation, self.dtype), self.dtype)
+        moments = state_dtypes(self.dtype, OPTIMIZERS[self.optimizer].betas[1], self.state_dtype, self.state_dtype)
+        return {"parameter": self.dtype, **({} if low is None else {"compensation": low}), **moments._asdict()}
+
+    @property
+    def kept_bytes(self) -> int:
+        """Bytes of `kept` for each element of a parameter."""
+        return sum(numpy_dtype(dtype).itemsize for dtype in self.kept.values())
+
+    @property
+    def changed(self) -> str:
+        """The optimizer's arguments that make `kept` other than by default, or nothing: "compensation='none'"."""
+        default = dataclasses.replace(self, compensation="auto", state_dtype=None)
+        given = {"compensation": self.compensation, "state_dtype": self.state_dtype}
+        different = [
+            f"{name}={value!r}"
+            for name, value in given.items()
+            if dataclasses.replace(default, **{name: value}).kept != default.kept
+        ]
+        return ", ".join(different)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -24,11 +24,14 @@ def test_every_mode_is_printed_and_written(tmp_path: Path, capsys: pytest.Captur
     assert content["shape"]["parameters"] == 2 * (4 * 16**2 + 3 * 16 * 24 + 2 * 16) + 2 * 11 * 16 + 16
     assert content["versions"]["torch"]
     assert content["training"]["micro_batches"] == 2
+    assert content["training"]["kept"]["compensation"] == "int16"
+    assert "StableAdamW with its defaults" in printed
 
 
 def test_one_mode_may_be_chosen(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["plan", *TINY, "--mode", "release", "--optimizer", "AdamW", "--compensation", "auto"]) == 0
+    assert main(["plan", *TINY, "--mode", "release", "--optimizer", "AdamW", "--compensation", "none"]) == 0
     printed, _ = capsys.readouterr()
+    assert "AdamW(compensation='none')" in printed
     assert "release" in printed
     assert "guard" not in printed
 

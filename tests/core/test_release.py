@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
-
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -15,7 +13,7 @@ from penstock.core.errors import Refused
 from penstock.core.hyperparameters import Hyperparameters
 from penstock.core.moments import debiased_complements
 from penstock.core.reference import EndOfStep, Gradient, Reference, Settings
-from penstock.core.release import Action, Decision, GradientReady, Launch, Ledger, Policy, Status, Step, ZeroGrad, decide
+from penstock.core.release import Action, Decision, GradientReady, Ledger, Policy, Status, Step, ZeroGrad, decide
 from penstock.core.rules import RULES
 from penstock.core.update import accumulate, apply, init_state, update
 
@@ -129,14 +127,6 @@ def test_a_gradient_after_the_update_is_refused(policy: Policy) -> None:
         decide(policy, status, GradientReady(last=True))
 
 
-def test_measuring_changes_no_status_and_frees() -> None:
-    for status in Status:
-        decision = decide(Policy.MEASURE, status, GradientReady())
-        assert decision.status is status
-        assert decision.action.frees
-        assert not decision.action.steps
-
-
 def test_zero_grad_discards_what_is_held_and_refuses_what_cannot_be_discarded() -> None:
     assert decide(Policy.HOLD, Status.HELD, ZeroGrad()).action is Action.DISCARD
     with pytest.raises(Refused, match=r"step\(\) before"):
@@ -145,30 +135,11 @@ def test_zero_grad_discards_what_is_held_and_refuses_what_cannot_be_discarded() 
 
 @pytest.mark.parametrize("strict", [False, True])
 @pytest.mark.parametrize("policy", ACCUMULATION)
-def test_an_update_that_waits_for_its_launch_is_put_off_and_nothing_else(policy: Policy, strict: bool) -> None:
-    at_once = decide(policy, Status.IDLE, GradientReady(), strict=strict)
-    queued = decide(policy, Status.IDLE, GradientReady(batched=True), strict=strict)
-    assert (queued.action, queued.status) == (Action.QUEUE, Status.QUEUED)
-    assert not queued.action.frees
-    assert not queued.action.steps
-    assert decide(policy, queued.status, Launch(), strict=strict) == at_once
-    assert decide(policy, queued.status, ZeroGrad(), strict=strict) == Decision(Action.DISCARD, Status.IDLE)
+def test_a_gradient_that_is_queued_is_used_or_discarded_before_anything_else(policy: Policy, strict: bool) -> None:
+    assert decide(policy, Status.QUEUED, ZeroGrad(), strict=strict) == Decision(Action.DISCARD, Status.IDLE)
     for event in (GradientReady(), Step(), Step(waiting=True)):
-        with pytest.raises(ValueError, match="launched first"):
-            decide(policy, queued.status, event, strict=strict)
-    for status in set(Status) - {Status.QUEUED}:
-        with pytest.raises(ValueError, match=f"Launch.*{status.value}"):
-            decide(policy, status, Launch(), strict=strict)
-
-
-def test_only_the_whole_update_of_one_gradient_waits() -> None:
-    for status, event in (
-        (Status.IDLE, GradientReady(last=False, batched=True)),
-        (Status.IDLE, GradientReady(finite=False, batched=True)),
-        (Status.ACCUMULATED, GradientReady(batched=True)),
-    ):
-        alone = dataclasses.replace(event, batched=False)
-        assert decide(Policy.STATE, status, event) == decide(Policy.STATE, status, alone)
+        with pytest.raises(ValueError, match="must be used first"):
+            decide(policy, Status.QUEUED, event, strict=strict)
 
 
 @pytest.mark.parametrize("last", [False, True])

@@ -20,7 +20,7 @@ from penstock.core.hyperparameters import Hyperparameters
 from penstock.core.moments import SMALLEST_NORMAL_FLOAT32, debiased_complement, debiased_complements
 from penstock.core.reference import Gradient, Reference, Settings
 from penstock.core.rules import ADAM, ADAMW, RULES, STABLE_ADAMW, Rule
-from penstock.core.update import TensorState, init_state, measure, update
+from penstock.core.update import TensorState, accumulate, init_state, update
 from penstock.jax_frontend.array_ops import JaxOps
 from penstock.torch_frontend.array_ops import torch_ops
 
@@ -243,9 +243,10 @@ def test_parts_of_a_tensor_are_updated_with_the_mean_square_of_the_whole() -> No
     for step, gradient in enumerate(gradients((11,), 17), 1):
         common = (numpy_ops, STABLE_ADAMW, current, debiased_complements(current, step, np), "none")
         here = [gradient[cut] for cut in cuts]
-        squares = [measure(*common, *given) for given in zip(parts, here, states, strict=True)]
+        squares = [accumulate(*common, *given, first=True).mean_square for given in zip(parts, here, states, strict=True)]
         mean = sum(square * part.size for square, part in zip(squares, parts, strict=True)) / whole.size
-        np.testing.assert_allclose(mean, measure(*common, whole, gradient, state), rtol=1e-14)
+        of_whole = accumulate(*common, whole, gradient, state, first=True).mean_square
+        np.testing.assert_allclose(mean, of_whole, rtol=1e-14)
         updated = [update(*common, *given, mean_square=mean) for given in zip(parts, here, states, strict=True)]
         parts, states = [part for part, _ in updated], [kept for _, kept in updated]
         whole, state = update(*common, whole, gradient, state)

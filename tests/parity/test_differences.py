@@ -35,13 +35,15 @@ def differing_after(names: list[str], pattern: str, steps: int) -> dict[str, int
 def correctly_rounded_sqrt(monkeypatch: pytest.MonkeyPatch) -> None:
     """torch.sqrt on a CPU may be off by a unit in the last place; numpy's is correctly rounded, as IEEE 754 has it."""
     torch = pytest.importorskip("torch")
-    from penstock.torch_frontend.backends import eager
+    from penstock.torch_frontend.backends import eager, foreach
 
     def sqrt(x, out=None):
         exact = torch.from_numpy(np.asarray(np.sqrt(x.numpy())))
         return exact if out is None else out.copy_(exact)
 
-    monkeypatch.setattr(eager, "torch", types.SimpleNamespace(**{**vars(torch), "sqrt": sqrt}))
+    exact = {"sqrt": sqrt, "_foreach_sqrt": lambda tensors: [sqrt(x) for x in tensors]}
+    for module in (eager, foreach):
+        monkeypatch.setattr(module, "torch", types.SimpleNamespace(**{**vars(torch), **exact}))
 
 
 @pytest.mark.parametrize("stored", STORED)

@@ -219,7 +219,8 @@ def some_of(tensors: tuple[str, ...] = ALL, least: int = 1) -> st.SearchStrategy
 def sequences(draw: st.DrawFn) -> EventSequence:
     """Loops that the release machine accepts: any policy, micro-batches, missing and non-finite gradients, and the rest."""
     accumulation = draw(st.sampled_from([None, "hold", "state"]))
-    kind = draw(st.sampled_from(["plain", "plain", "skip", "clip", "scale"] if accumulation is None else ["plain", "skip"]))
+    kinds = ["plain", "plain", "skip", "each", "clip", "scale"] if accumulation is None else ["plain", "skip", "each"]
+    kind = draw(st.sampled_from(kinds))
     if accumulation == "hold":
         kind = draw(st.sampled_from([kind, "clip"]))
     last_known = accumulation is not None and kind != "clip" and draw(st.booleans())
@@ -227,14 +228,14 @@ def sequences(draw: st.DrawFn) -> EventSequence:
     for _ in range(draw(st.integers(1, 4))):
         if draw(st.integers(0, 3)) == 0:
             events.append(LearningRate(draw(st.sampled_from([0.0, 1e-3, 3e-2]))))
-        count = draw(st.integers(1, 3)) if accumulation is not None or kind in ("plain", "skip") else 1
+        count = draw(st.integers(1, 3)) if accumulation is not None or kind in ("plain", "skip", "each") else 1
         group = []
         for number in range(count):
             final = number == count - 1
             tensors = draw(some_of())
             bad = draw(some_of(tensors, least=0)) if kind in ("skip", "scale") and draw(st.booleans()) else ()
             # A pass that is not the last of its step, where nothing accumulates, has to be paused.
-            may_pause = kind in ("plain", "skip")
+            may_pause = kind in ("plain", "skip", "each")
             paused = not final and (accumulation is None or (may_pause and draw(st.integers(0, 2)) == 0))
             factor = draw(st.sampled_from([0.01, 1.0, 30.0]))
             group.append(Backward(tensors, factor, bad, paused, last=final and draw(st.booleans())))
@@ -246,7 +247,8 @@ def sequences(draw: st.DrawFn) -> EventSequence:
         tuple(events),
         accumulation,
         last_known,
-        max_norm=1.0 if kind == "clip" else None,
+        max_norm=1.0 if kind in ("clip", "each") else None,
+        clips_each=kind == "each",
         loss_scale=2.0**10 if kind == "scale" else None,
         skips=kind == "skip",
         tied=draw(st.booleans()),

@@ -92,3 +92,17 @@ def test_a_new_timeline_keeps_the_peak_and_no_hook_stays() -> None:
     assert meter.timeline == []
     del meter
     gc.collect()
+
+
+def test_what_a_released_gradient_leaves_is_no_gradient() -> None:
+    from penstock.torch_frontend import AdamW, release_gradients
+
+    model = equal_layers()
+    optimizer = AdamW(model.parameters(), lr=0.0)
+    with LiveGradientMeter(model.named_parameters()) as meter:
+        release_gradients(model, optimizer)
+        backward(model)
+        assert all(parameter.grad is not None for parameter in model.parameters())
+        assert meter.live() == 0
+        meter.start_timeline()
+        assert meter.peak == ONE

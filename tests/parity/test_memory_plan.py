@@ -10,7 +10,7 @@ import torch
 from penstock.core.errors import InvalidArgument
 from penstock.parity.memory_plan.llama import Llama
 from penstock.parity.memory_plan.plan import plan
-from penstock.parity.memory_plan.settings import MODES, LlamaShape, Training, modes
+from penstock.parity.memory_plan.settings import DTYPES, MODES, OPTIMIZERS, LlamaShape, Training, modes
 
 SHAPE = LlamaShape(layers=6, width=64, heads=4, key_value_heads=2, hidden=96, vocabulary=32)
 TRAINING = Training(batch=2, sequence=8, micro_batches=2, dtype="float32")
@@ -28,8 +28,36 @@ def test_parameters_and_states_are_counted_exactly() -> None:
     tensors = len(list(Llama(SHAPE, dtype=torch.float32, checkpointing=False).parameters()))
     assert found["parameters"] == ALL
     assert found["optimizer state"] == 2 * ALL + 4 * tensors  # two moments, and a count each
-    half = dataclasses.replace(TRAINING, dtype="bfloat16", compensation="split")
+    half = dataclasses.replace(TRAINING, dtype="bfloat16")
     assert plan(SHAPE, half, MODE["plain"]).by_kind["optimizer state"] == 3 * ALL // 2 + 4 * tensors
+
+
+@pytest.mark.parametrize("compensation", ["auto", "none", "kahan"])
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_what_is_kept_is_what_the_optimizer_keeps(dtype: str, optimizer: str, compensation: str) -> None:
+    training = dataclasses.replace(TRAINING, dtype=dtype, optimizer=optimizer, compensation=compensation)
+    found = plan(SHAPE, training, MODE["plain"]).by_kind
+    tensors = len(list(Llama(SHAPE, dtype=torch.float32, checkpointing=False).parameters()))
+    assert found["parameters"] + found["optimizer state"] == training.kept_bytes * SHAPE.parameters + 4 * tensors
+
+
+def test_settings_that_are_not_the_optimizers_own_are_named() -> None:
+    assert (
+        Training().changed
+        == Training(compensation="split").changed
+        == Training(dtype="float32", compensation="kahan").changed
+        == ""
+    )
+    assert Training().kept == {
+        "parameter": "bfloat16",
+        "compensation": "int16",
+        "exp_avg": "bfloat16",
+        "exp_avg_sq": "bfloat16",
+    }
+    changed = Training(compensation="none", state_dtype="float32")
+    assert changed.changed == "compensation='none', state_dtype='float32'"
+    assert (Training().kept_bytes, changed.kept_bytes) == (8, 10)
 
 
 def test_release_saves_all_gradients_but_a_layers() -> None:

@@ -20,8 +20,8 @@ def add_parser(subparsers: Any) -> None:
         "plan",
         help="the memory of a training step, without the device",
         description="Take one training step of a Llama-like model on fake tensors, in every mode, and print the most bytes "
-        "that are alive. The defaults are Llama-7B's shape in bfloat16 with bfloat16 moments. With --micro-batches the modes "
-        "that divide a step are planned, too. Exit status: 0, or 2 on bad usage.",
+        "that are alive. The defaults are Llama-7B's shape in bfloat16, and the optimizer's own. With --micro-batches "
+        "the modes that divide a step are planned, too. Exit status: 0, or 2 on bad usage.",
     )
     sizes = {
         "layers": (32, "blocks"),
@@ -39,8 +39,8 @@ def add_parser(subparsers: Any) -> None:
         parser.add_argument(f"--{name}", type=int, default=default, metavar="N", help=text + shown)
     parser.add_argument("--dtype", default="bfloat16", help="of the parameters (default bfloat16)")
     parser.add_argument("--optimizer", default="StableAdamW", help="StableAdamW (default), AdamW or Adam")
-    parser.add_argument("--compensation", default="none", help="none (default), kahan, split or auto, the library's default")
-    parser.add_argument("--state-dtype", help="of the moments; default: the library's choice for the dtype")
+    parser.add_argument("--compensation", default="auto", help="auto (default: split for bfloat16), none, kahan or split")
+    parser.add_argument("--state-dtype", help="of the moments; default: the optimizer's choice for the dtype")
     parser.add_argument("--no-checkpointing", action="store_true", help="keep all activations")
     parser.add_argument(
         "--mode", action="append", metavar="NAME", help="plain, release, guard, hold, state or blocks; may be repeated"
@@ -88,7 +88,7 @@ def run(arguments: argparse.Namespace) -> int:
             with errors.status(f"planning {mode.name}"):
                 plans.append(plan(shape, training, mode))
         console = Console(highlight=False, width=None if sys.stdout.isatty() else WIDTH)
-        console.print(report.table(plans))
+        console.print(report.table(training, plans))
         for sentence in report.summary(shape, training):
             console.print(sentence, markup=False, soft_wrap=True)
         if arguments.output is not None:

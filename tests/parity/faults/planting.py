@@ -67,11 +67,6 @@ def clear() -> None:
     for cached in (transforms._transform_and_update, walk._transform_and_step, steps._transform, steps._train_step):
         cached.cache_clear()
     steps._release_step.cache_clear()
-    try:
-        from penstock.torch_frontend.backends import backend
-    except ImportError:
-        return
-    backend._complements.cache_clear()
 
 
 def caught(fault: Fault, result: Result) -> bool:

@@ -9,10 +9,10 @@ import pytest
 pytest.importorskip("torch")
 pytest.importorskip("jax")
 
-from tests.parity.faults import core_faults, jax_faults, torch_faults
+from tests.parity.faults import core_faults, jax_faults, release_faults, torch_faults
 from tests.parity.faults.planting import Fault, caught, planted, run
 
-FAULTS = [*core_faults.FAULTS, *torch_faults.FAULTS, *jax_faults.FAULTS]
+FAULTS = [*core_faults.FAULTS, *torch_faults.FAULTS, *release_faults.FAULTS, *jax_faults.FAULTS]
 
 
 @functools.cache

@@ -1,34 +1,60 @@
-"""Faults in the torch frontend: the eager backend, groups and state, and the release hooks."""
+"""Faults in the torch frontend: groups, state, the eager backend, and small tensors that it updates together."""
 
 from __future__ import annotations
 
 import dataclasses
+import types
 from typing import Any
 
+import pytest
 import torch
 
-from penstock.core.release import Action, Decision, Policy, Status, machine
+from penstock.core.release import Action
 from penstock.torch_frontend import state as saved_state
 from penstock.torch_frontend import updates
-from penstock.torch_frontend.backends import eager
+from penstock.torch_frontend.backends import eager, foreach
 from penstock.torch_frontend.backends.eager import EagerBackend
-from penstock.torch_frontend.clipping import clip_by_norm_
-from penstock.torch_frontend.release import conditioning, lifecycle
-from penstock.torch_frontend.release.launches import Launches
-from penstock.torch_frontend.release.lifecycle import Lifecycle
-from penstock.torch_frontend.release.nonfinite import NonFinite
-from penstock.torch_frontend.release.release import Release
+from penstock.torch_frontend.backends.numbers import GroupSettings
 from penstock.torch_frontend.updates import TensorUpdates
 
-from .planting import Fault, Plant, both, instead, value
+from .planting import Fault, both, instead, value
+
+RELEASED_ADAMW, RELEASED_STABLE = "events/release/adamw/float32", "events/release/stable_adamw/float32"
+B_ADAMW = "B/adamw/float32/none/state-default"
+GROUPS = "groups/adamw/float32/none/state-default"
+SMALL = "shapes/{}/float32/none/state-default"
+"""Of several tensors in one group, which a plain step() updates together."""
 
 
-def _first_group_for_all(correct: Any, self: Any, parameters: Any) -> Any:
-    return dict.fromkeys(correct(self, parameters), self.param_groups[0])
+def _settings_of_the_first_group(correct: Any, self: Any, parameter: Any) -> Any:
+    slot = correct(self, parameter)
+    slot.settings = self._groups[0].settings
+    return slot
 
 
-def _groups_of_the_first_look(correct: Any, self: Any, parameters: Any) -> Any:
-    return self.__dict__.setdefault("_stale", correct(self, parameters))
+def _plant_a_key_without_settings(patch: pytest.MonkeyPatch) -> None:
+    """Tensors of different groups are updated together, with the numbers of the first."""
+    patch.setattr(foreach, "id", lambda settings: 0, raising=False)
+
+
+def _stays_current(correct: Any, self: Any, group: Any) -> bool:
+    return self._order == list(map(id, group["params"]))
+
+
+def _forgets_nothing(correct: Any, self: Any) -> None:
+    if not hasattr(self, "_groups"):
+        correct(self)
+
+
+def _slots_for_ever(correct: Any, self: Any) -> bool:
+    slots = dict(self._slots)
+    dropped = correct(self)
+    self._slots |= slots
+    return dropped
+
+
+def _keeps_its_numbers(correct: Any, self: Any, current: Any) -> None:
+    self.hyperparameters = current
 
 
 def _counts_every_micro_batch(correct: Any, self: Any, tasks: Any, **how: Any) -> Any:
@@ -39,62 +65,15 @@ def _counts_every_micro_batch(correct: Any, self: Any, tasks: Any, **how: Any) -
     return applied
 
 
-def _counts_skipped(correct: Any, self: Any, skipped: int = 1) -> None:
-    correct(self, skipped)
-    if skipped:
-        for state in self._optimizer.state.values():
-            state["step"] += 1
+def _counts_twice(correct: Any, self: Any, parameter: Any, gradient: Any) -> Any:
+    square = correct(self, parameter, gradient)
+    self.state[parameter]["step"] += 1
+    return square
 
 
-def _skips_with_zeros(correct: Any, self: Any, gradients: Any) -> Any:
-    for gradient in gradients.values():
-        if not bool(torch.isfinite(gradient).all()):
-            gradient.zero_()
-    return correct(self, gradients)
-
-
-def _kept_alive(correct: Any, self: Any, parameter: Any) -> None:
-    self.__dict__.setdefault("_forgotten", []).append(parameter.grad)
-    correct(self, parameter)
-
-
-def _booked_out_twice(correct: Any, self: Any, parameter: Any) -> None:
-    nbytes = self.ledger._held.get(parameter, 0)
-    correct(self, parameter)
-    self.ledger.live -= nbytes
-
-
-def _used_twice(correct: Any, self: Any, decided: Any, **how: Any) -> Any:
-    twice = [(p, g, d) for p, g, d in decided if d.action is Action.UPDATE and p.ndim == 2]
-    return correct(self, [*twice, *decided], **how)
-
-
-def _averaged(correct: Any, self: Any, gradients: Any, decisions: Any, **how: Any) -> None:
-    for gradient in gradients.values():
-        gradient.div_(4)
-    correct(self, gradients, decisions, **how)
-
-
-def _clipped_on_arrival(correct: Any, self: Any, parameter: Any) -> None:
-    if parameter.grad is not None:
-        clip_by_norm_([parameter.grad], 1.0)
-    correct(self, parameter)
-
-
-def _l2_on_arrival(correct: Any, self: Any, parameter: Any) -> None:
-    """Added to what is scaled, measured and clipped."""
-    if parameter.grad is not None:
-        parameter.grad.add_(parameter, alpha=self.optimizer.group_of(parameter)["weight_decay"])
-    correct(self, parameter)
-
-
-def _without_l2(correct: Any, self: Any, first: bool, parameter: Any) -> Any:
-    return correct(self, False, parameter)
-
-
-_L2_BEFORE_THE_REST: Plant = both(
-    instead(Release, "on_gradient", _l2_on_arrival), instead(eager._Piece, "gradient", _without_l2)
-)
+def _advances_twice(correct: Any, steps: Any, applied: Any = ()) -> None:
+    for _ in range(2):
+        correct(steps, applied)
 
 
 def _forgets_compensation(correct: Any, final: Any, groups: Any, state: Any) -> None:
@@ -103,19 +82,22 @@ def _forgets_compensation(correct: Any, final: Any, groups: Any, state: Any) -> 
         tensors["compensation"].zero_()
 
 
-def _mean_square_over_a_piece(correct: Any, self: Any, slot: Any, gradient: Any, first: bool, scale: Any) -> Any:
-    total = correct(self, slot, gradient, first, scale)
-    return total * gradient.numel() / min(gradient.numel(), eager.PIECE["cpu"])
+def _mean_square_over_a_piece(correct: Any, self: Any, slot: Any, gradient: Any, sums: Any, first: bool) -> Any:
+    return correct(self, slot, gradient, sums, first) * gradient.numel() / min(gradient.numel(), eager.PIECE["cpu"])
 
 
-def _transition(when: tuple[Policy, Status], wrong: Action) -> Any:
-    def decide(correct: Any, policy: Policy, status: Status, event: Any, *, strict: bool = True) -> Decision:
-        decision = correct(policy, status, event, strict=strict)
-        if (policy, status) == when and isinstance(event, machine.Step) and decision.action.steps:
-            return Decision(wrong, decision.status)
-        return decision
+def _ratios_of_one_element_less(correct: Any, self: Any) -> Any:
+    ratios = correct(self)
+    return ratios * (ratios.numel() / max(1, ratios.numel() - 1))
 
-    return decide
+
+def _counts_of_the_largest(counts: Any, **like: Any) -> Any:
+    return torch.tensor([max(counts)] * len(counts), **like)
+
+
+def _without_l2(correct: Any, group: Any, numbers: Any) -> None:
+    rule = dataclasses.replace(group[0][0].rule, l2=False)
+    correct([(dataclasses.replace(slot, rule=rule), gradient) for slot, gradient in group], numbers)
 
 
 FAULTS = [
@@ -127,24 +109,47 @@ FAULTS = [
     ),
     Fault(
         "learning rate of another group",
-        instead(TensorUpdates, "_groups", _first_group_for_all),
-        "groups/adamw/float32/none/state-default",
+        instead(TensorUpdates, "_new_slot", _settings_of_the_first_group),
+        GROUPS,
         "eager",
     ),
+    Fault("small tensors: learning rate of another group", _plant_a_key_without_settings, GROUPS, "eager"),
     Fault(
         "stale groups after load_state_dict",
-        instead(TensorUpdates, "_groups", _groups_of_the_first_look),
+        both(
+            instead(TensorUpdates, "_forget_groups", _forgets_nothing),
+            instead(updates._KnownGroup, "is_current", _stays_current),
+            instead(updates._KnownGroup, "refresh", lambda correct, self, group: correct(self, self.group)),
+        ),
         "identity/frozen/adamw/float32",
         "eager",
     ),
     Fault(
-        "settings of the first step for ever",
-        instead(
-            TensorUpdates,
-            "_hyperparameters",
-            lambda correct, self, group: self.__dict__.setdefault("_first", {}).setdefault(id(group), correct(self, group)),
+        "stale state after load_state_dict",
+        both(
+            instead(TensorUpdates, "_forget_groups", _forgets_nothing),
+            instead(updates._KnownGroup, "is_current", _stays_current),
+            instead(TensorUpdates, "refresh", _slots_for_ever),
         ),
+        "identity/resume/adamw/float32",
+        "eager",
+    ),
+    Fault(
+        "settings of the first step for ever",
+        instead(updates._KnownGroup, "refresh", lambda correct, self, group: False),
         "schedule/adamw/float32/none/state-default",
+        "eager",
+    ),
+    Fault(
+        "numbers of an update with other settings",
+        instead(GroupSettings, "change", _keeps_its_numbers),
+        "events/schedule-unused/adamw/float32",
+        "eager",
+    ),
+    Fault(
+        "numbers of the first update for ever",
+        instead(GroupSettings, "numbers", lambda correct, self, rule, step, dtype: correct(self, rule, 1.0, dtype)),
+        B_ADAMW,
         "eager",
     ),
     Fault(
@@ -166,21 +171,44 @@ FAULTS = [
     ),
     Fault(
         "mean square over the elements of a piece",
-        instead(EagerBackend, "mean_square", _mean_square_over_a_piece),
+        instead(EagerBackend, "_total", _mean_square_over_a_piece),
         "large/stable_adamw/float32/none/state-default",
         "eager",
     ),
     Fault(
+        "mean square over the wrong count",
+        instead(eager._Piece, "ratios", _ratios_of_one_element_less),
+        RELEASED_STABLE,
+        "eager",
+    ),
+    Fault(
+        "small tensors: mean square over the wrong count",
+        value(foreach, "torch", types.SimpleNamespace(**{**vars(torch), "tensor": _counts_of_the_largest})),
+        SMALL.format("stable_adamw"),
+        "eager",
+    ),
+    Fault(
         "L2 added by every micro-batch",
-        instead(eager._Piece, "gradient", lambda correct, self, first, parameter: correct(self, True, parameter)),
+        instead(eager._Piece, "prepare", lambda correct, self, first, squares: correct(self, True, squares)),
         "events/state/adam/float32",
         "eager",
     ),
-    Fault("L2 added before clipping", _L2_BEFORE_THE_REST, "events/clip/adam/float32", "eager"),
-    Fault("L2 added before unscaling", _L2_BEFORE_THE_REST, "events/overflow/adam/float32", "eager"),
+    Fault(
+        "small tensors: L2 left out",
+        instead(foreach, "_update", _without_l2),
+        SMALL.format("adam"),
+        "eager",
+    ),
+    Fault(
+        "small tensors: decay left out",
+        instead(foreach, "_update", lambda correct, group, numbers: correct(group, numbers._replace(decay=None))),
+        SMALL.format("adamw"),
+        "eager",
+        100,
+    ),
     Fault(
         "moments decayed by every micro-batch",
-        value(Action, "first", property(lambda action: True)),
+        lambda patch: patch.setattr(Action, "first", property(lambda action: True), raising=False),
         "events/state-last-known/adamw/float32",
         "eager",
     ),
@@ -190,64 +218,6 @@ FAULTS = [
         "events/state/adamw/float32",
         "eager",
     ),
-    Fault(
-        "step counted where it is skipped",
-        instead(NonFinite, "count", _counts_skipped),
-        "identity/skip/adamw/float32",
-        "eager",
-    ),
-    Fault(
-        "moments decayed by a gradient that is skipped",
-        instead(NonFinite, "usable", _skips_with_zeros),
-        "events/nonfinite/adamw/float32",
-        "eager",
-    ),
-    Fault("gradient not freed", instead(Lifecycle, "free", _kept_alive), "memory/release", "eager"),
-    Fault(
-        "gradient of a micro-batch not freed", instead(Lifecycle, "free", _kept_alive), "events/state/adamw/float32", "eager"
-    ),
-    Fault("gradient freed twice", instead(Lifecycle, "free", _booked_out_twice), "events/release/adamw/float32", "eager"),
-    Fault("tied weights released twice", instead(Lifecycle, "carry_out", _used_twice), "events/tied/adamw/float32", "eager"),
-    Fault(
-        "held gradient averaged instead of summed",
-        instead(Launches, "use", _averaged),
-        "events/hold/adam/float32",
-        "eager",
-    ),
-    Fault(
-        "held gradient discarded at step()",
-        instead(lifecycle, "decide", _transition((Policy.HOLD, Status.HELD), Action.DISCARD)),
-        "events/hold/adamw/float32",
-        "eager",
-    ),
-    Fault(
-        "no step at the end of micro-batches in the moments",
-        instead(lifecycle, "decide", _transition((Policy.STATE, Status.ACCUMULATED), Action.NOTHING)),
-        "events/state/adamw/float32",
-        "eager",
-    ),
-    Fault(
-        "max_norm applied to every micro-batch",
-        instead(Release, "on_gradient", _clipped_on_arrival),
-        "events/clip-hold/adamw/float32",
-        "eager",
-    ),
-    Fault(
-        "small gradients scaled up to max_norm",
-        value(conditioning, "clip_coefficient", lambda norm, max_norm: max_norm / (norm + 1e-6)),
-        "events/clip/adamw/float32",
-        "eager",
-    ),
-    Fault(
-        "gradient not clipped",
-        value(conditioning, "clip_coefficient", lambda norm, max_norm: torch.ones_like(norm)),
-        "events/clip/stable_adamw/float32",
-        "eager",
-    ),
-    Fault(
-        "gradient not unscaled",
-        instead(conditioning.Conditioning, "apply", lambda correct, self, gradients: None),
-        "events/overflow/adamw/float32",
-        "eager",
-    ),
+    Fault("step counted twice", instead(TensorUpdates, "update", _counts_twice), RELEASED_ADAMW, "eager"),
+    Fault("small tensors: step counted twice", instead(updates, "_advance", _advances_twice), SMALL.format("adamw"), "eager"),
 ]

@@ -1,0 +1,49 @@
+"""The section "marker": every way of release on the torch backends. Faults that it catches are in `faults`."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from penstock.core.rules import RULES
+from penstock.parity.backends.specification import NumpyBackend
+from penstock.parity.backends.torch_optimizers import TorchBackend
+from penstock.parity.compare import Refusal, Row
+from penstock.parity.events.section import DTYPES
+from penstock.parity.markers import STEPS, USES, WAYS, MarkerCase, Markers, run_case
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_every_norm_is_told_and_every_use_that_changes_something_is_refused(way: str) -> None:
+    pytest.importorskip("torch")
+    for rule in RULES.values():
+        for dtype in DTYPES:
+            found = run_case(TorchBackend("eager"), MarkerCase(way, rule, dtype))
+            assert [row for row in found if not isinstance(row, Row) or not row.within] == []
+            assert len(found) == 5 * STEPS
+
+
+def test_a_quick_run_has_every_way_and_dtype() -> None:
+    cases = Markers().cases(quick=True)
+    assert [case.way for case in cases] == list(WAYS)
+    assert {case.dtype for case in cases} == set(DTYPES)
+    assert {case.rule.name for case in cases} == set(RULES)
+
+
+def test_a_use_that_is_not_refused_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("torch")
+    from penstock.torch_frontend.release.marker import Disclosure
+
+    monkeypatch.setattr(Disclosure, "check_factor", lambda *arguments: None)
+    found = run_case(TorchBackend("eager"), MarkerCase("release", RULES["adamw"], "float32"))
+    wrong = [row for row in found if isinstance(row, Row) and not row.within and row.quantity == "uses refused"]
+    assert [row.data for row in wrong] == STEPS * [{"wrong": ["clipped as declared", "clipped otherwise", "times a half"]}]
+    assert {row.units for row in wrong} == {3}
+    assert all(not np.isnan(row.relative_error) for row in wrong)
+    assert set(USES) > {"clipped otherwise"}
+
+
+def test_what_cannot_be_seen_is_said() -> None:
+    (refusal,) = run_case(NumpyBackend(), MarkerCase("release", RULES["adamw"], "float32"))
+    assert isinstance(refusal, Refusal)
+    assert "LeavesMarkers" in refusal.reason
