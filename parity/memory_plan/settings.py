@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 from ...core.array_ops import numpy_dtype
 from ...core.compensation import COMPENSATIONS, compensation_dtype, resolve
@@ -103,7 +104,7 @@ class Training:
     def changed(self) -> str:
         """The optimizer's arguments that make `kept` other than by default, or nothing: "compensation='none'"."""
         default = dataclasses.replace(self, compensation="auto", state_dtype=None)
-        given = {"compensation": self.compensation, "state_dtype": self.state_dtype}
+        given: dict[str, Any] = {"compensation": self.compensation, "state_dtype": self.state_dtype}
         different = [
             f"{name}={value!r}"
             for name, value in given.items()
