@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from ...core.errors import NonFiniteGradient, Refused
-from ...core.release import Action, Decision, Status, ZeroGrad
+from ...core.release import Action, Status, ZeroGrad
 from ...core.release import Step as StepCalled
 from ..clipping import clip_by_norm_, clip_coefficient, square_sum
 from ..communication.shards import is_released, local
@@ -138,16 +138,15 @@ def discard(pipeline: Pipeline) -> None:
     """
     step = pipeline.step
     propagates = pipeline.optimizer.on_nonfinite == "propagate"
-    overflow_was_used = step.strict and propagates and bool(step.released) and pipeline.norm_is_infinite
+    norm = pipeline.last_norm if step.strict and propagates and step.released else None
+    overflow_was_used = norm is not None and not bool(torch.isfinite(norm))
     pipeline.end_failed_pass()
     if not pipeline.alone:
         pipeline.finish_round()
     elif pipeline.queue is not None:
         pipeline.queue.discard()
-    decided: dict[int, Decision] = {}
-    for key, _ in list(step.open()):
-        if key in step.members:
-            decided[key] = step.decide(step.members[key].parameter, ZeroGrad())
+    touched = [key for key, _ in step.open() if key in step.members]
+    decided = {key: step.decide(step.members[key].parameter, ZeroGrad()) for key in touched}
     for key, decision in decided.items():
         if decision.action is Action.DISCARD:
             step.free(step.members[key].parameter)

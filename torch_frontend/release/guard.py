@@ -90,7 +90,8 @@ def two_passes(pipeline: Pipeline, loss: Tensor, seed: Tensor, keep_bytes: int) 
         keep_bytes: gradients of that many bytes may stay alive between the passes. The second need not compute them again.
     """
     hooks, step = pipeline.hooks, pipeline.step
-    if step.released or pipeline.overflow_to_be_judged:
+    judged = not pipeline.disclosure.finite and pipeline.decided_scale == pipeline.scale()  # the scaler was not updated since
+    if step.released or judged:
         raise Refused(
             "a second guarded backward() before optimizer.step(): the first has taken its gradient for the whole one, for "
             "its norm and for whether it is finite. Add the losses up, and guard their sum; or use accumulation='hold'. "

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from ...core.errors import Refused
 from ..communication.shards import is_sharded
 
-_ACTIVE: weakref.WeakSet[Any] = weakref.WeakSet()
+ACTIVE: weakref.WeakSet[Any] = weakref.WeakSet()
 """Every release in force: a parameter belongs to at most one of them."""
 
 _HANDLES: weakref.WeakKeyDictionary[nn.Module, list[tuple[weakref.ref[Any], Any]]] = weakref.WeakKeyDictionary()
@@ -137,19 +137,9 @@ def _on_gradient(reference: weakref.ref[Any], parameter: Tensor) -> None:
     owner.arrive(parameter)
 
 
-def register(release: Any) -> None:
-    """A release is in force from now on."""
-    _ACTIVE.add(release)
-
-
-def unregister(release: Any) -> None:
-    """A release is over."""
-    _ACTIVE.discard(release)
-
-
 def active_releases() -> list[Any]:
     """Every release in force."""
-    return list(_ACTIVE)
+    return list(ACTIVE)
 
 
 def check_ownership(parameters: Iterable[Tensor], mine: Any = None) -> None:

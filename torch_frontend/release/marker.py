@@ -118,15 +118,18 @@ class ReleasedGradient(Tensor):
     key: int
 
     @staticmethod
-    def __new__(cls, like: Tensor, disclosure: Disclosure, key: int) -> ReleasedGradient:
-        """A marker of this tensor's shape, strides, dtype and device."""
-        marker = torch.Tensor._make_wrapper_subclass(
-            cls, like.shape, strides=like.stride(), dtype=like.dtype, device=like.device
-        )
+    def __new__(cls, like: Tensor, disclosure: Disclosure, key: int, device: Any = None) -> ReleasedGradient:
+        """A marker of this tensor's shape, strides and dtype, on the device or where the tensor is."""
+        layout: dict[str, Any] = {
+            "strides": like.stride(),
+            "dtype": like.dtype,
+            "device": like.device if device is None else device,
+        }
+        marker = torch.Tensor._make_wrapper_subclass(cls, like.shape, **layout)
         _NO_POINTER(marker)
         return marker
 
-    def __init__(self, like: Tensor, disclosure: Disclosure, key: int) -> None:
+    def __init__(self, like: Tensor, disclosure: Disclosure, key: int, device: Any = None) -> None:
         self.disclosure, self.key = disclosure, key
         self.scale, self.incoming = 1.0, None
 
@@ -143,9 +146,9 @@ class ReleasedGradient(Tensor):
         marker = next(x for x in _flat((args, (kwargs or {}).values())) if isinstance(x, cls))
         raise marker.disclosure.refuse(marker, str(func.overloadpacket).removeprefix("aten."))
 
-    def like(self, other: Tensor) -> ReleasedGradient:
-        """The same gradient in this tensor's shape, dtype and device."""
-        found = ReleasedGradient(other, self.disclosure, self.key)
+    def like(self, other: Tensor, device: Any) -> ReleasedGradient:
+        """The same gradient in this tensor's shape and dtype, on this device."""
+        found = ReleasedGradient(other, self.disclosure, self.key, device)
         found.scale = self.scale
         return found
 
@@ -212,21 +215,13 @@ def _zeroed(func: Any, marker: ReleasedGradient) -> ReleasedGradient:
 
 
 def _viewed(func: Any, marker: ReleasedGradient, size: Sequence[int]) -> ReleasedGradient:
-    shape = torch.empty(marker.shape, dtype=marker.dtype, device="meta").view(size)
-    return marker.like(_On(shape, marker.device))  # type: ignore[arg-type]
+    return marker.like(torch.empty(marker.shape, dtype=marker.dtype, device="meta").view(size), marker.device)
 
 
 def _converted(func: Any, marker: ReleasedGradient, *, dtype: Any = None, device: Any = None, **kwargs: Any) -> Any:
     """`model.to(...)` converts gradients, too."""
     shape = torch.empty_strided(marker.shape, marker.stride(), dtype=dtype or marker.dtype, device="meta")
-    return marker.like(_On(shape, device or marker.device))  # type: ignore[arg-type]
-
-
-class _On:
-    """Shape, strides and dtype of a tensor, on another device, without memory there."""
-
-    def __init__(self, shape: Tensor, device: Any) -> None:
-        self.shape, self.stride, self.dtype, self.device = shape.shape, shape.stride, shape.dtype, device
+    return marker.like(shape, device or marker.device)
 
 
 def _norm(func: Any, tensor: ReleasedGradient, ord: Any = 2, dim: Any = None, keepdim: Any = False, **kwargs: Any) -> Tensor:

@@ -122,16 +122,17 @@ class Pipeline:
         self.use = stage  # what averaged gradients go on to
         after_arrival = one_by_one(stage) if local else self._average
         before = None if self.queue is None else self.queue.before
+        kept = Keeping(step, self._keep, begin=lambda parameter: None)
         if self.paused:
-            self.arrive = Keeping(step, self._keep)
-        elif self.step.policy is Policy.RELEASE:
+            self.arrive = kept
+        elif step.policy is Policy.RELEASE:
             check = self._refuse_unguarded if self.needs_guard else before
             self.arrive = Arrival(step, self.update.one if base else after_arrival, check)
         else:
-            keep = functools.partial(self._keep, averages=True)
-            self.arrive = AccumulatingArrival(step, after_arrival, before, last=self._last, keep=keep)
+            self.arrive = accumulating = AccumulatingArrival(step, after_arrival, before, self._begin_micro_batch)
+            accumulating.keep = functools.partial(self._keep, averages=True)
         if self.communication.name == "ddp" and not self.paused:  # inside no_sync() it only adds up
-            arrive, kept = self.arrive, Keeping(step, self._keep)
+            arrive = self.arrive
             self.arrive = lambda parameter: (kept if self.communication.keeps() else arrive)(parameter)
 
     @contextlib.contextmanager
@@ -142,7 +143,7 @@ class Pipeline:
             if self.step.to_come or parameter in measurement.norms:
                 self.step.check_whole(parameter, seen=parameter in measurement.norms)
 
-        with self._instead(MeasuringArrival, measurement, check, measures=True):
+        with self._instead(MeasuringArrival, measurement, check, functools.partial(self.step.begin_pass, measures=True)):
             yield
 
     @contextlib.contextmanager
@@ -156,11 +157,11 @@ class Pipeline:
             self._rescale.factors = ()
 
     @contextlib.contextmanager
-    def _instead(self, arrival: type[Arrival], stage: Stage, check: Any, *, measures: bool = False) -> Iterator[None]:
+    def _instead(self, arrival: type[Arrival], stage: Stage, check: Any, begin: Any = None) -> Iterator[None]:
         self.step.refresh()
         before = self.arrive, self.use
-        self.use, self._in_guard, self._measures = stage, True, measures
-        self.arrive = arrival(self.step, one_by_one(stage) if self.alone else self._average, check)
+        self.use, self._in_guard, self._measures = stage, True, arrival is MeasuringArrival
+        self.arrive = arrival(self.step, one_by_one(stage) if self.alone else self._average, check, begin)
         try:
             yield
         finally:
@@ -206,6 +207,10 @@ class Pipeline:
     def _keeps(self) -> bool:
         holds = self.step.policy is Policy.HOLD and not self.step.last
         return bool(self.paused) or holds or self.communication.keeps()
+
+    def _begin_micro_batch(self, parameter: Tensor) -> None:
+        self.step.last = bool(self._last())  # asked once a pass
+        self.step.begin_pass(parameter)
 
     def _refuse_unguarded(self, parameter: Tensor) -> None:
         described = self.hooks.describe(id(parameter))
@@ -308,17 +313,6 @@ class Pipeline:
     def alone(self) -> bool:
         """Whether no other process uses the same gradients: then those that were not used yet need not be."""
         return self.communication.name == "local"
-
-    @property
-    def overflow_to_be_judged(self) -> bool:
-        """guard() has found a gradient that is not finite, and neither step() nor the scaler's update() was called since."""
-        return not self.disclosure.finite and self.decided_scale == self.scale()
-
-    @property
-    def norm_is_infinite(self) -> bool:
-        """Whether the gradient of this step is not finite. Synchronises."""
-        norm = self.last_norm
-        return norm is not None and not bool(torch.isfinite(norm))
 
     def scale(self) -> float:
         """What the loss, and so every gradient, is multiplied by."""

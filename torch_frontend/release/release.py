@@ -20,7 +20,7 @@ from ..communication import communication_name, select_communication
 from ..optimizers import ReleasableOptimizer
 from . import boundaries
 from .guard import guarded, two_passes
-from .hooks import check_ownership, register, unregister
+from .hooks import ACTIVE, check_ownership
 from .pipeline import Pipeline
 
 ACCUMULATIONS = (None, "hold", "state")
@@ -38,11 +38,9 @@ class Release:
         self.optimizer = pipeline.optimizer
         self.pipeline = pipeline
         self._keep_bytes = keep_bytes
-        register(self)
+        ACTIVE.add(self)
         self.optimizer.release = self
         pipeline.attach()
-
-    # -- the public face ------------------------------------------------------------------------------------------------
 
     @property
     def ledger(self) -> Ledger:
@@ -135,7 +133,7 @@ class Release:
         step.clear_markers()
         pipeline.communication.detach()
         pipeline.hooks.remove()
-        unregister(self)
+        ACTIVE.discard(self)
         if self.optimizer.release is self:
             self.optimizer.release = None
 
@@ -154,8 +152,6 @@ class Release:
             torch.autograd.backward(loss, seed)
         else:
             two_passes(self.pipeline, loss, seed, self._keep_bytes)
-
-    # -- what the optimizer asks ----------------------------------------------------------------------------------------
 
     def attach(self) -> None:
         """See `Pipeline.attach`."""
@@ -224,8 +220,8 @@ def release_gradients(
         keep_bytes: gradients of that many bytes, in [0, inf), stay alive between the two passes of guard(), so that the
             second is shorter: it does not compute them again. Of one process only.
 
-    After backward, `.grad` of the smallest released parameter holds the norm of the gradient, in its first element, and zeros:
-    what unscales, clips or logs gradients sees the right norm. `.grad` of the others is None.
+    After backward, `.grad` of a released parameter is a marker without memory: what unscales, clips or logs gradients finds the
+    right norm, and whatever else uses it is refused. step() and zero_grad() clear it.
 
     Returns:
         The release: `.guard(loss)`, `.paused()`, `.remove()`, `.last_norm`, `.skipped`, `.ledger`.
@@ -317,7 +313,7 @@ def lenient_release(model: nn.Module, optimizer: ReleasableOptimizer) -> Release
 
 
 def _trained(optimizer: ReleasableOptimizer) -> list[Tensor]:
-    return [parameter for group in optimizer.param_groups for parameter in group["params"] if parameter.requires_grad]
+    return [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
 
 
 def _enabled(scaler: Any) -> Any:
@@ -364,15 +360,8 @@ def _check_setup(
     for name, module in model.named_modules():
         if getattr(module, "sparse", False) and any(parameter in set(optimized) for parameter in module.parameters()):
             raise UnsupportedTensor(f"module {name!r} gives sparse gradients; construct it with sparse=False.")
-    for parameter in optimized:
-        group = optimizer.group_of(parameter)
-        require(
-            Combination(
-                clipping=clipping,
-                loss_scaling="none" if scaler is None else "dynamic",
-                accumulation=accumulation,
-                communication=communication_name(model, process_group),
-                compensation=compensations.resolve(group["compensation"], dtype_name(parameter.dtype)),
-                backend=optimizer.backend,
-            )
-        )
+    kinds = {(group["compensation"], dtype_name(p.dtype)) for group in optimizer.param_groups for p in group["params"]}
+    loss_scaling, communication = "none" if scaler is None else "dynamic", communication_name(model, process_group)
+    for kind in kinds:
+        compensation = compensations.resolve(*kind)
+        require(Combination(clipping, loss_scaling, accumulation, communication, compensation, optimizer.backend))

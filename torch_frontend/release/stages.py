@@ -24,6 +24,8 @@ Arrived = tuple[Member, Tensor | None]
 """A parameter and its gradient; None instead of one that must not be used."""
 
 Stage = Callable[[Sequence[Arrived]], None]
+Use = Callable[[Member, Tensor], None]
+Check = Callable[[Tensor], None]
 Free = Callable[[Member], None]
 
 
@@ -34,35 +36,33 @@ class Arrival:
         step: under way.
         use: what becomes of the gradient.
         check: raises `Refused` if the gradient may not be used; called before anything is changed.
+        begin: called with the first gradient of a pass; None: `Step.begin_pass`.
     """
 
-    def __init__(
-        self, step: Step, use: Callable[[Member, Tensor], None], check: Callable[[Tensor], None] | None = None
-    ) -> None:
+    def __init__(self, step: Step, use: Use, check: Check | None = None, begin: Check | None = None) -> None:
         self._step = step
         self._use = use
         self._check = check
+        self._begin_pass = step.begin_pass if begin is None else begin
 
     def __call__(self, parameter: Tensor) -> None:
         """The local gradient of `parameter` has been accumulated into `.grad`."""
         step = self._step
-        key = id(parameter)
         with step.lock:
             try:
                 if pass_number() != step.pass_id:
                     self._begin_pass(parameter)
-                gradient, member = parameter.grad, step.members.get(key)
+                gradient, member = parameter.grad, step.members.get(id(parameter))
                 if gradient is None or member is None:  # an earlier hook took it; or it was taken out of its group
                     return
                 if type(gradient) is not Tensor or gradient.layout is not PLAIN_GRADIENT:
                     gradient = self._unusual(member, gradient)
+                if self._check is not None:
+                    self._check(parameter)
                 self._take(member, gradient)
             except PenstockError:
                 step.reject(parameter)
                 raise
-
-    def _begin_pass(self, parameter: Tensor) -> None:
-        self._step.begin_pass(parameter)
 
     def _unusual(self, member: Member, gradient: Tensor) -> Tensor:
         """A gradient that is not an ordinary tensor: a shard, a marker with what was added to it, or one to be refused."""
@@ -77,8 +77,6 @@ class Arrival:
 
     def _take(self, member: Member, gradient: Tensor) -> None:
         step = self._step
-        if self._check is not None:
-            self._check(member.parameter)
         if member.key in step.released:
             raise step.disclosure.second_gradient(member.marker)
         if step.to_come:
@@ -94,47 +92,20 @@ class Arrival:
 class MeasuringArrival(Arrival):
     """... in the first pass of guard(), which changes nothing: `use` measures."""
 
-    def _begin_pass(self, parameter: Tensor) -> None:
-        self._step.begin_pass(parameter, measures=True)
-
     def _take(self, member: Member, gradient: Tensor) -> None:
-        assert self._check is not None
-        self._check(member.parameter)
         self._use(member, gradient)
 
 
 class AccumulatingArrival(Arrival):
-    """... of one of several micro-batches: it is kept in `.grad`, or goes on.
+    """... of one of several micro-batches: it is kept in `.grad`, or goes on; `keep`: what becomes of one that is kept."""
 
-    Args:
-        last: is this the last micro-batch? Asked once a pass.
-        keep: what becomes of a gradient that is kept.
-    """
-
-    def __init__(
-        self,
-        step: Step,
-        use: Callable[[Member, Tensor], None],
-        check: Callable[[Tensor], None] | None = None,
-        *,
-        last: Callable[[], bool],
-        keep: Callable[[Member, Tensor], None],
-    ) -> None:
-        super().__init__(step, use, check)
-        self._last = last
-        self._keep = keep
-
-    def _begin_pass(self, parameter: Tensor) -> None:
-        self._step.last = bool(self._last())
-        super()._begin_pass(parameter)
+    keep: Use
 
     def _take(self, member: Member, gradient: Tensor) -> None:
         step = self._step
-        if self._check is not None:
-            self._check(member.parameter)
         decision = step.decide(member.parameter, GradientReady(step.last))
         if decision.action is Action.KEEP:
-            self._keep(member, gradient)
+            self.keep(member, gradient)
             step.set_status(member.key, decision.status)
         else:
             if step.to_come:
@@ -145,18 +116,14 @@ class AccumulatingArrival(Arrival):
 class Keeping(Arrival):
     """... inside `release.paused()`, or where the engine of communication only adds up: it stays in `.grad`."""
 
-    def _begin_pass(self, parameter: Tensor) -> None:
-        pass
-
     def _take(self, member: Member, gradient: Tensor) -> None:
-        step = self._step
-        decision = step.decide(member.parameter, GradientReady(last=False), paused=True)
+        decision = self._step.decide(member.parameter, GradientReady(last=False), paused=True)
         self._use(member, gradient)
         if decision.status is not Status.RELEASED:
-            step.set_status(member.key, decision.status)
+            self._step.set_status(member.key, decision.status)
 
 
-def one_by_one(stage: Stage) -> Callable[[Member, Tensor], None]:
+def one_by_one(stage: Stage) -> Use:
     """What an arrival calls, from a stage that takes several gradients."""
     return lambda member, gradient: stage([(member, gradient)])
 

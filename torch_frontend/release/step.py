@@ -94,8 +94,6 @@ class Step:
         self._one_pass = one_pass
         self._top: int | None = None  # the pass, started by the user, that updated parameters in this step
 
-    # -- members --------------------------------------------------------------------------------------------------------
-
     def attach(self, parameters: Iterable[Tensor]) -> None:
         """Release these parameters, those and no others."""
         before = self.members
@@ -115,8 +113,6 @@ class Step:
                 member.renew(self.disclosure)
             elif changed:
                 member.nbytes = local(member.parameter).nbytes
-
-    # -- passes ---------------------------------------------------------------------------------------------------------
 
     def begin_pass(self, parameter: Tensor, *, measures: bool = False) -> None:
         """The first gradient of a backward pass has come, or of one inside it, or the outer one goes on.
@@ -158,8 +154,6 @@ class Step:
         """What the gradients that come now are for."""
         begun = Status.ACCUMULATED in self._status.values()
         return Purpose(measured=measured, last=measured or self.policy is Policy.RELEASE or self.last, first=not begun)
-
-    # -- the state machine ----------------------------------------------------------------------------------------------
 
     def status(self, key: int) -> Status:
         """Where the parameter of this id is."""
@@ -213,8 +207,6 @@ class Step:
         """Raise `Refused` if a setting changed after its use in this step."""
         if self.released or Status.ACCUMULATED in self._status.values():
             self.settings.check(self.optimizer.param_groups)
-
-    # -- gradients ------------------------------------------------------------------------------------------------------
 
     def arrive(self, parameter: Tensor, gradient: Tensor) -> None:
         """The gradient exists and stays for a while."""
