@@ -129,7 +129,7 @@ class ReleasableOptimizer(TensorUpdates):
             raise
         self._warn_of_decay(group)
         if self.release is not None:
-            self.release.attach()
+            self.release.pipeline.attach()
 
     def _warn_of_decay(self, group: Group) -> None:
         if self._warned_of_decay or not hyperparameters(group).fully_decoupled_decay_is_high:

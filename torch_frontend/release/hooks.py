@@ -119,11 +119,8 @@ class Hooks:
     @property
     def describe(self) -> Callable[[int], str]:
         """How an error names a parameter, by its id; holds neither the release nor a parameter."""
-        return functools.partial(_described, self._names)
-
-
-def _described(names: dict[int, str], key: int) -> str:
-    return f"parameter {names[key]!r}" if key in names else "a parameter that the model does not name"
+        names = self._names
+        return lambda key: f"parameter {names[key]!r}" if key in names else "a parameter that the model does not name"
 
 
 def _on_gradient(reference: weakref.ref[Any], parameter: Tensor) -> None:

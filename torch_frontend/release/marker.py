@@ -120,11 +120,7 @@ class ReleasedGradient(Tensor):
     @staticmethod
     def __new__(cls, like: Tensor, disclosure: Disclosure, key: int, device: Any = None) -> ReleasedGradient:
         """A marker of this tensor's shape, strides and dtype, on the device or where the tensor is."""
-        layout: dict[str, Any] = {
-            "strides": like.stride(),
-            "dtype": like.dtype,
-            "device": like.device if device is None else device,
-        }
+        layout: dict[str, Any] = {"strides": like.stride(), "dtype": like.dtype, "device": device or like.device}
         marker = torch.Tensor._make_wrapper_subclass(cls, like.shape, **layout)
         _NO_POINTER(marker)
         return marker

@@ -153,10 +153,6 @@ class Release:
         else:
             two_passes(self.pipeline, loss, seed, self._keep_bytes)
 
-    def attach(self) -> None:
-        """See `Pipeline.attach`."""
-        self.pipeline.attach()
-
     def check_ownership(self, parameters: Iterable[Tensor]) -> None:
         """Raise `Refused` if another release has one of these parameters already."""
         check_ownership(parameters, mine=self)
