@@ -30,15 +30,6 @@ ARRAYS = ("exp_avg", "exp_avg_sq", "compensation", "parameter")
 """The fields of a `ParameterState` that are arrays of the parameter's shape."""
 
 
-def numpy_dtype(name: str) -> np.dtype[Any]:
-    """The numpy dtype of a name; numpy has no bfloat16, ml_dtypes has."""
-    if name != "bfloat16":
-        return np.dtype(name)
-    import ml_dtypes
-
-    return np.dtype(ml_dtypes.bfloat16)
-
-
 def listed(names: Sequence[str], most: int = 5) -> str:
     """Names in an error: the first few, and how many more there are."""
     more = f" and {len(names) - most} more" if len(names) > most else ""

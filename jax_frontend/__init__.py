@@ -1,7 +1,7 @@
 """The JAX frontend: the optimizers as ordinary Optax transforms, and training steps that donate what they use up.
 
     tx = optax.chain(optax.zero_nans(), stable_adamw(1e-3))
-    update = make_update(tx)                       # (grads, state, params) -> (params, state), all three donated
+    update = make_update(tx)                       # (grads, state, params) -> (params, state), all three used up
     step = make_train_step(loss_fn, tx)            # (state, batch) -> (state, metrics), the state donated
     step = make_release_step(stack, tx)            # the same for layers stacked along an axis: one layer's gradient alive
 

@@ -1,7 +1,8 @@
-"""Where arrays lie in memory: what is donated may be given only once."""
+"""Where arrays are stored in memory, and whether they still are."""
 
 from __future__ import annotations
 
+import numbers
 from typing import Any
 
 import jax
@@ -21,8 +22,13 @@ def is_concrete(leaf: Any) -> bool:
     return isinstance(leaf, jax.Array) and not isinstance(leaf, Tracer)
 
 
+def is_array_like(leaf: Any) -> bool:
+    """Whether a leaf is an array, of JAX or of numpy, or a number."""
+    return hasattr(leaf, "dtype") or hasattr(leaf, "__jax_array__") or isinstance(leaf, numbers.Number)
+
+
 def buffers(leaf: Any) -> set[Buffer]:
-    """Where a concrete array lies in memory, on each of its devices."""
+    """Where a concrete array is stored in memory, on each of its devices."""
     if not is_concrete(leaf) or leaf.size == 0:
         return set()
     if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
@@ -33,37 +39,44 @@ def buffers(leaf: Any) -> set[Buffer]:
     return {(shard.device, shard.data.unsafe_buffer_pointer()) for shard in leaf.addressable_shards}
 
 
-def strong(leaf: Any) -> Any:
-    """A concrete array that is weakly typed (jnp.asarray(1.0)) as a copy that is not: what comes out of a jitted update is
-    not either, and the next call would compile again."""
-    return lax.convert_element_type(leaf, leaf.dtype) if is_concrete(leaf) and leaf.weak_type else leaf
-
-
-def check_donated(donated: dict[str, PyTree], kept: dict[str, PyTree]) -> None:
-    """Raise `InvalidArgument` unless every array of `donated` is alive and shares its memory with no other one.
+def check_alive(leaf: Any, name: str, *, donated: bool = True) -> None:
+    """Raise `InvalidArgument` if a leaf is an array that was deleted.
 
     Args:
-        donated: by name.
-        kept: what goes into the same call and stays; it may share memory within itself. By name.
+        leaf: any leaf.
+        name: what the error calls it.
+        donated: the leaf belongs to what an update donates, and returns anew.
     """
-    leaves = jax.tree.leaves((donated, kept))
-    if not any(is_concrete(leaf) and leaf.is_deleted() for leaf in leaves):
-        own = [buffers(leaf) for leaf in jax.tree.leaves(donated)]
-        others: set[Buffer] = set().union(*(buffers(leaf) for leaf in jax.tree.leaves(kept)))
-        if len(set().union(*own, others)) == sum(map(len, own)) + len(others):
-            return
-    owners: dict[Buffer, str] = {}
-    for names, claims in ((donated, True), (kept, False)):
-        for root, tree in names.items():
-            for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
-                name = root + jax.tree_util.keystr(path)
-                if is_concrete(leaf) and leaf.is_deleted():
-                    raise InvalidArgument(f"{name} was donated to an earlier update; use what that update returned.")
-                held = buffers(leaf)
-                for buffer in held & owners.keys():
-                    raise InvalidArgument(
-                        f"{owners[buffer]} and {name} are the same memory, which can be donated only once; give one of "
-                        "them its own with jnp.copy."
-                    )
-                if claims:
-                    owners.update(dict.fromkeys(held, name))
+    if is_concrete(leaf) and leaf.is_deleted():
+        if donated:
+            raise InvalidArgument(f"{name} was donated to an earlier update; use what that update returned.")
+        raise InvalidArgument(
+            f"{name} was deleted, as everything is that an earlier call used up; compute it again, or give that call a copy."
+        )
+
+
+def strong(leaf: Any) -> Any:
+    """A weakly typed array (jnp.asarray(1.0)) as one that is not; any other leaf as it is."""
+    return lax.convert_element_type(leaf, leaf.dtype) if getattr(leaf, "weak_type", False) else leaf
+
+
+def typed_like(old: PyTree, new: PyTree) -> PyTree:
+    """The tree `new`, weakly typed where `old` is: it can take its place in the next call without another compilation.
+
+    Args:
+        old, new: trees of arrays; where their structures, dtypes or shapes differ, new is left as it is.
+    """
+
+    def leaf(old: Any, new: Any) -> Any:
+        if not getattr(old, "weak_type", False):
+            return new
+        new = jnp.asarray(new)
+        if (new.dtype, new.shape) != (old.dtype, old.shape):
+            return new
+        fill = lax.full_like  # weakly typed where its first argument is
+        for _ in range(new.ndim):
+            fill = jax.vmap(fill)
+        return fill(old, new)
+
+    structure: Any = jax.tree.structure(old)
+    return jax.tree.map(leaf, old, new) if structure == jax.tree.structure(new) else new

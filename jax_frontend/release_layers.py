@@ -25,6 +25,7 @@ from jax.extend import core as jaxpr_types
 from ..core.errors import InvalidArgument, MissingDependency, Refused
 from .dependencies import flow
 from .direct import apply_directly, as_transformation
+from .donation import DonatingFunction
 from .losses import scaled_loss
 from .norms import global_norm, norm_dtype
 from .separability import check_separable
@@ -71,7 +72,7 @@ def release_layers(
     tx: optax.GradientTransformation,
     *,
     fence: str = "auto",
-) -> jax.stages.Wrapped:
+) -> DonatingFunction:
     r"""A jitted training step (state, batch) -> (state, metrics) for a loop over layers that the loss function writes itself.
 
         def loss_fn(outer, layers, batch):
@@ -95,13 +96,13 @@ def release_layers(
         fence: what keeps reads of old slices apart from writes of new ones; see `make_release_step`.
 
     Returns:
-        A jitted function (it has .lower) that donates its state, which comes from `init_train_state`. metrics are 0-d
-        arrays: "loss", before the update; "grad_norm", the global norm; "skipped", always False.
+        A jitted function, with .lower and .trace, that donates its state, which comes from `init_train_state`. metrics are
+        0-d arrays: "loss", before the update; "grad_norm", the global norm; "skipped", always False.
 
     Raises:
         MissingDependency: this jax has no references (jax.new_ref).
         InvalidArgument: something is not callable, or tx no transform; when traced, a state without a layer axis or of another
-            transform, or a loss that is not a scalar.
+            transform, or a loss that is not a scalar; at a step, an array that was deleted, or that is to be donated twice.
         Refused: when traced, a transform that is not separable; a layer that the backward pass comes by more than once or
             never (not used, or behind jax.lax.stop_gradient), that does not exist, is chosen by the data, or called under
             jax.vmap.
@@ -140,7 +141,7 @@ def release_layers(
         metrics = {"loss": told.total, "grad_norm": global_norm((g, norms)), "skipped": jnp.asarray(False)}
         return TrainState({"outer": new_outer, "layers": new_layers}, LayeredState(outer_state, new_states)), metrics
 
-    return jax.jit(step, donate_argnums=0)
+    return DonatingFunction(step, "state")
 
 
 def _checked(tx: optax.GradientTransformation, state: TrainState) -> tuple[PyTree, PyTree]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import numbers
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
@@ -12,7 +11,7 @@ import optax
 
 from ..core.errors import InvalidArgument, UnsupportedTensor
 from .array_ops import ELSEWHERE, check_floating
-from .buffers import buffers, is_concrete, strong
+from .buffers import buffers, check_alive, is_array_like, strong
 from .direct import as_transformation
 from .loss_scaling import LossScale, as_loss_scale
 from .separability import check_takes
@@ -120,10 +119,9 @@ def _check_parameters(params: PyTree) -> None:
         raise InvalidArgument("params have no arrays; give a tree with at least one.")
     for path, leaf in leaves:
         name = f"params{jax.tree_util.keystr(path)}"
-        if not hasattr(leaf, "dtype") and not isinstance(leaf, numbers.Number):
+        if not is_array_like(leaf):
             raise UnsupportedTensor(f"{name} is {type(leaf).__name__}; it must be a floating-point array. {ELSEWHERE}.")
-        if isinstance(leaf, jax.Array) and is_concrete(leaf) and leaf.is_deleted():
-            raise InvalidArgument(f"{name} was donated to an earlier update; use what that update returned.")
+        check_alive(leaf, name)
     check_floating(params)
 
 

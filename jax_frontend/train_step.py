@@ -13,6 +13,7 @@ from jax import lax
 from ..core.errors import InvalidArgument
 from .array_ops import widened
 from .direct import apply_directly, as_transformation
+from .donation import DonatingFunction
 from .losses import check_microbatches, chunks, divided, scaled_loss
 from .norms import check_max_norm, clipped, global_norm
 from .state import PyTree
@@ -28,7 +29,7 @@ def make_train_step(
     microbatches: int = 1,
     max_norm: float | None = None,
     clip_passes: int | None = None,
-) -> jax.stages.Wrapped:
+) -> DonatingFunction:
     r"""A jitted training step (state, batch) -> (state, metrics) that donates its state.
 
         g = mean over the micro-batches of the gradients       g <- g * min(1, max_norm/||g||)       update with tx
@@ -53,7 +54,7 @@ def make_train_step(
             micro-batches, whose gradients wait for each other anyway.
 
     Returns:
-        A jitted function (it has .lower). metrics are 0-d arrays: "loss", before the update; "grad_norm", the global
+        A jitted function, with .lower and .trace. metrics are 0-d arrays: "loss", before the update; "grad_norm", the global
         norm before clipping; "skipped", a boolean: True when loss_fn gave (sum, weight) with a total weight that is not
         positive (0, NaN), so that there was no mean to descend; state is then unchanged. An update that a wrapper inside
         tx drops (optax.apply_if_finite) is told by that wrapper's state, not here.
@@ -61,7 +62,7 @@ def make_train_step(
     Raises:
         InvalidArgument: loss_fn is not callable, or tx no transform; microbatches, max_norm or clip_passes out of range; when
             traced, a loss that is not a scalar, a batch that cannot be cut evenly, no TrainState, or the state of stacked
-            layers or of another transform.
+            layers or of another transform; at a step, an array that was deleted, or that is to be donated twice.
         UnsupportedTensor: when traced, parameters that are not floating-point.
         Refused: when traced, if a transform after a compensated one changes its updates.
     """
@@ -93,7 +94,7 @@ def make_train_step(
             new = jax.tree.map(lambda old, updated: jnp.where(skipped, old, updated), state, new)
         return new, {"loss": loss, "grad_norm": norm, "skipped": skipped}
 
-    return jax.jit(step, donate_argnums=0)
+    return DonatingFunction(step, "state")
 
 
 def _clips_twice(clip_passes: Any, microbatches: int) -> bool:

@@ -9,8 +9,9 @@ from typing import Any
 
 import numpy as np
 
+from penstock.core.array_ops import numpy_dtype
 from penstock.core.compensation import compensation_dtype
-from penstock.core.portable_state import ParameterState, PortableGroup, PortableState, numpy_dtype
+from penstock.core.portable_state import ParameterState, PortableGroup, PortableState
 
 KINDS = [
     ("float64", "none"),

@@ -28,7 +28,7 @@ TYPES = {
 }
 TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 SCALARS = ("first1", "log1", "first2", "log2", "lr", "eps", "floor", "decay")
-OPTIONAL = ("step_ptr", "square_before", "applied_ptr", "grad_scale_ptr", "numbers")
+OPTIONAL = ("step_ptr", "square_before", "applied_ptr", "numbers")
 """Pointers that a launch may leave out."""
 
 
@@ -102,7 +102,7 @@ def group_kernel(
     } | changes  # fmt: skip
     given = {
         "items": "*i32", "tensors": "*i64", "partials": f"*{wide}", "squares": f"*{wide}", "counters": "*i32",
-        "item_count": "i32", "tensor_count": "i32", "applied_ptr": "*fp32", "grad_scale_ptr": "*fp32", "numbers": f"*{wide}",
+        "item_count": "i32", "tensor_count": "i32", "applied_ptr": "*fp32", "numbers": f"*{wide}",
     }  # fmt: skip
     return _audited(kernel, given, constants, {"items", "tensors", "partials", "counters"}, target, chosen, present)
 
@@ -125,8 +125,8 @@ def tensor_kernel(
     } | changes  # fmt: skip
     given = {
         **dict.fromkeys("gmvpk", "i64"), "n": "i64", "item_count": "i32", "step_ptr": "*fp32", "partials": f"*{wide}",
-        "counters": "*i32", "square_before": f"*{wide}", "square_after": f"*{wide}", "applied_ptr": "*fp32",
-        "grad_scale_ptr": "*fp32", "numbers": f"*{wide}",
+        "counters": "*i32", "square_before": f"*{wide}", "square_after": f"*{wide}",
+        "applied_ptr": "*fp32", "numbers": f"*{wide}",
     }  # fmt: skip
     if constants["ACTION"] == "accumulate":
         chosen = dataclasses.replace(chosen, registers=0)

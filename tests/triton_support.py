@@ -7,29 +7,19 @@ from collections.abc import Callable, Iterator
 from typing import Any
 from unittest import mock
 
-from penstock.torch_frontend.backends.triton import kernels
-
-
-class Watched:
-    """Stands for a kernel, and tells its name whenever it is launched, or only compiled."""
-
-    def __init__(self, name: str, launch: Callable[[str], Any], compile: Callable[[str], Any]) -> None:
-        self._kernel = getattr(kernels, name)
-        self._launch, self._compile = (lambda: launch(name)), (lambda: compile(name))
-
-    def __getitem__(self, grid: tuple[int, ...]) -> Any:
-        self._launch()
-        return self._kernel[grid]
-
-    def warmup(self, *arguments: Any, **options: Any) -> Any:
-        self._compile()
-        return self._kernel.warmup(*arguments, **options)
+from penstock.torch_frontend.backends.triton.launch import Program
 
 
 @contextlib.contextmanager
 def watched(launch: Callable[[str], Any], compile: Callable[[str], Any] = str) -> Iterator[None]:
-    """Call these before a kernel is launched, or compiled."""
+    """Call these with the name of a kernel before it is launched, or compiled."""
+    originals = {"__call__": (Program.__call__, launch), "load": (Program.load, compile)}
     with contextlib.ExitStack() as stack:
-        for name in ("update_group", "update_tensor"):
-            stack.enter_context(mock.patch.object(kernels, name, Watched(name, launch, compile)))
+        for name, (original, tell) in originals.items():
+
+            def watching(program: Program, *given: Any, original: Any = original, tell: Any = tell) -> None:
+                tell(program.kernel.__name__)
+                original(program, *given)
+
+            stack.enter_context(mock.patch.object(Program, name, watching))
         yield

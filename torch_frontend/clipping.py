@@ -22,6 +22,11 @@ def gradient_norm(gradient: Tensor) -> Tensor:
     return torch.linalg.vector_norm(gradient, dtype=torch.float32 if gradient.device.type == "mps" else torch.float64)
 
 
+def square_sum(gradient: Tensor) -> Tensor:
+    """The sum of a gradient's squares, 0-d; of a sharded one of the part that is stored here. Precise as `gradient_norm`."""
+    return gradient_norm(gradient).square()
+
+
 def is_finite(gradient: Tensor, norm: Tensor) -> Tensor:
     """Whether no element of the gradient, of a sharded one of the part that lies here, is an infinity or a NaN; 0-d.
 
@@ -33,14 +38,28 @@ def is_finite(gradient: Tensor, norm: Tensor) -> Tensor:
     return torch.isfinite(local(gradient)).all()
 
 
-def clip_coefficient(norm: Tensor, max_norm: float) -> Tensor:
-    """min(1, max_norm / (norm + 1e-6)), 0-d."""
-    return torch.div(torch.as_tensor(max_norm, dtype=norm.dtype), norm + NORM_EPS).clamp_(max=1.0)
+_EPS, _ONE = torch.tensor(NORM_EPS, dtype=torch.float64), torch.ones((), dtype=torch.float64)  # cheaper than numbers
 
 
-def clip_by_norm_(gradients: Sequence[Tensor], max_norm: float) -> list[Tensor]:
+def clip_coefficient(norm: Tensor, max_norm: float | Tensor) -> Tensor:
+    """min(1, max_norm / (norm + 1e-6)), 0-d.
+
+    Args:
+        norm: 0-d.
+        max_norm: a number, or 0-d on the CPU.
+    """
+    limit = max_norm if isinstance(max_norm, Tensor) else torch.tensor(max_norm, dtype=torch.float64)
+    if norm.device.type == "cpu":
+        return torch.minimum(torch.div(limit, torch.add(norm, _EPS)), _ONE)
+    return torch.div(limit.to(norm.dtype), norm + NORM_EPS).clamp_(max=1.0)
+
+
+def clip_by_norm_(gradients: Sequence[Tensor], max_norm: float | Tensor) -> list[Tensor]:
     """Scale each gradient in place so that its own norm is at most `max_norm`; return the norms of the local parts, 0-d."""
     here = [gradient_norm(gradient) for gradient in gradients]
+    if len(gradients) == 1 and type(gradients[0]) is Tensor:
+        gradients[0].mul_(clip_coefficient(here[0], max_norm))
+        return here
     for gradient, norm in zip(gradients, norms_over_shards(gradients, here), strict=True):
         local(gradient).mul_(clip_coefficient(norm, max_norm))
     return here

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ..core import compensation, dtypes
-from ..core.errors import InvalidArgument, UnsupportedTensor
+from ..core.errors import InvalidArgument, Refused, UnsupportedTensor
 from ..core.hyperparameters import RANGES, Hyperparameters, check_number
 from ..core.rules import Rule
 from .array_ops import dtype_name
@@ -22,6 +22,9 @@ NAMES = {"learning_rate": "lr", "beta1": "betas[0]", "beta2": "betas[1]"}
 
 SETTINGS = ("lr", "betas", "eps", "weight_decay", "decouple_lr", "max_lr", "maximize")
 """The keys of a group that an update depends on."""
+
+USED_BY_MOMENTS = ("betas", "eps", "maximize")
+"""What a micro-batch that goes into the moments uses; lr and decay are used by the step."""
 
 Group = dict[str, Any]
 
@@ -97,6 +100,34 @@ def _seen(name: str, value: Any) -> Any:
 def changed_settings(before: tuple[Any, ...], group: Mapping[str, Any]) -> list[str]:
     """The names of the settings that differ from an earlier fingerprint."""
     return [name for name, old, new in zip(SETTINGS, before, fingerprint(group), strict=True) if old != new]
+
+
+class UsedSettings:
+    """The settings of all groups as a step has used them: a change between a use and optimizer.step() came too late."""
+
+    def __init__(self, rule: Rule) -> None:
+        self._seen: list[tuple[Any, ...]] | None = None
+        self._stepped = False
+        self._by_moments = (*USED_BY_MOMENTS, "weight_decay") if rule.l2 else USED_BY_MOMENTS
+
+    def remember(self, groups: list[Group], *, stepped: bool) -> None:
+        """They are used now; `stepped`: lr and decay, too."""
+        self._stepped |= stepped
+        if self._seen is None:
+            self._seen = [fingerprint(group) for group in groups]
+
+    def check(self, groups: list[Group]) -> None:
+        """Raise `Refused` if one of those that were used has changed since."""
+        for number, (before, group) in enumerate(zip(self._seen or [], groups, strict=False)):
+            changed = changed_settings(before, group)
+            if not self._stepped:  # micro-batches in the moments: the step itself is still to come
+                changed = [name for name in changed if name in self._by_moments]
+            if changed:
+                raise Refused(
+                    f"{', '.join(changed)} of parameter group {number} changed after the backward pass had updated the "
+                    "parameters and before optimizer.step(): the new value came too late for this step. Change it (and call "
+                    "scheduler.step()) after optimizer.step(); optimizer.zero_grad() closes this one."
+                )
 
 
 def check_group(rule: Rule, group: Group) -> None:

@@ -16,7 +16,7 @@ from ..core.rules import ADAM, ADAMW, STABLE_ADAMW
 from . import state as saved_state
 from .backends import select_backend
 from .finiteness import SkipCount, all_finite
-from .groups import Group, check_gradient, check_group, hyperparameters
+from .groups import PLAIN_GRADIENT, Group, check_gradient, check_group, hyperparameters
 from .updates import TensorUpdates
 
 if TYPE_CHECKING:
@@ -123,7 +123,7 @@ class ReleasableOptimizer(TensorUpdates):
         try:
             check_group(self.rule, group)
             if self.release is not None:
-                self.release.hooks.check_ownership(group["params"])
+                self.release.check_ownership(group["params"])
         except Exception:
             del self.param_groups[before:]
             raise
@@ -169,7 +169,8 @@ class ReleasableOptimizer(TensorUpdates):
             )
         self.refresh()
         ready = [(p, gradient) for p in self._parameters() if (gradient := p.grad) is not None]
-        for parameter, gradient in ready:
+        unusual = [pair for pair in ready if type(pair[1]) is not Tensor or pair[1].layout is not PLAIN_GRADIENT]
+        for parameter, gradient in unusual:
             check_gradient(parameter, gradient)
         if self.checks_on_device(parameter for parameter, _ in ready):
             self.update_if_all_finite(ready)
@@ -179,7 +180,10 @@ class ReleasableOptimizer(TensorUpdates):
                 raise NonFiniteGradient("a gradient holds an infinity or a NaN; the step was not taken.")
             self.count_skipped()
             return loss
-        self.perform_all([(parameter, gradient, Action.UPDATE) for parameter, gradient in ready])
+        if unusual:
+            self.perform_all([(parameter, gradient, Action.UPDATE) for parameter, gradient in ready])
+        else:
+            self.update_all(ready)
         return loss
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -269,7 +273,8 @@ class StableAdamW(ReleasableOptimizer):
             dtype), "split" (bfloat16 and an int16 are together the exact float32), or "auto": split for bfloat16, kahan
             for float16.
         state_dtype: dtype of the moments; default: the parameter's, and float32 for a second moment that it cannot hold.
-        backend: "auto", "triton", "compiled" or "eager". What "auto" picked is in `.backend`.
+        backend: "auto", "triton", "compiled" or "eager". "auto" is triton on CUDA devices, and eager elsewhere, which starts at
+            once; what it picked is in `.backend`.
         on_nonfinite: a gradient with an infinity or a NaN: "propagate" it, "skip" the step and count it in `.skipped`, or
             "raise" before anything is changed. The last two wait for the device, except that backend="triton" with
             capturable=True skips without anybody waiting: a step(), and under release a gradient.

@@ -21,8 +21,6 @@ from .communication.shards import LocalState, is_sharded, local, means_over_shar
 from .finiteness import SkipCount
 from .groups import Group, check_device, fingerprint, hyperparameters
 
-_ONE = torch.ones(())  # adding a Python number would make a tensor of it at every update
-
 
 class TensorUpdates(Optimizer):
     """The part of an optimizer that updates tensors, whoever asks: `step()`, or the hooks of gradient release.
@@ -105,14 +103,14 @@ class TensorUpdates(Optimizer):
         updates: list[tuple[TensorSlot, Tensor]] = []
         updated: list[Tensor] = []
         shards: list[tuple[Tensor, TensorSlot]] = []
-        steps: list[Tensor] = []
+        steps: list[TensorSlot] = []
         clips = self.rule.clips_update
         for parameter, gradient, action in tasks:
             slot = self.slot(parameter)
             here = local(gradient)
             update = action is Action.UPDATE
             if update or action.steps:
-                steps.append(slot.state["step"])
+                steps.append(slot)
             if update:
                 updates.append((slot, here))
                 updated.append(parameter)
@@ -139,16 +137,24 @@ class TensorUpdates(Optimizer):
         self._skipped.add_unapplied(applied)
         return applied
 
-    def update(self, parameter: Tensor, gradient: Tensor) -> Tensor | None:
+    def update(self, parameter: Tensor, gradient: Tensor, *, measure: bool = False) -> Tensor | None:
         """`Action.UPDATE` of one parameter that is not sharded.
 
         Returns:
-            The sum of the gradient's squares in the compute dtype, 0-d, where the backend has it at hand.
+            With `measure`, the sum of the gradient's squares in the compute dtype, 0-d, where the backend has it at hand.
         """
         slot = self._slots.get(id(parameter)) or self._new_slot(parameter)
-        square = self._backend.update(slot, gradient, first=True, measure=True)
-        slot.state["step"].add_(_ONE)
+        square = self._backend.update(slot, gradient, first=True, measure=measure)
+        slot.count()
         return square
+
+    def update_all(self, ready: Sequence[tuple[Tensor, Tensor]]) -> None:
+        """`Action.UPDATE` of many parameters, none of them sharded, with their gradients."""
+        slots = self._slots
+        pairs = [(slots.get(id(parameter)) or self._new_slot(parameter), gradient) for parameter, gradient in ready]
+        self._backend.update_all(pairs)
+        for slot, _ in pairs:
+            slot.count()
 
     def perform(self, parameter: Tensor, gradient: Tensor | None, action: Action) -> None:
         """`perform_all` of one parameter that is not sharded."""
@@ -160,7 +166,7 @@ class TensorUpdates(Optimizer):
         else:
             backend.accumulate(slot, gradient, first=action.first)
         if action.steps:
-            slot.state["step"].add_(_ONE)
+            slot.count()
 
     def update_if_all_finite(self, ready: Sequence[tuple[Tensor, Tensor]]) -> Sequence[Tensor]:
         """Update all or, where a gradient is not finite, none: the device decides, where `checks_on_device` holds.
@@ -176,7 +182,7 @@ class TensorUpdates(Optimizer):
         if not pairs:
             return ()
         applied = self._backend.update_all_if_finite(pairs)
-        _advance([slot.state["step"] for slot, _ in pairs], [applied] * len(pairs))
+        _advance([slot for slot, _ in pairs], [applied] * len(pairs))
         self._skipped.add_unapplied([applied])
         return [applied]
 
@@ -213,9 +219,9 @@ class TensorUpdates(Optimizer):
         states, dropped = self.state, False
         for key, slot in list(self._slots.items()):
             whole = self._whole[key]
-            if slot.parameter is whole:
-                moment = slot.state["exp_avg"]
-                if slot.state is states.get(whole) and moment.shape == whole.shape and slot.kind == _kind(whole):
+            if slot.parameter is whole and slot.state is states.get(whole):
+                shape, dtype, device = slot.kind
+                if whole.dtype is dtype and whole.shape == shape and whole.device == device:
                     continue
             del self._slots[key]
             dropped = True
@@ -242,7 +248,7 @@ class TensorUpdates(Optimizer):
         part = local(parameter)
         here = state if part is parameter else LocalState(state)
         slot = TensorSlot(part, here, compensation, self.rule, entry.settings, group["capturable"])
-        slot.kind = _kind(parameter)
+        slot.kind = parameter.shape, parameter.dtype, parameter.device
         self._slots[id(parameter)] = slot
         return slot
 
@@ -287,20 +293,17 @@ class _KnownGroup:
         )
 
 
-def _kind(parameter: Tensor) -> tuple[torch.dtype, torch.device]:
-    return parameter.dtype, parameter.device
-
-
-def _advance(steps: Sequence[Tensor], applied: Sequence[Tensor] = ()) -> None:
+def _advance(slots: Sequence[TensorSlot], applied: Sequence[Tensor] = ()) -> None:
     """Count an update of each tensor: by one, or by its number of `applied`, which is 0 where the device skipped it."""
+    if not applied:
+        for slot in slots:
+            slot.count()
+        return
     by_device: dict[torch.device, list[int]] = {}
+    steps = [slot.state["step"] for slot in slots]
     for position, step in enumerate(steps):
         by_device.setdefault(step.device, []).append(position)
     for device, here in by_device.items():
-        # As a list of tensors: a number would be made a tensor for each of them on a CPU, and one tensor be waited for.
-        if applied:
-            amounts = [applied[i].to(device, non_blocking=True) for i in here]
-        else:
-            amounts = [torch.ones((), device=device)] * len(here)
+        amounts = [applied[i].to(device, non_blocking=True) for i in here]
         counts = [steps[i] for i in here]
         torch._foreach_add_(counts, amounts)  # pyright: ignore[reportPrivateImportUsage]  (documented: Foreach Operations)

@@ -35,8 +35,11 @@ def main(arguments: list[str] | None = None) -> int:
     import torch
 
     from benchmarks.record import write_result
+    from penstock.parity.backends.triton_interpreter import correct_interpreter
 
     from . import sections
+
+    correct_interpreter()
 
     if not given.dry and not torch.cuda.is_available():
         parser.error("there is no CUDA device; use --dry to run the same code small on the CPU")

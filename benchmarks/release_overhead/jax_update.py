@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import statistics
 import time
 import warnings
@@ -50,12 +51,13 @@ def measure(leaves: int, rounds: int) -> dict[str, dict[str, float]]:
     with warnings.catch_warnings():  # by hand no output takes the gradients' buffers, of which jax warns when it compiles
         warnings.filterwarnings("ignore", "Some donated buffers were not usable")
         for _ in range(WARM_UP + rounds):
-            for name, update in updates.items():
+            for name, update in random.sample(list(updates.items()), len(updates)):
                 grads = jax.block_until_ready(copied(params))
-                own, state = states[name]
+                own, state = states.pop(name)
                 started = time.perf_counter()
                 states[name] = update(grads, state, own)
                 jax.block_until_ready(states[name][0])  # one program: the state is there with the parameters
+                del grads, own, state  # freeing what was donated or deleted is a part of the update, whoever does it
                 taken[name].append(time.perf_counter() - started)
     medians = {name: statistics.median(times[WARM_UP:]) for name, times in taken.items()}
     return {

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from ...core.errors import InvalidArgument
-from ..buffers import is_concrete
+from ..buffers import check_alive, is_concrete
 from ..state import PyTree
 
 
@@ -23,8 +23,7 @@ def check_readable(tree: PyTree) -> None:
                 f"{name} is {type(leaf).__name__}, not an array in memory; give what init_train_state made, and do not call "
                 "this inside of jax.jit."
             )
-        if not numpys and leaf.is_deleted():
-            raise InvalidArgument(f"{name} was donated to an earlier update; use what that update returned.")
+        check_alive(leaf, name)
         if leaf.dtype.name == "float64" and jnp.result_type(float) != leaf.dtype:
             raise InvalidArgument(f"{name} is {leaf.dtype}; set jax_enable_x64, as where it was made.")
 

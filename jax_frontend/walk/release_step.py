@@ -14,6 +14,7 @@ from jax import lax
 from ...core.errors import InvalidArgument, Refused
 from ..array_ops import widened
 from ..direct import apply_directly, as_transformation
+from ..donation import DonatingFunction
 from ..losses import check_microbatches, chunks
 from ..norms import Squares, check_max_norm, clipped, no_squares, norm_dtype, squares
 from ..separability import check_separable
@@ -38,7 +39,7 @@ def make_release_step(
     accumulation: str | None = None,
     save_residuals: bool = False,
     fence: str = "auto",
-) -> jax.stages.Wrapped:
+) -> DonatingFunction:
     r"""A jitted training step (state, batch) -> (state, metrics) that releases gradients layer by layer, and donates its state.
 
         forward over the layers;  for i = last..first:  g_i = dL/d layer_i;  layer_i, its state <- tx(g_i);  g_i is freed
@@ -66,7 +67,7 @@ def make_release_step(
             "conditional" (CPU), "barrier" (GPU, TPU) or "none".
 
     Returns:
-        A jitted function (it has .lower). state comes from `init_train_state`. metrics are 0-d arrays: "loss", the mean
+        A jitted function, with .lower and .trace. state comes from `init_train_state`. metrics are 0-d arrays: "loss", the mean
         before the update; "grad_norm", the global norm before clipping (not with accumulation="state", which never knows
         the whole gradient); "skipped", a boolean: True when nothing was changed, because the loss had a total weight that is
         not positive, or, with a loss scale in the state, the gradient's norm was not finite. With a loss scale, as with
@@ -75,7 +76,7 @@ def make_release_step(
     Raises:
         InvalidArgument: an argument out of range, or tx no transform; when traced, parameters without a common layer axis, a
             layer that changes its x, a loss that is not a scalar, a batch that cannot be cut evenly, a state without a layer
-            axis or of another transform.
+            axis or of another transform; at a step, an array that was deleted, or that is to be donated twice.
         UnsupportedTensor: when traced, parameters that are not floating-point.
         Refused: accumulation="state" with max_norm, a loss scale, a (sum, weight) loss or another transform; when traced, a
             transform that is not separable, or changes the updates of a compensated one.
@@ -107,7 +108,7 @@ def make_release_step(
             return release.in_state(state, chunks(batch, microbatches))
         return release.exact(state, chunks(batch, microbatches))
 
-    return jax.jit(step, donate_argnums=0)
+    return DonatingFunction(step, "state")
 
 
 def _check_state(stack: LayerStack, tx: optax.GradientTransformation, state: TrainState) -> None:

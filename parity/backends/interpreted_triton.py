@@ -22,6 +22,7 @@ from ...core.errors import PenstockError, Refused
 from ..cases import Case
 from .protocol import Held, Run
 from .torch_optimizers import TorchBackend
+from .triton_interpreter import correct_interpreter
 
 if TYPE_CHECKING:
     from ..events import EventCase, EventRun
@@ -170,5 +171,6 @@ class TritonBackend:
         from ...torch_frontend.backends.triton.availability import interpreted
 
         if interpreted():
+            correct_interpreter()
             return TorchBackend(self.name)
         return TorchBackend(self.name, "cuda") if torch.cuda.is_available() else None

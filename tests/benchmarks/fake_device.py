@@ -19,6 +19,7 @@ import torch
 from benchmarks.gpu import laws, setting, speed
 from benchmarks.gpu.sections import SECTIONS
 
+from penstock.parity.backends.triton_interpreter import correct_interpreter
 from penstock.torch_frontend import StableAdamW
 from penstock.torch_frontend.backends.triton.configuration import TABLE
 
@@ -86,6 +87,7 @@ class Pretended(setting.Setting):
 
 
 def main() -> None:
+    correct_interpreter()
     fakes = {"Event": Event, "Stream": Stream, "CUDAGraph": Graph, "graph": captured, "stream": on_stream}
     fakes |= {"current_stream": Stream, "max_memory_allocated": lambda: 1}
     fakes |= dict.fromkeys(("synchronize", "empty_cache", "reset_peak_memory_stats"), lambda: None)

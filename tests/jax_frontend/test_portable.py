@@ -163,9 +163,9 @@ def test_the_walk_goes_on_bit_for_bit_and_is_not_compiled_again(path: Path) -> N
     fresh = init_train_state(TX, jax.tree.map(jnp.ones_like, parameters(dtype)), loss_scale=None)
     found = import_state(path, TX, fresh, parameters=True)
     assert_same_bits(found, state)
-    compiled = step._cache_size()
+    compiled = step.jitted._cache_size()
     assert_same_bits(step(found, batch())[0], step(state, batch())[0])
-    assert step._cache_size() == compiled
+    assert step.jitted._cache_size() == compiled
     assert not fresh.params["layers"]["up"].is_deleted()
 
 

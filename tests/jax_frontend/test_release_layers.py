@@ -168,7 +168,7 @@ def test_it_learns_donates_and_compiles_once() -> None:
         losses.append(float(metrics["loss"]))
     assert losses[-1] < 0.5 * losses[0]
     assert traces == 2  # once to count
-    assert step._cache_size() == 1
+    assert step.jitted._cache_size() == 1
 
 
 @needs_references

@@ -203,7 +203,12 @@ def test_masks_and_labels_of_all_parameters_do_not_fit_one_layer() -> None:
         for made in (lambda tx=tx: init_train_state(tx, params), lambda tx=tx: check_separable(tx, layer())):
             with pytest.raises(Refused, match=r"tx.init fails on a part .* Remedy: give masks and labels as functions"):
                 made()
-    tx = stable_adamw(1e-2, mask=mask)  # whose init does not look at it
+
+
+@pytest.mark.skipif(not hasattr(jax, "new_ref"), reason="this jax has no jax.new_ref")
+def test_a_mask_of_all_parameters_is_refused_where_it_is_first_looked_at() -> None:
+    params = {"outer": layer(), "layers": jax.tree.map(lambda leaf: jnp.stack([leaf] * 2), layer())}
+    tx = stable_adamw(1e-2, mask={"outer": MASK, "layers": MASK})  # whose init does not look at it
     step = release_layers(lambda outer, layers, batch: batch, lambda params, x: x, tx)
     with pytest.raises(InvalidArgument, match=r"mask, PyTreeDef.* has not the structure of params.*a function of them"):
         step(init_train_state(tx, params), jnp.ones(()))

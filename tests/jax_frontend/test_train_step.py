@@ -173,7 +173,7 @@ def test_weakly_typed_parameters_compile_once() -> None:
     state, step = init_train_state(tx, jnp.asarray(1.0)), make_train_step(lambda p, b: p * b, tx)
     for _ in range(3):
         state, _ = step(state, jnp.ones(()))
-    assert step._cache_size() == 1
+    assert step.jitted._cache_size() == 1
 
 
 @pytest.mark.parametrize("tx", [stable_adamw(1e-2), optax.contrib.schedule_free_sgd(), optax.adam(1e-2)])

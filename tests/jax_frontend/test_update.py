@@ -11,7 +11,6 @@ import optax
 import pytest
 from tests.jax_support import TRANSFORMS, assert_close, assert_equal, gradients, train, train_directly, tree
 
-from penstock.core.errors import InvalidArgument
 from penstock.jax_frontend import make_update, stable_adamw
 
 CHAINS = {
@@ -63,8 +62,9 @@ def test_gradients_state_and_parameters_are_donated(name, dtype) -> None:
     update = make_update(CHAINS[name])
     compiled = update.lower(grads, state, params).compile()  # "donated buffers were not usable" would be an error
     aliases = re.findall(r"\{(\d+)\}: \((\d+), \{\}", compiled.as_text().split("\n")[0])
-    assert sorted(aliases) == sorted((str(i), str(i)) for i in range(len(given)))
-    assert compiled.memory_analysis().alias_size_in_bytes == sum(leaf.nbytes for leaf in given)
+    kept = jax.tree.leaves((state, params))  # in their buffers; the gradients' are only read, and deleted after the call
+    assert sorted(aliases) == sorted((str(i), str(len(given) - len(kept) + i)) for i in range(len(kept)))
+    assert compiled.memory_analysis().alias_size_in_bytes == sum(leaf.nbytes for leaf in kept)
     params, state = update(grads, state, params)
     assert all(leaf.is_deleted() for leaf in given)
     assert not any(leaf.is_deleted() for leaf in jax.tree.leaves((params, state)))
@@ -141,39 +141,6 @@ def test_a_missing_gradient_leaves_parameter_and_state() -> None:
     assert np.all(np.asarray(kept["a"], np.float32) < 1.0)
 
 
-def test_shared_memory_is_named_before_anything_is_donated() -> None:
-    def refuse(tx, grads, state, params, *names, **extra_args) -> None:
-        with pytest.raises(InvalidArgument, match=rf"^{names[0]} and {names[1]} are the same memory.*jnp\.copy"):
-            make_update(tx)(grads, state, params, **extra_args)
-        assert not any(leaf.is_deleted() for leaf in jax.tree.leaves((grads, state, params)))
-
-    tx, x = stable_adamw(1e-2), jnp.ones(3)
-    tied = {"a": x, "b": x}
-    refuse(tx, jax.tree.map(jnp.copy, tied), tx.init(tied), tied, r"params\['a'\]", r"params\['b'\]")
-    refuse(tx, x, tx.init(x), x, "grads", "params")
-    refuse(tx, jnp.copy(x), tx.init(x), x, "params", "value", value=x)
-    averaging = optax.GradientTransformation(lambda params: [params], lambda updates, state, params=None: (updates, state))
-    refuse(averaging, jnp.copy(x), averaging.init(x), x, r"state\[0\]", "params")
-    lookahead = optax.lookahead(stable_adamw(1e-2), sync_period=2, slow_step_size=0.5)
-    both = optax.LookaheadParams.init_synced(x)
-    refuse(lookahead, jnp.copy(x), lookahead.init(both), both, r"params\.\w+", r"params\.\w+")
-
-
-def test_what_was_donated_is_named() -> None:
-    tx, params = stable_adamw(1e-2), {"w": jnp.ones(3)}
-    update, state = make_update(tx), tx.init(params)
-    update({"w": jnp.ones(3)}, state, params)
-    with pytest.raises(InvalidArgument, match=r"^params\['w'\] was donated to an earlier update"):
-        update({"w": jnp.ones(3)}, tx.init({"w": jnp.ones(3)}), params)
-
-
-def test_extra_arguments_may_share_memory() -> None:
-    tx, value = optax.with_extra_args_support(stable_adamw(1e-2)), jnp.ones(3)
-    update = make_update(tx)
-    for _ in range(2):
-        update(jnp.ones(3), tx.init(jnp.ones(3)), jnp.ones(3), value=value, again=value)
-
-
 def test_weakly_typed_parameters_compile_once() -> None:
     traces = 0
 
@@ -183,9 +150,13 @@ def test_weakly_typed_parameters_compile_once() -> None:
         return stable_adamw(1e-2).update(updates, state, params)
 
     tx = optax.GradientTransformation(stable_adamw(1e-2).init, counted)
-    params = jnp.asarray(1.0)
-    assert params.weak_type
+    params = {"scalar": jnp.asarray(1.0), "matrix": jnp.full((2, 3), 1.0), "strong": jnp.ones(3)}
+    assert params["matrix"].weak_type
     update, state = make_update(tx), tx.init(params)
     for _ in range(3):
-        params, state = update(jnp.asarray(0.5), state, params)
-    assert traces == 1
+        grads = jax.tree.map(lambda leaf: 0.5 * leaf, params)
+        given = jax.tree.leaves((grads, state, params))
+        params, state = update(grads, state, params)
+        assert all(leaf.is_deleted() for leaf in given)
+    assert traces == update.jitted._cache_size() == 1
+    assert (params["matrix"].weak_type, params["strong"].weak_type) == (True, False)

@@ -16,7 +16,7 @@ from penstock.core.combinations import Combination, Kind, Verdict, table
 from penstock.core.errors import Refused
 from penstock.torch_frontend import StableAdamW, release_gradients
 from penstock.torch_frontend.backends.triton.availability import interpreted
-from penstock.torch_frontend.release import set_up as release_set_up
+from penstock.torch_frontend.release import release as release_module
 
 CELLS = [cell for cell in table() if (cell[0].backend == "triton") == interpreted()]
 HERE = [cell for cell in CELLS if cell[0].communication == "local"]  # the others: tests/torch_frontend/distributed
@@ -102,7 +102,7 @@ def assert_within_one_rounding_a_step(a: torch.Tensor, b: torch.Tensor) -> None:
 @pytest.mark.parametrize("cell", [cell for cell in CELLS if cell[1].kind is Kind.REFUSED], ids=identify)
 def test_a_refused_cell_is_refused_before_anything_changes(cell, monkeypatch: pytest.MonkeyPatch) -> None:
     c, verdict = cell
-    monkeypatch.setattr(release_set_up, "communication_name", lambda model, group: c.communication)
+    monkeypatch.setattr(release_module, "communication_name", lambda model, group: c.communication)
     model, optimizer = build(c)
     with pytest.raises(Refused) as raised:
         set_up(c, model, optimizer, scaler_of(c))

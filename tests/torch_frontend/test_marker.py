@@ -133,6 +133,9 @@ CHANGES = {
     "dlpack": lambda model: torch.utils.dlpack.to_dlpack(model[0][0].weight.grad),
     "another framework": lambda model: torch.from_dlpack(model[0][0].weight.grad),
     "pickle": lambda model: pickle.dumps(model[0][0].weight.grad),
+    "zeroed": lambda model: model.zero_grad(set_to_none=False),
+    "zeroed, one": lambda model: model[0][0].weight.grad.zero_(),
+    "replaced": lambda model: setattr(model[0][0].weight.grad, "data", torch.zeros(8, 8)),
     "a second backward": lambda model: loss_of(model, batches(1)[0]).backward(),
     "a second backward with a graph": lambda model: loss_of(model, batches(1)[0]).backward(create_graph=True),
 }
@@ -162,7 +165,6 @@ PASSES = {
     "a copy of the model": lambda model: copy.deepcopy(model),
     "shared memory": lambda model: model.share_memory(),
     "cleared": lambda model: model.zero_grad(),
-    "zeroed": lambda model: model.zero_grad(set_to_none=False),
     "of no gradient": lambda model: clip_grad_norm_([], 1.0),
 }
 
@@ -267,8 +269,60 @@ def test_an_infinite_gradient_is_told() -> None:
     loss_of(model, batches(1)[0]).backward()
     assert not torch.isfinite(release.last_norm)
     assert not torch.isfinite(model[0][0].weight.grad.norm())
-    clip_grad_norm_(model.parameters(), 1.0)  # of a norm that is not finite anyway
+    with pytest.raises(Refused, match="multiplication by nan"):  # the other gradients were used as they were
+        clip_grad_norm_(model.parameters(), 1.0)
+    with pytest.raises(Refused, match="to be skipped"):
+        optimizer.zero_grad()
+
+
+def test_an_undeclared_scaler_of_scale_one_finds_an_overflow() -> None:
+    model = layers(2)
+    optimizer = AdamW(model.parameters())
+    release_gradients(model, optimizer)
+    scale = torch.amp.GradScaler("cpu", init_scale=1.0)
+    model[0][0].weight.register_hook(lambda g: g * float("inf"))
+    scale.scale(loss_of(model, batches(1)[0])).backward()
+    scale.step(optimizer)
+    scale.update()
+    assert scale.get_scale() == 0.5
+    with pytest.raises(Refused, match="to be skipped"):
+        optimizer.zero_grad()
+
+
+def test_a_norm_is_of_its_own_step() -> None:
+    """Gradients that no backward of this step brought are not clipped by what an earlier step has left."""
+    p, q = (nn.Parameter(torch.ones(2, dtype=torch.float64)) for _ in range(2))
+    model = nn.ParameterList([p, q])
+    optimizer = AdamW(model.parameters(), lr=0.1, weight_decay=0, eps=1.0)
+    release = release_gradients(model, optimizer, accumulation="hold", max_norm=0.1)
+    (p.sum() + 1000 * q.sum()).backward()
     optimizer.step()
+    optimizer.zero_grad()
+    p.grad = torch.full((2,), 0.01, dtype=torch.float64)
+    optimizer.step()
+    torch.testing.assert_close(release.last_norm, torch.tensor(0.01 * 2**0.5, dtype=torch.float64))
+
+
+def test_nothing_is_added_to_a_marker_outside_of_a_backward() -> None:
+    model, optimizer, _ = after_backward(accumulation="state")
+    for add in (
+        lambda g: g.add_(torch.ones_like(model[0][0].weight)),
+        lambda g: g + torch.ones_like(model[0][0].weight),
+        lambda g: g.add_(torch.ones_like(model[0][0].weight), alpha=2),
+    ):
+        with pytest.raises(Refused, match="an addition"):
+            add(model[0][0].weight.grad)
+    optimizer.step()
+
+
+def test_a_marker_is_no_gradient_of_another_parameter() -> None:
+    model, _, _ = after_backward()
+    other = layers()
+    optimizer = AdamW(other.parameters())
+    release_gradients(other, optimizer)
+    other[0][0].weight.grad = model[0][0].weight.grad
+    with pytest.raises(Refused, match="another parameter"):
+        optimizer.step()
 
 
 @pytest.mark.parametrize("lenient", [False, True])
@@ -283,6 +337,8 @@ def test_where_no_norm_can_be_known_none_is_told(lenient: bool) -> None:
         loss_of(model, batch).backward()
         with pytest.raises(Refused, match="not known with micro-batches in the moments"):
             clip_grad_norm_(model.parameters(), 1.0)
+    if lenient:
+        model.zero_grad(set_to_none=False)  # there is nothing left to clear
     optimizer.step()
     optimizer.zero_grad()
     assert all(p.grad is None for p in model.parameters())

@@ -14,7 +14,7 @@ from penstock.parity.live_gradients import LiveGradientMeter
 from penstock.torch_frontend import AdamW, StableAdamW, prepare_for_gradient_release, release_gradients
 from penstock.torch_frontend.backends.backend import ChecksOnDevice, TensorSlot
 from penstock.torch_frontend.backends.eager import EagerBackend
-from penstock.torch_frontend.release import release as release_module
+from penstock.torch_frontend.release import pipeline as pipeline_module
 
 WIDTH, BLOCKS = 64, 4
 VECTOR, MATRIX = 4 * WIDTH, 4 * WIDTH * WIDTH
@@ -124,7 +124,7 @@ def test_what_waits_is_in_the_ledger_and_bounded_and_out_of_grad() -> None:
 
 
 def test_where_the_end_of_the_pass_is_not_noticed_nothing_waits(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(release_module, "at_end_of_pass", lambda callback: False)
+    monkeypatch.setattr(pipeline_module, "at_end_of_pass", lambda callback: False)
     model = blocks()
     optimizer = optimizer_of(model, True)
     release_gradients(model, optimizer)

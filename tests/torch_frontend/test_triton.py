@@ -33,6 +33,7 @@ INTERPRETED = [
     "tests/torch_frontend/triton_interpreter/test_release_launches.py",
     "tests/torch_frontend/triton_interpreter/test_over_ranks.py",
     "tests/torch_frontend/triton_interpreter/test_tickets.py",
+    "tests/torch_frontend/triton_interpreter/test_kept_slots.py",
     "tests/torch_frontend/test_combinations.py",
     "tests/torch_frontend/distributed/test_every_cell.py",
 ]
@@ -199,7 +200,8 @@ def test_the_row_of_a_device_and_dtype() -> None:
 class Stream:
     """A CUDA stream, as far as a table's upload concerns it."""
 
-    def __init__(self) -> None:
+    def __init__(self, number: int) -> None:
+        self.cuda_stream = number
         self.waited_for: list[Stream] = []
 
     def wait_stream(self, other: Stream) -> None:
@@ -221,14 +223,15 @@ class Table:
 def test_another_stream_waits_for_a_table_and_keeps_it_alive(monkeypatch: pytest.MonkeyPatch) -> None:
     """Groups of equal sizes share a table of items, and nothing else orders their streams."""
     pytest.importorskip("triton")
-    from penstock.torch_frontend.backends.triton import memory
+    from penstock.torch_frontend.backends.triton import devices, memory
 
-    own, other = Stream(), Stream()
+    own, other = Stream(0), Stream(1)
     table: Any = Table()
     uploaded = memory.Uploaded(table, cast(Any, own))
     for now, captured, waits in ((own, False, False), (other, False, True), (other, True, False)):
         monkeypatch.setattr(torch.cuda, "current_stream", lambda device, now=now: now)
-        monkeypatch.setattr(memory, "capturing", lambda device, captured=captured: captured)
+        monkeypatch.setattr(devices, "stream_of", lambda device, now=now: now.cuda_stream)
+        monkeypatch.setattr(devices, "capturing", lambda device, captured=captured: captured)
         table.used_on.clear()
         other.waited_for.clear()
         assert uploaded.here() is table

@@ -10,6 +10,7 @@ same arithmetic.
 from __future__ import annotations
 
 import functools
+import importlib
 import math
 import types
 import warnings
@@ -45,18 +46,18 @@ class CompiledBackend(EagerBackend):
     name = "compiled"
 
     def update(self, slot: TensorSlot, gradient: Tensor, *, first: bool, measure: bool = False) -> Tensor | None:
-        """See `Backend`. The squares of the gradient are summed in the same graph, whether asked for or not."""
+        """See `Backend`. The squares of the gradient are summed in the same graph."""
         pieces = list(_pieces(slot, gradient))
         if not pieces:
             return super().update(slot, gradient, first=first, measure=measure)
         total = None if first else slot.state["mean_square"]
         if len(pieces) > 1 and slot.rule.clips_update:
             total = self.mean_square(slot, gradient, first)
-            results = [_run("write", slot, first, piece, total) for piece in pieces]
+            results = [_run("write", slot, first, piece, total, measure) for piece in pieces]
         else:
-            results = [_run("update", slot, first, piece, total) for piece in pieces]
+            results = [_run("update", slot, first, piece, total, measure) for piece in pieces]
         slot.state.pop("mean_square", None)
-        return sum_of([squares for squares, _ in results])
+        return sum_of([squares for squares, _ in results if squares is not None]) if measure else None
 
     def update_all(self, pairs: Sequence[tuple[TensorSlot, Tensor]], *, over_shards: OverShards | None = None) -> None:
         """See `Backend`."""
@@ -118,15 +119,22 @@ def _pieces(slot: TensorSlot, gradient: Tensor | None) -> Iterator[Vectors]:
         yield tuple(None if name not in flat else flat[name][start : start + PIECE] for name in named)
 
 
-def _run(kind: str, slot: TensorSlot, first: bool, piece: Vectors, total: Tensor | float | None = None) -> tuple[Tensor, Any]:
-    """One call of a graph: the sum of the gradient's squares, and the mean square of the piece.
+def _run(
+    kind: str,
+    slot: TensorSlot,
+    first: bool,
+    piece: Vectors,
+    total: Tensor | float | None = None,
+    measured: bool = False,
+) -> tuple[Tensor | None, Any]:
+    """One call of a graph: the sum of the gradient's squares, if `measured`, and the mean square of the piece.
 
     total: the mean square of the whole tensor ("write"), or of earlier micro-batches.
     """
     current, state = slot.hyperparameters, slot.state
     dtypes = (slot.parameter.dtype, state["exp_avg"].dtype, state["exp_avg_sq"].dtype)
     settings = (current.eps, current.maximize, is_zero(current.beta1), is_zero(current.beta2))
-    graph = _compiled(kind, first, slot.rule.name, slot.compensation, *settings, dtypes, slot.parameter.device)
+    graph = _compiled(kind, first, measured, slot.rule.name, slot.compensation, *settings, dtypes, slot.parameter.device)
     numbers = slot.numbers()
     decay: Any = numbers.decay
     if decay is None:
@@ -136,7 +144,7 @@ def _run(kind: str, slot: TensorSlot, first: bool, piece: Vectors, total: Tensor
     device = slot.parameter.device
     if device.type != "cpu":
         scalars = [scalar.to(device, non_blocking=True) for scalar in scalars]
-    found: tuple[Tensor, Any] = graph(piece, torch.stack(scalars))
+    found: tuple[Tensor | None, Any] = graph(piece, torch.stack(scalars))
     return found
 
 
@@ -144,6 +152,7 @@ def _run(kind: str, slot: TensorSlot, first: bool, piece: Vectors, total: Tensor
 def _compiled(
     kind: str,
     first: bool,
+    measured: bool,
     rule_name: str,
     compensation: str,
     eps: float,
@@ -165,7 +174,7 @@ def _compiled(
         current = Hyperparameters(scalars[2], beta1, beta2, eps, scalars[3], maximize=maximize)
         state = TensorState(exp_avg, exp_avg_sq, kept, scalars[4] if kind in ("update", "apply") else 0.0)
         given = (complements, compensation, parameter, gradient, state)
-        squares = None if gradient is None else gradient.to(scalars.dtype).square().sum()
+        squares = gradient.to(scalars.dtype).square().sum() if measured else None
         new = parameter
         if kind == "apply":
             new, after = core_update.apply(ops, rule, current, compensation, parameter, state)
@@ -201,12 +210,25 @@ def _keeps_casts(dtype: torch.dtype, device_type: str) -> bool:
 
 @functools.cache
 def why_not(device_type: str) -> str | None:
-    """Why nothing can be compiled for this device, or None: found out by compiling, once a process."""
-    probe = torch.compile(lambda x: torch.sqrt(x) + math.e, fullgraph=True)
+    """Why nothing can be compiled for this device, or None; looked up once a process.
+
+    On a CPU a C++ compiler is all that may be missing; elsewhere, and where torch does not tell, a small graph is compiled.
+    """
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)  # torch's own, when it imports its compiler
         try:
-            probe(torch.ones(8, device=device_type))
+            importlib.import_module("torch.utils.mkldnn")
+            find_compiler = _cpp_compiler_of_torch() if device_type == "cpu" else None
+            if find_compiler is not None:
+                find_compiler()
+            else:
+                torch.compile(lambda x: torch.sqrt(x) + math.e, fullgraph=True)(torch.ones(8, device=device_type))
         except Exception as error:  # whatever a compiler, a driver or a full disk may raise
-            return " ".join(str(error).split()[:40])
+            return " ".join(str(error).split()[:40]) or type(error).__name__
     return None
+
+
+def _cpp_compiler_of_torch() -> Callable[[], str] | None:
+    """What finds a working C++ compiler, or raises; not public: None where torch does not have it."""
+    builder = importlib.import_module("torch._inductor.cpp_builder")
+    return getattr(builder, "get_cpp_compiler", None)

@@ -20,6 +20,8 @@ TOGETHER = 2**18
 
 Pair = tuple[TensorSlot, Tensor]
 
+foreach: Any = torch  # its foreach functions are documented, but for type checkers they are private
+
 
 def update_small(pairs: Sequence[Pair]) -> Iterator[Pair]:
     """Update the small tensors that need no cast, and give back the others."""
@@ -31,7 +33,7 @@ def update_small(pairs: Sequence[Pair]) -> Iterator[Pair]:
         if not plain or dtype.itemsize < 4 or not 0 < numel <= SMALL or slot.capturable:
             yield slot, gradient
             continue
-        step = state["step"].item() + 1
+        step = slot.step_number
         alike.setdefault((slot.rule.name, id(slot.settings), step, dtype, parameter.device), []).append((slot, gradient))
     for (_, _, step, dtype, _), group in alike.items():
         lead = group[0][0]
@@ -53,32 +55,32 @@ def _update(group: Sequence[Pair], numbers: UpdateNumbers) -> None:
     exp_avgs = [slot.state["exp_avg"] for slot, _ in group]
     exp_avg_sqs = [slot.state["exp_avg_sq"] for slot, _ in group]
     if current.maximize:
-        gradients = torch._foreach_neg(gradients)
+        gradients = foreach._foreach_neg(gradients)
     if rule.l2 and not is_zero(current.weight_decay):
-        gradients = torch._foreach_add(gradients, torch._foreach_mul(parameters, current.weight_decay))
+        gradients = foreach._foreach_add(gradients, foreach._foreach_mul(parameters, current.weight_decay))
     if is_zero(current.beta1):  # `core.moments.remembered`
-        torch._foreach_zero_(exp_avgs)
+        foreach._foreach_zero_(exp_avgs)
     if is_zero(current.beta2):
-        torch._foreach_zero_(exp_avg_sqs)
-    change = torch._foreach_sub(gradients, exp_avgs)
-    torch._foreach_mul_(change, numbers.first)
-    torch._foreach_add_(exp_avgs, change)
-    change = torch._foreach_mul(gradients, gradients)
-    torch._foreach_sub_(change, exp_avg_sqs)
-    torch._foreach_mul_(change, numbers.second)
-    torch._foreach_add_(exp_avg_sqs, change)
+        foreach._foreach_zero_(exp_avg_sqs)
+    change = foreach._foreach_sub(gradients, exp_avgs)
+    foreach._foreach_mul_(change, numbers.first)
+    foreach._foreach_add_(exp_avgs, change)
+    change = foreach._foreach_mul(gradients, gradients)
+    foreach._foreach_sub_(change, exp_avg_sqs)
+    foreach._foreach_mul_(change, numbers.second)
+    foreach._foreach_add_(exp_avg_sqs, change)
     etas: Any = numbers.learning_rate
     if rule.clips_update:
-        floored = torch._foreach_clamp_min(exp_avg_sqs, max(current.eps * current.eps, SMALLEST_NORMAL_FLOAT32))
-        ratios = torch._foreach_div(gradients, floored)
-        torch._foreach_mul_(ratios, gradients)
+        floored = foreach._foreach_clamp_min(exp_avg_sqs, max(current.eps * current.eps, SMALLEST_NORMAL_FLOAT32))
+        ratios = foreach._foreach_div(gradients, floored)
+        foreach._foreach_mul_(ratios, gradients)
         sizes = torch.tensor([ratio.numel() for ratio in ratios], dtype=ratios[0].dtype, device=ratios[0].device)
         squares = torch.stack([ratio.sum() for ratio in ratios]).div_(sizes)
         etas = torch.div(numbers.learning_rate, squares.sqrt_().clamp_(min=1.0)).unbind()
-    roots = torch._foreach_sqrt(exp_avg_sqs)
-    torch._foreach_add_(roots, numbers.eps)
-    steps = torch._foreach_div(exp_avgs, roots)
+    roots = foreach._foreach_sqrt(exp_avg_sqs)
+    foreach._foreach_add_(roots, numbers.eps)
+    steps = foreach._foreach_div(exp_avgs, roots)
     if numbers.decay is not None:
-        torch._foreach_add_(steps, torch._foreach_mul(parameters, numbers.decay))
-    torch._foreach_mul_(steps, etas)
-    torch._foreach_sub_(parameters, steps)
+        foreach._foreach_add_(steps, foreach._foreach_mul(parameters, numbers.decay))
+    foreach._foreach_mul_(steps, etas)
+    foreach._foreach_sub_(parameters, steps)

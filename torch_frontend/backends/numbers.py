@@ -57,11 +57,22 @@ class GroupSettings:
     def __init__(self, current: Hyperparameters) -> None:
         self.hyperparameters = current
         self._numbers: dict[Any, UpdateNumbers] = {}
+        self._complements: dict[float, Complements] = {}
 
     def change(self, current: Hyperparameters) -> None:
         """Take other hyperparameters from now on."""
         self.hyperparameters = current
         self._numbers.clear()
+        self._complements.clear()
+
+    def complements(self, step: float) -> Complements:
+        """c1 and c2 of update number `step`, from 1 on."""
+        found = self._complements.get(step)
+        if found is None:
+            if len(self._complements) >= KEPT:
+                self._complements.clear()
+            found = self._complements[step] = debiased_complements(self.hyperparameters, step, torch)
+        return found
 
     def numbers(self, rule: Rule, step: float, dtype: torch.dtype) -> UpdateNumbers:
         """The numbers of update number `step`, from 1 on."""
@@ -69,6 +80,5 @@ class GroupSettings:
         if found is None:
             if len(self._numbers) >= KEPT:
                 self._numbers.clear()
-            complements = debiased_complements(self.hyperparameters, step, torch)
-            found = self._numbers[step, dtype] = numbers_of(self.hyperparameters, rule, complements, dtype)
+            found = self._numbers[step, dtype] = numbers_of(self.hyperparameters, rule, self.complements(step), dtype)
         return found

@@ -22,7 +22,8 @@ class DDPCommunication(LocalCommunication):
     """Delivers the gradients of a bucket once it is averaged: the last bucket's while the backward still runs.
 
     DistributedDataParallel keeps its buckets, and at the end of the backward gives the averaged gradients back in `.grad`
-    (copies, or views of the buckets with gradient_as_bucket_view=True); those of released parameters make way for their markers when the pass has ended.
+    (copies, or views of the buckets with gradient_as_bucket_view=True); those of released parameters make way for their
+    markers when the pass has ended.
     A bucket's gradients are multiplied by 1/world_size and then summed, as without a hook: bit for bit the same.
     """
 

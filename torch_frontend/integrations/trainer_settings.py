@@ -30,7 +30,7 @@ def release_for_trainer(
     """Release the gradients of a model that a trainer trains.
 
     One micro-batch a step: the backward pass updates; with max_norm or a scaler the loss must be guarded, and what the trainer
-    unscales, clips and logs afterwards is the published norm. Several micro-batches: see `accumulation`.
+    unscales, clips and logs afterwards are the markers of released gradients. Several micro-batches: see `accumulation`.
 
     Args:
         model: as the trainer calls it, with its wrapper.

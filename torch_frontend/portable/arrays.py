@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ...core.portable_state import numpy_dtype
+from ...core.array_ops import numpy_dtype
 from ..communication.shards import is_sharded, local
 
 

@@ -1,13 +1,13 @@
 """Gradient release: hooks that run the optimizer's step for a parameter inside the backward pass.
 
-The way of a gradient: `hooks` (called in the backward pass) -> `pipeline` (the stages) -> the optimizer's update -> freed,
-with a `marker` in its place. `step` knows where every parameter is; `boundaries` are step() and zero_grad(); `guard` runs
-two passes where clipping or loss scaling needs a look at the whole gradient first; `queue` lets small updates share a launch.
+The way of a gradient: `hooks` (called in the backward pass) -> `stages`, as the `pipeline` composes them -> the optimizer's
+update -> freed, with a `marker` in its place. Beside the way: `release` is the public face; `step` knows where every
+parameter is; `boundaries` are step() and zero_grad(); `guard` runs two passes where clipping or loss scaling needs a look at
+the whole gradient first; `queue` lets small updates share a launch.
 """
 
 from ..communication.shards import is_released
 from .hooks import active_releases, remove_orphaned_hooks
-from .release import Release
-from .set_up import lenient_release, release_gradients
+from .release import Release, lenient_release, release_gradients
 
 __all__ = ["Release", "active_releases", "is_released", "lenient_release", "release_gradients", "remove_orphaned_hooks"]

@@ -2,56 +2,54 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
 from torch import Tensor
 
 from ...core.errors import NonFiniteGradient, Refused
 from ...core.release import Action, Decision, Status, ZeroGrad
 from ...core.release import Step as StepCalled
-from ..clipping import clip_by_norm_, clip_coefficient
-from ..communication.shards import is_released
+from ..clipping import clip_by_norm_, clip_coefficient, square_sum
+from ..communication.shards import is_released, local
 from ..finiteness import all_finite, finite
 from ..groups import check_gradient
-from .pipeline import count_skipped, rescale_, square_sum
+from .pipeline import Pipeline
 from .queue import batches
-
-if TYPE_CHECKING:
-    from .release import Release
+from .stages import count_skipped, rescale_
 
 
 @torch.no_grad()
-def close_step(release: Release) -> None:
+def close_step(pipeline: Pipeline) -> None:
     """optimizer.step(): use what waits, and close the step. What can be refused is, before a parameter is changed."""
-    step = release.step
+    step = pipeline.step
     if step.strict:
         step.check_settings()
     if len(step.released) < len(step.members) or not step.members:
         step.refresh()
-        release.hooks.check(step.without_gradient())
-    if release.scaler is not None:
-        release.held_average.require_judged()
-    release.end_failed_pass()
-    release.finish_round()
-    if not release.alone:  # what was unfrozen since has a gradient that no hook sent: it is averaged with those that wait
-        release.attach()
-        release.held_average.step([p for p, gradient in waiting(release).items() if gradient is not None])
-    _use_waiting(release, waiting(release))
-    close(release)
+        pipeline.hooks.check(step.without_gradient())
+    if pipeline.scaler is not None:
+        pipeline.held_average.require_judged()
+    pipeline.end_failed_pass()
+    pipeline.finish_round()
+    if not pipeline.alone:  # what was unfrozen since has a gradient that no hook sent: it is averaged with those that wait
+        pipeline.attach()
+        pipeline.held_average.step([p for p, gradient in waiting(pipeline).items() if gradient is not None])
+    _use_waiting(pipeline, waiting(pipeline))
+    close(pipeline)
 
 
-def waiting(release: Release) -> dict[Tensor, Tensor | None]:
+def waiting(pipeline: Pipeline) -> dict[Tensor, Tensor | None]:
     """The parameters that a step() has to look at, with the gradients that wait in `.grad`.
 
     Raises:
         Refused: a gradient of a parameter that was updated already, or one that a refused backward has added to.
     """
-    step, found = release.step, dict[Tensor, Tensor | None]()
-    for group in release.optimizer.param_groups:
+    step, found = pipeline.step, dict[Tensor, Tensor | None]()
+    for group in pipeline.optimizer.param_groups:
         for parameter in group["params"]:
             gradient = parameter.grad
             if is_released(gradient):
+                if local(gradient).key != id(parameter):
+                    raise step.disclosure.refuse(local(gradient), "using it as the gradient of another parameter")
                 gradient = None
             if gradient is None and not step.has_waiting:
                 continue
@@ -77,13 +75,19 @@ def waiting(release: Release) -> dict[Tensor, Tensor | None]:
     return found
 
 
-def _use_waiting(release: Release, waiting: dict[Tensor, Tensor | None]) -> None:
-    step, optimizer = release.step, release.optimizer
+def _use_waiting(pipeline: Pipeline, waiting: dict[Tensor, Tensor | None]) -> None:
+    step, optimizer = pipeline.step, pipeline.optimizer
     if not waiting:
         return
     step.refresh()
     gradients = {p: gradient for p, gradient in waiting.items() if gradient is not None}
-    release.check_waiting(gradients)
+    late = next(iter(gradients), None)
+    if late is not None and pipeline.max_norm is not None and step.disclosure.norm is not None:
+        raise Refused(
+            f"{step.disclosure.describe(id(late))}: a gradient is in `.grad`, set by hand or left by release.paused(), which "
+            "the norm that the others were clipped by does not include. Let it come from the loss that release.guard() is "
+            "given, or use accumulation='hold'; optimizer.zero_grad() discards it."
+        )
     # Where nothing was updated yet, gradients are judged together, as a plain step() does.
     together = not step.released and all(step.held(p) for p in waiting)
     by_device = together and bool(gradients) and optimizer.checks_on_device(gradients)
@@ -92,29 +96,31 @@ def _use_waiting(release: Release, waiting: dict[Tensor, Tensor | None]) -> None
     if together and judges and not all_finite(gradients.values()):
         if optimizer.on_nonfinite == "raise":
             raise NonFiniteGradient("a gradient holds an infinity or a NaN; the step was not taken.")
-        count_skipped(optimizer, release.skip_count)
-        release.forget(waiting)
+        count_skipped(optimizer, pipeline.skip_count)
+        pipeline.forget(waiting)
         return
     if judges and not together:
         usable = dict(zip(gradients, finite(list(gradients.values())), strict=True))
-        count_skipped(optimizer, release.skip_count, list(usable.values()).count(False))
+        count_skipped(optimizer, pipeline.skip_count, list(usable.values()).count(False))
     decisions = {p: step.decide(p, StepCalled(usable.get(p, True), waiting=g is not None)) for p, g in waiting.items()}
-    for parameter, gradient in gradients.items():
-        step.disclosure.squares[id(parameter)] = square_sum(gradient)
-    norm = release.norm() if gradients else None
-    factor = [] if release.max_norm is None or norm is None else [clip_coefficient(norm, release.max_norm)]
-    room = 0 if release.queue is None else release.queue.room
+    squares = step.disclosure.squares
+    for key in [key for key in squares if key not in step.released]:  # of an earlier step
+        del squares[key]
+    squares.update((id(parameter), square_sum(gradient)) for parameter, gradient in gradients.items())
+    norm = pipeline.norm() if gradients else None
+    factor = [] if pipeline.max_norm is None or norm is None else [clip_coefficient(norm, pipeline.max_norm)]
+    room = 0 if pipeline.queue is None else pipeline.queue.room
     for batch in [list(waiting)] if by_device else batches(step, waiting, room):
         here = {p: gradients[p] for p in batch if p in gradients and decisions[p].action.steps}
         for gradient in here.values():
             rescale_(gradient, factor)
-        if release.max_norm_of_each is not None:
-            clip_by_norm_(list(here.values()), release.max_norm_of_each)
+        if pipeline.max_norm_of_each is not None:
+            clip_by_norm_(list(here.values()), pipeline.max_norm_of_each)
         if by_device:
-            release.skip_count.add_unapplied(optimizer.update_if_all_finite(list(here.items())))
+            pipeline.skip_count.add_unapplied(optimizer.update_if_all_finite(list(here.items())))
         else:
             used = [p for p in batch if decisions[p].action.steps]
-            release.update.perform([(p, here.get(p), decisions[p].action) for p in used])
+            pipeline.update.perform([(p, here.get(p), decisions[p].action) for p in used])
         for parameter in batch:
             step.free(parameter)
             step.set_status(id(parameter), decisions[parameter].status)
@@ -122,7 +128,7 @@ def _use_waiting(release: Release, waiting: dict[Tensor, Tensor | None]) -> None
 
 
 @torch.no_grad()
-def discard(release: Release) -> None:
+def discard(pipeline: Pipeline) -> None:
     """optimizer.zero_grad(): discard gradients that were not used, and close the step.
 
     Those that were averaged over processes are used, as the other processes have used them.
@@ -130,14 +136,14 @@ def discard(release: Release) -> None:
     Raises:
         Refused: step() was not called, and a gradient that is not finite was used. The step is closed.
     """
-    step = release.step
-    propagates = release.optimizer.on_nonfinite == "propagate"
-    overflow_was_used = step.strict and propagates and bool(step.released) and release.norm_is_infinite
-    release.end_failed_pass()
-    if not release.alone:
-        release.finish_round()
-    elif release.queue is not None:
-        release.queue.discard()
+    step = pipeline.step
+    propagates = pipeline.optimizer.on_nonfinite == "propagate"
+    overflow_was_used = step.strict and propagates and bool(step.released) and pipeline.norm_is_infinite
+    pipeline.end_failed_pass()
+    if not pipeline.alone:
+        pipeline.finish_round()
+    elif pipeline.queue is not None:
+        pipeline.queue.discard()
     decided: dict[int, Decision] = {}
     for key, _ in list(step.open()):
         if key in step.members:
@@ -148,8 +154,8 @@ def discard(release: Release) -> None:
         if decision.status is not Status.RELEASED:
             step.released.pop(key, None)
         step.set_status(key, decision.status)
-    release.forget(p for p in release.hooks.parameters if p.grad is not None)  # what a refusal or paused() has left
-    close(release)
+    pipeline.forget(p for p in pipeline.hooks.parameters if p.grad is not None)  # what a refusal or paused() has left
+    close(pipeline)
     if overflow_was_used:
         raise Refused(
             "this step was to be skipped, as its gradient is not finite, and the gradient had been used already: the "
@@ -158,10 +164,10 @@ def discard(release: Release) -> None:
         )
 
 
-def close(release: Release) -> None:
+def close(pipeline: Pipeline) -> None:
     """The step is over."""
-    release.step.close()
-    release.communication.end_step()
-    release.held_average.close()
-    release.disclosure.norm, release.disclosure.finite = None, True
-    release.attach()
+    pipeline.step.close()
+    pipeline.communication.end_step()
+    pipeline.held_average.close()
+    pipeline.disclosure.norm, pipeline.disclosure.finite = None, True
+    pipeline.attach()

@@ -11,7 +11,7 @@ import contextlib
 import functools
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -21,13 +21,13 @@ from torch.utils.checkpoint import CheckpointFunction
 from ...core.errors import NonFiniteGradient, PenstockError, Refused
 from ...core.release import Ledger
 from ..autograd.graph import Graph
+from ..autograd.leaves import SetAside
 from ..autograd.passes import is_compiled
 from ..clipping import clip_coefficient, gradient_norm, is_finite
 from ..communication.shards import is_sharded, sum_over_shards
-from .pipeline import Arrived, count_skipped
-
-if TYPE_CHECKING:
-    from .release import Release
+from .hooks import check_ownership
+from .pipeline import Pipeline
+from .stages import Arrived, count_skipped
 
 
 class Measurement:
@@ -77,28 +77,28 @@ class Measurement:
         return not bool(torch.stack(sum_over_shards(list(self._finite), bad.unbind())).sum())
 
 
-def two_passes(release: Release, loss: Tensor, seed: Tensor, keep_bytes: int) -> None:
+def two_passes(pipeline: Pipeline, loss: Tensor, seed: Tensor, keep_bytes: int) -> None:
     """The backward of a guarded loss.
 
     The first pass adds nothing to the gradients of leaves that are not released: the second does. If the measured gradient
     must not be used, there is no second one, and those leaves get what the first gave them.
 
     Args:
-        release: whose gradients are measured, then used.
+        pipeline: whose gradients are measured, then used.
         loss: 0-d, with its graph.
         seed: what backward() came with.
         keep_bytes: gradients of that many bytes may stay alive between the passes. The second need not compute them again.
     """
-    hooks, step = release.hooks, release.step
-    if step.released or release.overflow_to_be_judged:
+    hooks, step = pipeline.hooks, pipeline.step
+    if step.released or pipeline.overflow_to_be_judged:
         raise Refused(
             "a second guarded backward() before optimizer.step(): the first has taken its gradient for the whole one, for "
             "its norm and for whether it is finite. Add the losses up, and guard their sum; or use accumulation='hold'. "
             "optimizer.step() or optimizer.zero_grad() closes a step."
         )
-    require_whole(release, hooks.parameters)
+    require_whole(pipeline, hooks.parameters)
     step.clear_markers()
-    release.attach()
+    pipeline.attach()
     for parameter in hooks.parameters:
         if parameter.grad is not None:
             raise Refused(
@@ -108,30 +108,30 @@ def two_passes(release: Release, loss: Tensor, seed: Tensor, keep_bytes: int) ->
     graph = Graph.of(loss)
     foreign = graph.leaves | graph.behind_checkpoints | set(() if hooks.model is None else hooks.model.parameters())
     foreign -= set(hooks.parameters)
-    hooks.check_ownership(foreign)
+    check_ownership(foreign, mine=pipeline.optimizer.release)
     if graph.has(CheckpointFunction):  # it cannot run in a pass that leaves anything out
         keep_bytes = 0
     aside = SetAside(foreign)
-    judge = release.optimizer.on_nonfinite != "propagate" or release.scaler is not None
+    judge = pipeline.optimizer.on_nonfinite != "propagate" or pipeline.scaler is not None
     measured = Measurement(step.ledger, judge=judge, keep_bytes=keep_bytes)
     try:
-        with _measuring(release, measured):
+        with _measuring(pipeline, measured):
             torch.autograd.backward(loss, seed, retain_graph=True)
         for parameter in hooks.parameters:
             if parameter.grad is not None and parameter not in measured.kept:  # no hook freed it
                 parameter.grad = None
-                release.communication.fail()
+                pipeline.communication.fail()
                 raise hooks.lost(parameter)
     except BaseException:
         aside.restore()
-        release.forget(hooks.parameters)
+        pipeline.forget(hooks.parameters)
         raise
-    with _updating(release, measured) as usable:
+    with _updating(pipeline, measured) as usable:
         if not usable:
             aside.restore(add=True)
             return
         if not graph.leaves.issuperset(measured.norms):  # some are hidden, and would be computed again
-            release.forget(measured.kept)
+            pipeline.forget(measured.kept)
             measured.kept.clear()
         left_over = [parameter for parameter in measured.norms if parameter not in measured.kept]
         aside.restore(add=not left_over)
@@ -139,53 +139,54 @@ def two_passes(release: Release, loss: Tensor, seed: Tensor, keep_bytes: int) ->
             others = [leaf for leaf in graph.leaves & foreign if leaf.requires_grad]
             _second_pass(loss, seed, [*left_over, *others] if measured.kept else None)
         for parameter in list(measured.kept):
-            release.deliver([parameter])
+            pipeline.deliver([parameter])
 
 
 @contextlib.contextmanager
-def _measuring(release: Release, measured: Measurement) -> Iterator[None]:
+def _measuring(pipeline: Pipeline, measured: Measurement) -> Iterator[None]:
     """Gradients in this context are measured, and freed but for those that are kept."""
     try:
-        with release.measuring(measured):
+        with pipeline.measuring(measured):
             yield
-            release.communication.flush(always=True)
-        if release.optimizer.on_nonfinite == "raise" and release.scaler is None and not measured.finite:
+            pipeline.communication.flush(always=True)
+        if pipeline.optimizer.on_nonfinite == "raise" and pipeline.scaler is None and not measured.finite:
             raise NonFiniteGradient("a gradient holds an infinity or a NaN; nothing was updated.")
     except NonFiniteGradient:
         raise  # on all processes
     except BaseException:
-        release.communication.fail()
+        pipeline.communication.fail()
         raise
 
 
 @contextlib.contextmanager
-def _updating(release: Release, measured: Measurement) -> Iterator[bool]:
+def _updating(pipeline: Pipeline, measured: Measurement) -> Iterator[bool]:
     """Gradients in this context are those that were measured, and are used; False if they must not be."""
-    step, disclosure = release.step, release.disclosure
-    scale = release.scale()
+    step, disclosure = pipeline.step, pipeline.disclosure
+    scale = pipeline.scale()
     norms = {parameter: norm / scale for parameter, norm in measured.norms.items()}
     disclosure.squares.clear()
     disclosure.squares.update((id(parameter), norm.square()) for parameter, norm in norms.items())
     disclosure.judged, disclosure.finite = True, measured.finite
-    disclosure.norm = release.norm()
-    release.decided_scale = scale
+    disclosure.norm = pipeline.norm()
+    pipeline.decided_scale = scale
+    step.settings.remember(pipeline.optimizer.param_groups, stepped=True)
     members = [step.members[id(parameter)] for parameter in norms if id(parameter) in step.members]
     for member in members:
         member.marker.scale = scale
     # Rounded to the gradient's dtype once, as GradScaler has it: the numbers are the same bit for bit.
-    factors: list[Tensor | float] = [] if release.scaler is None else [1.0 / scale]
-    if release.max_norm is not None and disclosure.norm is not None:
-        factors.append(clip_coefficient(disclosure.norm, release.max_norm))
-    with release.updating(factors):
+    factors: list[Tensor | float] = [] if pipeline.scaler is None else [1.0 / scale]
+    if pipeline.max_norm is not None and disclosure.norm is not None:
+        factors.append(clip_coefficient(disclosure.norm, pipeline.max_norm))
+    with pipeline.updating(factors):
         if not measured.finite:
-            release.forget(measured.kept)
-            count_skipped(release.optimizer, release.skip_count)
+            pipeline.forget(measured.kept)
+            count_skipped(pipeline.optimizer, pipeline.skip_count)
         try:
             yield measured.finite
             if measured.finite:
-                release.finish_round(always=True)
+                pipeline.finish_round(always=True)
         except BaseException:
-            release.communication.fail()
+            pipeline.communication.fail()
             raise
     for member in members:
         if member.parameter.grad is None:
@@ -241,37 +242,20 @@ def guarded(loss: Tensor, run: Callable[[Tensor, Tensor], None], owner: object) 
     return result
 
 
-def require_whole(release: Release, parameters: Iterable[Tensor]) -> None:
+def require_whole(pipeline: Pipeline, parameters: Iterable[Tensor]) -> None:
     """Raise `Refused` if the backward pass that is running, of a guarded loss, brings more than that loss.
 
     Args:
-        release: whose guard it is.
+        pipeline: whose guard it is.
         parameters: that are released. (FSDP2 computes gradients of others than those that it shards.)
     """
     if _will_run is None or is_compiled():
         return
-    others = [node for node, owner in list(_GUARDED.items()) if owner is release.step and node.loss is not None]
-    edges = (get_gradient_edge(parameter) for parameter in parameters if not is_sharded(parameter))
+    others = [node for node, owner in list(_GUARDED.items()) if owner is pipeline.step and node.loss is not None]
+    edges = (get_gradient_edge(parameter) for parameter in parameters if parameter.requires_grad and not is_sharded(parameter))
     if any(_will_run(node) for node in others) or any(_will_run(edge.node) for edge in edges):
         raise Refused(
             "this backward() is of more than one guarded loss, as release.guard(loss) + regulariser is, or the sum of two "
             "guarded ones: the norm would be of a part of the gradient. Guard all of it: "
             "release.guard(loss + regulariser).backward()."
         )
-
-
-class SetAside:
-    """The gradients of some leaves, set aside while a pass runs that is not to add to them."""
-
-    def __init__(self, leaves: Iterable[Tensor]) -> None:
-        self._gradients = {leaf: leaf.grad for leaf in leaves}
-        for leaf in self._gradients:
-            leaf.grad = None
-
-    def restore(self, *, add: bool = False) -> None:
-        """Put them back; with `add`, as if the pass had added to them."""
-        for leaf, gradient in self._gradients.items():
-            if not add or leaf.grad is None:
-                leaf.grad = gradient
-            elif gradient is not None:
-                leaf.grad = gradient + leaf.grad

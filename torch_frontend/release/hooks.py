@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import weakref
 from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -13,10 +13,7 @@ from torch import Tensor, nn
 from ...core.errors import Refused
 from ..communication.shards import is_sharded
 
-if TYPE_CHECKING:
-    from .release import Release
-
-_ACTIVE: weakref.WeakSet[Release] = weakref.WeakSet()
+_ACTIVE: weakref.WeakSet[Any] = weakref.WeakSet()
 """Every release in force: a parameter belongs to at most one of them."""
 
 _HANDLES: weakref.WeakKeyDictionary[nn.Module, list[tuple[weakref.ref[Any], Any]]] = weakref.WeakKeyDictionary()
@@ -26,17 +23,17 @@ _HANDLES: weakref.WeakKeyDictionary[nn.Module, list[tuple[weakref.ref[Any], Any]
 class Hooks:
     """One hook on each released parameter, called inside the backward pass with the gradient in `.grad`.
 
-    It holds the release weakly, and no parameter: torch's collector cannot see a cycle that leads through a hook.
+    It calls `arrive(parameter)` of its owner, which it holds weakly. It holds no parameter: torch's collector cannot see a
+    cycle that leads through a hook.
     """
 
-    def __init__(self, release: Release, model: nn.Module) -> None:
-        self._release = weakref.ref(release)
+    def __init__(self, owner: Any, model: nn.Module) -> None:
+        self._owner = weakref.ref(owner)
         self._model = weakref.ref(model)
         self._handles: dict[Tensor, Any] = {}
         self._names: dict[int, str] = {id(parameter): name for name, parameter in model.named_parameters()}
         self._all: list[int] = []  # the ids of the optimizer's parameters, as `attach` saw them
         self._without: list[Tensor] = []  # of those, the ones that have no hook
-        _ACTIVE.add(release)
 
     @property
     def model(self) -> nn.Module | None:
@@ -71,13 +68,13 @@ class Hooks:
         wanted = set(map(id, given))
         for parameter in [parameter for parameter in self._handles if id(parameter) not in wanted]:
             self._handles.pop(parameter).remove()
-        hook = functools.partial(_on_gradient, self._release)
+        hook = functools.partial(_on_gradient, self._owner)
         for parameter in fresh:
             self._handles[parameter] = parameter.register_post_accumulate_grad_hook(torch.compiler.disable(hook))
             self._names[id(parameter)] = names[id(parameter)]
         self._handles = {p: self._handles[p] for p in given if p in self._handles}
         self._all, self._without = [*map(id, given)], [p for p in given if p not in self._handles]
-        _HANDLES.setdefault(model, []).extend((self._release, self._handles[p]) for p in fresh)
+        _HANDLES.setdefault(model, []).extend((self._owner, self._handles[p]) for p in fresh)
         return fresh
 
     def remove(self) -> None:
@@ -87,10 +84,7 @@ class Hooks:
         self._handles.clear()
         model = self.model
         if model is not None:
-            _HANDLES[model] = [(owner, handle) for owner, handle in _HANDLES.get(model, []) if owner is not self._release]
-        release = self._release()
-        if release is not None:
-            _ACTIVE.discard(release)
+            _HANDLES[model] = [(owner, handle) for owner, handle in _HANDLES.get(model, []) if owner is not self._owner]
 
     def check(self, parameters: Iterable[Tensor]) -> None:
         """Raise `Refused` if one of these was replaced in the model, or has lost its hook: nothing would ever update it.
@@ -122,13 +116,6 @@ class Hooks:
             "again."
         )
 
-    def check_ownership(self, parameters: Iterable[Tensor]) -> None:
-        """Raise `Refused` if another release has one of these parameters already."""
-        mine = self._release()
-        for release in active_releases():
-            if release is not mine and any(release.hooked(parameter) for parameter in parameters):
-                raise Refused("a parameter is in another optimizer's release already; call remove() on that release first.")
-
     @property
     def describe(self) -> Callable[[int], str]:
         """How an error names a parameter, by its id; holds neither the release nor a parameter."""
@@ -139,20 +126,37 @@ def _described(names: dict[int, str], key: int) -> str:
     return f"parameter {names[key]!r}" if key in names else "a parameter that the model does not name"
 
 
-def _on_gradient(reference: weakref.ref[Release], parameter: Tensor) -> None:
-    release = reference()
-    if release is None:
+def _on_gradient(reference: weakref.ref[Any], parameter: Tensor) -> None:
+    owner = reference()
+    if owner is None:
         parameter.grad = None
         raise Refused(
             "the optimizer that released this model's gradients no longer exists, so nothing would update the parameters. "
             "Keep the optimizer as long as the model trains; or call remove_gradient_release(model)."
         )
-    release.arrive(parameter)
+    owner.arrive(parameter)
 
 
-def active_releases() -> list[Release]:
+def register(release: Any) -> None:
+    """A release is in force from now on."""
+    _ACTIVE.add(release)
+
+
+def unregister(release: Any) -> None:
+    """A release is over."""
+    _ACTIVE.discard(release)
+
+
+def active_releases() -> list[Any]:
     """Every release in force."""
     return list(_ACTIVE)
+
+
+def check_ownership(parameters: Iterable[Tensor], mine: Any = None) -> None:
+    """Raise `Refused` if another release than `mine` has one of these parameters already."""
+    for release in active_releases():
+        if release is not mine and any(release.hooked(parameter) for parameter in parameters):
+            raise Refused("a parameter is in another optimizer's release already; call remove() on that release first.")
 
 
 def remove_orphaned_hooks(model: nn.Module) -> bool:

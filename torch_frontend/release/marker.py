@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from ...core.errors import Refused
+from ..autograd.passes import pass_number
 from ..clipping import NORM_EPS
 
 ROUNDINGS = 8
@@ -33,6 +34,7 @@ class Disclosure:
         describe: how an error names a parameter, by its id.
         takes_more: further gradients of a parameter go into its moments, instead of being refused.
         tells_norms: the gradient that was used is the whole one, so that its norm means something.
+        strict: what clears gradients before the step is closed is refused: they were used.
         max_norm: the declared global norm, if any.
         scaled: losses are scaled by a declared GradScaler.
     """
@@ -43,12 +45,14 @@ class Disclosure:
         *,
         takes_more: bool = False,
         tells_norms: bool = True,
+        strict: bool = True,
         max_norm: float | None = None,
         scaled: bool = False,
     ) -> None:
         self.describe = describe
         self.takes_more = takes_more
         self.tells_norms = tells_norms
+        self.strict = strict
         self.max_norm = max_norm
         self.scaled = scaled
         self.squares: dict[int, Tensor] = {}  # by parameter: the sum of its gradient's squares, of the local part, unscaled
@@ -94,10 +98,8 @@ class Disclosure:
         raise self.refuse(marker, f"{operation} by {factor:.6g}")
 
     def _means_nothing(self, factor: float) -> bool:
-        """Whether the factor is what clipping makes of a norm that is not finite."""
-        if math.isfinite(factor) and factor != 0:
-            return False
-        return not self.finite or not all(math.isfinite(square) for square in self.squares.values())
+        """Whether the factor is what a declared clip makes of a norm that is not finite: nothing was used then."""
+        return not self.finite and not (math.isfinite(factor) and factor != 0)
 
 
 class ReleasedGradient(Tensor):
@@ -118,7 +120,7 @@ class ReleasedGradient(Tensor):
     @staticmethod
     def __new__(cls, like: Tensor, disclosure: Disclosure, key: int) -> ReleasedGradient:
         """A marker of this tensor's shape, strides, dtype and device."""
-        marker = torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
+        marker = torch.Tensor._make_wrapper_subclass(
             cls, like.shape, strides=like.stride(), dtype=like.dtype, device=like.device
         )
         _NO_POINTER(marker)
@@ -131,7 +133,9 @@ class ReleasedGradient(Tensor):
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         """Answer what is known, let through what changes nothing, refuse everything else."""
         handler = _HANDLERS.get(func)
         if handler is not None:
@@ -157,18 +161,29 @@ class ReleasedGradient(Tensor):
             norm = torch.where(norm.isfinite(), norm.clamp(max=torch.finfo(torch.float32).max), norm).to(torch.float32)
         return norm
 
-    def __repr__(self, *, tensor_contents: Any = None) -> str:
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return f"ReleasedGradient({self.disclosure.describe(self.key)}, shape={tuple(self.shape)}, dtype={self.dtype})"
 
     def __deepcopy__(self, memo: dict[int, Any]) -> None:
         """A copied parameter has no gradient."""
+
+    @property
+    def data(self) -> ReleasedGradient:
+        """Itself. Only a conversion of the model, as `model.to(...)`, may assign to it."""
+        return self
+
+    @data.setter
+    def data(self, value: Tensor) -> None:
+        if not isinstance(value, ReleasedGradient):
+            raise self.disclosure.refuse(self, "assigning to its .data")
+        Tensor.data.__set__(self, value)  # type: ignore[attr-defined]
 
     # What reads memory without a dispatch is refused here.
 
     def _refuse_memory(self, *args: Any, **kwargs: Any) -> Any:
         raise self.disclosure.refuse(self, "access to its memory")
 
-    __reduce_ex__ = __dlpack__ = numpy = tolist = data_ptr = _typed_storage = storage = _refuse_memory  # type: ignore[assignment]
+    __reduce_ex__ = __dlpack__ = numpy = tolist = data_ptr = _typed_storage = storage = _refuse_memory
 
     def untyped_storage(self) -> torch.UntypedStorage:
         """Empty; the compiler and memory trackers look at it."""
@@ -186,6 +201,13 @@ def _flat(things: Any) -> list[Any]:
 
 
 def _itself(func: Any, marker: ReleasedGradient, *args: Any, **kwargs: Any) -> ReleasedGradient:
+    return marker
+
+
+def _zeroed(func: Any, marker: ReleasedGradient) -> ReleasedGradient:
+    """`model.zero_grad(set_to_none=False)`."""
+    if marker.disclosure.strict:
+        raise marker.disclosure.refuse(marker, "setting it to zero")
     return marker
 
 
@@ -255,10 +277,10 @@ def _unscaled(func: Any, tensors: Sequence[Tensor], found_inf: Tensor, inv_scale
     markers = [tensor for tensor in tensors if isinstance(tensor, ReleasedGradient)]
     for marker in markers:
         disclosure = marker.disclosure
-        if not disclosure.finite:
-            found_inf.fill_(1.0)
-        else:
+        if disclosure.finite:
             disclosure.check_factor(marker, float(inv_scale), "unscaling")
+        if not disclosure.finite or not math.isfinite(disclosure.squares.get(marker.key, 0.0)):
+            found_inf.fill_(1.0)
     func([tensor for tensor in tensors if not isinstance(tensor, ReleasedGradient)], found_inf, inv_scale)
 
 
@@ -279,6 +301,8 @@ def _added_to(func: Any, tensor: Tensor, other: Any, *, alpha: Any = 1) -> Tenso
         raise other.disclosure.refuse(other, "adding it to another tensor")
     if not isinstance(other, Tensor) or other.shape != tensor.shape or isinstance(other, ReleasedGradient):
         raise tensor.disclosure.refuse(tensor, "an addition")
+    if tensor.disclosure.takes_more and (alpha != 1 or pass_number() == -1):
+        raise tensor.disclosure.refuse(tensor, "an addition")
     if not tensor.disclosure.takes_more:
         tensor.disclosure.after_refusal()
         raise tensor.disclosure.second_gradient(tensor)
@@ -291,7 +315,7 @@ _HANDLERS: dict[Any, Callable[..., Any]] = {
     _aten.alias.default: _itself,
     _aten.view.default: _viewed,
     _aten._to_copy.default: _converted,
-    _aten.zero_.default: _itself,  # model.zero_grad(set_to_none=False): there is nothing left to clear
+    _aten.zero_.default: _zeroed,
     _aten._foreach_zero_.default: lambda func, tensors: [x.zero_() for x in tensors] and None,
     _aten.linalg_vector_norm.default: _norm,
     _aten.norm.Scalar: _norm,

@@ -1,341 +1,336 @@
-"""The way of a gradient from its hook to the optimizer, composed once: a stage that is not needed does not exist.
+"""The composition of the pipeline: what was asked for, and what the parameters are, decide which stages there are.
 
-    arrival -> [average] -> [measure] -> [skip] -> [norm] -> [rescale] -> [clip] -> [queue] -> update -> free
+    arrival -> [average] -> [measure] -> [norm] -> [skip] -> [rescale] -> [clip] -> [queue] -> update -> free
 
-A stage is called with the gradients that go on together, and knows the next stage and nothing else. The base case is
-arrival -> update -> free, for one gradient at a time.
+A stage that is not needed does not exist. The base case is arrival -> update -> free.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Sequence
+import functools
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from ...core.errors import PenstockError
-from ...core.release import Action, GradientReady, Policy, Status
-from ..autograd.passes import pass_number
-from ..clipping import clip_by_norm_
-from ..communication.shards import is_sharded, local
-from ..finiteness import SkipCount, finite
-from ..groups import PLAIN_GRADIENT, check_gradient
+from ...core.errors import Refused
+from ...core.release import Policy, Status
+from ..autograd.passes import at_end_of_pass, is_nested, pass_number, weakly
+from ..communication import Communication
+from ..communication.held_average import HeldAverage
+from ..communication.protocol import Purpose
+from ..communication.shards import sum_over_shards
+from ..finiteness import SkipCount
 from ..optimizers import ReleasableOptimizer
-from .marker import Disclosure, ReleasedGradient
+from .hooks import Hooks
+from .marker import Disclosure
+from .queue import SmallUpdateQueue
+from .stages import (
+    AccumulatingArrival,
+    Arrival,
+    Arrived,
+    ClipEach,
+    Keeping,
+    MeasuringArrival,
+    Norm,
+    Rescale,
+    Skip,
+    Stage,
+    Update,
+    leave_marker,
+    one_by_one,
+)
 from .step import Member, Step
 
-Arrived = tuple[Member, Tensor | None]
-"""A parameter and its gradient; None instead of one that must not be used."""
 
-Stage = Callable[[Sequence[Arrived]], None]
-Free = Callable[[Member], None]
+class Pipeline:
+    """What the gradients of one release go through.
 
-
-class Arrival:
-    """The first stage: called by the hook, in the backward pass, once the gradient is in `.grad`.
-
-    Args:
-        step: under way.
-        use: what becomes of the gradient.
-        check: raises `Refused` if the gradient may not be used; called before anything is changed.
+    Attributes:
+        arrive: the first stage, called by the hooks.
+        use: the stage that averaged gradients go on to.
+        update: the last stage.
+        step: the step that is under way.
+        decided_scale: of the loss whose gradient guard() has judged in this step.
     """
 
-    def __init__(
-        self, step: Step, use: Callable[[Member, Tensor], None], check: Callable[[Tensor], None] | None = None
-    ) -> None:
-        self._step = step
-        self._use = use
-        self._check = check
-
-    def __call__(self, parameter: Tensor) -> None:
-        """The local gradient of `parameter` has been accumulated into `.grad`."""
-        step = self._step
-        key = id(parameter)
-        with step.lock:
-            try:
-                if pass_number() != step.pass_id:
-                    self._begin_pass(parameter)
-                gradient, member = parameter.grad, step.members.get(key)
-                if gradient is None or member is None:  # an earlier hook took it; or it was taken out of its group
-                    return
-                if type(gradient) is not Tensor or gradient.layout is not PLAIN_GRADIENT:
-                    gradient = self._unusual(member, gradient)
-                self._take(member, gradient)
-            except PenstockError:
-                step.reject(parameter)
-                raise
-
-    def _begin_pass(self, parameter: Tensor) -> None:
-        self._step.begin_pass(parameter)
-
-    def _unusual(self, member: Member, gradient: Tensor) -> Tensor:
-        """A gradient that is not an ordinary tensor: a shard, a marker with what was added to it, or one to be refused."""
-        here = local(gradient)
-        if isinstance(here, ReleasedGradient):
-            incoming, here.incoming = here.incoming, None
-            if incoming is None:
-                raise self._step.disclosure.second_gradient(here)
-            gradient = incoming if not is_sharded(gradient) else _placed_as(gradient, incoming)
-        check_gradient(member.parameter, gradient)
-        return gradient
-
-    def _take(self, member: Member, gradient: Tensor) -> None:
-        step = self._step
-        if self._check is not None:
-            self._check(member.parameter)
-        if member.key in step.released:
-            raise step.disclosure.second_gradient(member.marker)
-        if step.to_come:
-            step.check_whole(member.parameter, seen=False)
-        step.released[member.key] = member
-        try:
-            self._use(member, gradient)
-        except BaseException:
-            step.released.pop(member.key, None)
-            raise
-
-
-class MeasuringArrival(Arrival):
-    """... in the first pass of guard(), which changes nothing: `use` measures."""
-
-    def _begin_pass(self, parameter: Tensor) -> None:
-        self._step.begin_pass(parameter, measures=True)
-
-    def _take(self, member: Member, gradient: Tensor) -> None:
-        assert self._check is not None
-        self._check(member.parameter)
-        self._use(member, gradient)
-
-
-class AccumulatingArrival(Arrival):
-    """... of one of several micro-batches: it is kept in `.grad`, or goes on.
-
-    Args:
-        last: is this the last micro-batch? Asked once a pass.
-        keep: what becomes of a gradient that is kept.
-    """
+    arrive: Callable[[Tensor], None]
 
     def __init__(
         self,
-        step: Step,
-        use: Callable[[Member, Tensor], None],
-        check: Callable[[Tensor], None] | None = None,
+        model: nn.Module,
+        optimizer: ReleasableOptimizer,
+        communication: Communication,
         *,
+        policy: Policy,
+        strict: bool,
         last: Callable[[], bool],
-        keep: Callable[[Member, Tensor], None],
+        averages: Callable[[], bool] | None = None,
+        max_norm: float | None = None,
+        clipping: str = "exact",
+        scaler: Any = None,
     ) -> None:
-        super().__init__(step, use, check)
+        self.optimizer = optimizer
+        self.communication = communication
+        self.scaler = scaler
+        self.max_norm = max_norm if clipping == "exact" else None
+        self.max_norm_of_each = max_norm if clipping == "per_tensor" else None
+        self.hooks = Hooks(self, model)
+        self.disclosure = Disclosure(
+            self.hooks.describe,
+            takes_more=policy is Policy.STATE,
+            tells_norms=strict and policy is not Policy.STATE,
+            strict=strict,
+            max_norm=self.max_norm,
+            scaled=scaler is not None,
+        )
+        one_pass = strict and policy is Policy.RELEASE
+        self.step = Step(optimizer, self.disclosure, policy, strict=strict, one_pass=one_pass)
+        self.skip_count = SkipCount()
+        self.held_average = HeldAverage(communication, held=weakly(self._held), due=averages, lock=self.step.lock)
+        self.decided_scale: float | None = None  # of the loss whose gradient guard() has judged in this step
+        self.queue: SmallUpdateQueue | None = None
+        self._norm: Tensor | None = None
+        self.disclosure.after_refusal = weakly(self._discard_refused)
         self._last = last
-        self._keep = keep
+        self.paused = 0  # contexts that leave gradients in `.grad`
+        self._in_guard = self._measures = False
+        self.compose()
 
-    def _begin_pass(self, parameter: Tensor) -> None:
-        self._step.last = bool(self._last())
-        super()._begin_pass(parameter)
+    # -- composition ----------------------------------------------------------------------------------------------------
 
-    def _take(self, member: Member, gradient: Tensor) -> None:
-        step = self._step
-        if self._check is not None:
-            self._check(member.parameter)
-        decision = step.decide(member.parameter, GradientReady(step.last))
-        if decision.action is Action.KEEP:
-            self._keep(member, gradient)
-            step.set_status(member.key, decision.status)
+    def compose(self) -> None:
+        """Build the pipeline that what was asked for, and what the parameters are, need."""
+        step, local = self.step, self.alone
+        free = getattr(self.communication, "free_after_pass", leave_marker)  # DistributedDataParallel uses `.grad` itself
+        self.update = Update(step, self.skip_count, free)
+        stage: Stage = self.update
+        if self.optimizer.launches_together:
+            if self.queue is None:
+                self.queue = SmallUpdateQueue(step, self.update, free, self._watch_pass)
+            stage = self.queue
+        if self.max_norm_of_each is not None:
+            stage = ClipEach(self.disclosure, self.max_norm_of_each, stage)
+        self._rescale = Rescale(stage)
+        if self.optimizer.on_nonfinite != "propagate":
+            stage = Skip(step, self.skip_count, stage)
+        base = local and stage is self.update
+        if self.disclosure.tells_norms and not isinstance(stage, ClipEach):
+            stage = Norm(self.disclosure, stage)
+        self.use = stage  # what averaged gradients go on to
+        after_arrival = one_by_one(stage) if local else self._average
+        before = None if self.queue is None else self.queue.before
+        if self.paused:
+            self.arrive = Keeping(step, self._keep)
+        elif self.step.policy is Policy.RELEASE:
+            check = self._refuse_unguarded if self.needs_guard else before
+            self.arrive = Arrival(step, self.update.one if base else after_arrival, check)
         else:
-            if step.to_come:
-                step.check_whole(member.parameter, seen=False)
-            self._use(member, gradient)
+            keep = functools.partial(self._keep, averages=True)
+            self.arrive = AccumulatingArrival(step, after_arrival, before, last=self._last, keep=keep)
+        if self.communication.name == "ddp" and not self.paused:  # inside no_sync() it only adds up
+            arrive, kept = self.arrive, Keeping(step, self._keep)
+            self.arrive = lambda parameter: (kept if self.communication.keeps() else arrive)(parameter)
 
+    @contextlib.contextmanager
+    def measuring(self, measurement: Any) -> Iterator[None]:
+        """Gradients in this context are measured, and change nothing."""
 
-class Keeping(Arrival):
-    """... inside `release.paused()`, or where the engine of communication only adds up: it stays in `.grad`."""
+        def check(parameter: Tensor) -> None:
+            if self.step.to_come or parameter in measurement.norms:
+                self.step.check_whole(parameter, seen=parameter in measurement.norms)
 
-    def _begin_pass(self, parameter: Tensor) -> None:
-        pass
+        with self._instead(MeasuringArrival, measurement, check, measures=True):
+            yield
 
-    def _take(self, member: Member, gradient: Tensor) -> None:
-        step = self._step
-        decision = step.decide(member.parameter, GradientReady(last=False), paused=True)
-        self._use(member, gradient)
-        if decision.status is not Status.RELEASED:
-            step.set_status(member.key, decision.status)
+    @contextlib.contextmanager
+    def updating(self, factors: Sequence[Tensor | float]) -> Iterator[None]:
+        """Gradients in this context were measured: each is multiplied by these factors and used."""
+        self._rescale.factors = factors
+        try:
+            with self._instead(Arrival, self._rescale, None if self.queue is None else self.queue.before):
+                yield
+        finally:
+            self._rescale.factors = ()
 
+    @contextlib.contextmanager
+    def _instead(self, arrival: type[Arrival], stage: Stage, check: Any, *, measures: bool = False) -> Iterator[None]:
+        self.step.refresh()
+        before = self.arrive, self.use
+        self.use, self._in_guard, self._measures = stage, True, measures
+        self.arrive = arrival(self.step, one_by_one(stage) if self.alone else self._average, check)
+        try:
+            yield
+        finally:
+            self.arrive, self.use = before
+            self._in_guard = self._measures = False
 
-def one_by_one(stage: Stage) -> Callable[[Member, Tensor], None]:
-    """What an arrival calls, from a stage that takes several gradients."""
-    return lambda member, gradient: stage([(member, gradient)])
+    # -- stages that belong to the release ------------------------------------------------------------------------------
 
+    def _average(self, member: Member, gradient: Tensor) -> None:
+        """Hand a gradient to communication, which hands it back to `deliver`."""
+        parameter = member.parameter
+        self._watch_pass()
+        if parameter.grad is not gradient:  # it was added to a marker
+            parameter.grad = gradient
+        self.step.arrive(parameter, gradient)
+        self.communication.gradient_ready(parameter)
 
-class Skip:
-    """Gradients that hold an infinity or a NaN are not used, and counted: on_nonfinite="skip". Synchronises, unless the
-    device itself leaves them out."""
+    @torch.no_grad()
+    def deliver(self, parameters: Sequence[Tensor]) -> None:
+        """Communication hands over averaged gradients in `.grad`."""
+        step = self.step
+        with step.lock:
+            if not self._measures and self._keeps:  # averaged in a backward that only adds up
+                return
+            members = [step.members[id(p)] for p in parameters if id(p) in step.members]  # others left their groups
+            arrived: list[Arrived] = [(m, m.parameter.grad) for m in members if m.parameter.grad is not None]
+            for member, gradient in arrived:
+                assert gradient is not None
+                step.arrive(member.parameter, gradient)
+                if step.policy is Policy.RELEASE and not self._measures:
+                    step.released[member.key] = member  # this rank may have had none
+            if arrived:
+                self.use(arrived)
 
-    def __init__(self, step: Step, skipped: SkipCount, following: Stage) -> None:
-        self._step = step
-        self._skipped = skipped
-        self._following = following
+    def _keep(self, member: Member, gradient: Tensor, averages: bool = False) -> None:
+        """A gradient stays in `.grad`."""
+        self.step.arrive(member.parameter, gradient)
+        self.communication.held(member.parameter)
+        if averages:
+            self.held_average.gradient_held()
 
-    def __call__(self, arrived: Sequence[Arrived]) -> None:
-        """Go on with None instead of them."""
-        if updates_on_device(self._step, [member for member, _ in arrived]):
-            self._following(arrived)
+    @property
+    def _keeps(self) -> bool:
+        holds = self.step.policy is Policy.HOLD and not self.step.last
+        return bool(self.paused) or holds or self.communication.keeps()
+
+    def _refuse_unguarded(self, parameter: Tensor) -> None:
+        described = self.hooks.describe(id(parameter))
+        if self.scaler is not None:
+            raise Refused(
+                f"{described}: with a scaler, the first update needs to know that the whole gradient is finite. Call "
+                "scaler.scale(release.guard(loss)).backward(), with all of the loss in guard(), or use accumulation='hold'."
+            )
+        raise Refused(
+            f"{described}: max_norm={self.max_norm} needs the norm of the whole gradient before the first update. "
+            "Call release.guard(loss).backward(), with all of the loss in guard(), or use accumulation='hold', or "
+            "clipping='per_tensor'."
+        )
+
+    @property
+    def needs_guard(self) -> bool:
+        """Whether gradients may be used only in the second pass of guard()."""
+        return self.step.policy is Policy.RELEASE and (self.max_norm is not None or self.scaler is not None)
+
+    # -- the end of a pass ----------------------------------------------------------------------------------------------
+
+    def _watch_pass(self) -> bool:
+        """Have the end of the running pass noticed: what waits is used then. False if it will not be noticed."""
+        if self._in_guard:  # which ends its passes itself
+            return True
+        now = pass_number()
+        if now is not None and now == self.step.watched:
+            return True
+        if not is_nested():  # one that failed before, and nothing has closed its step since
+            self.end_failed_pass()
+        noticed = at_end_of_pass(weakly(self._end_of_pass))
+        self.step.watched = now if noticed else None
+        return noticed
+
+    @torch.no_grad()
+    def _end_of_pass(self) -> None:
+        with self.step.lock:
+            self.step.watched = None
+            if not is_nested():
+                self.communication.flush(always=True)
+            if self.queue is not None:
+                self.queue.flush()
+            if self.communication.name == "fsdp2" and not is_nested():  # later, processes need not ask together
+                self.norm()
+
+    def end_failed_pass(self) -> None:
+        """If a pass that updates parameters never came to its end, say so to other processes."""
+        if self.step.watched is not None:
+            self.step.watched = None
+            self.communication.fail()
+            self.step.remove_from_ledger()
+
+    def _discard_refused(self) -> None:
+        """A gradient was refused: nothing of its backward is left to be used, unless it is under way on other processes."""
+        if self.alone:
+            if self.queue is not None:
+                self.queue.discard(backward=pass_number())
+            self.step.remove_from_ledger()
+
+    def finish_round(self, *, always: bool = False) -> None:
+        """What waits, for other processes or for a launch, is used."""
+        self.communication.flush(always=always)
+        if self.queue is not None:
+            self.queue.flush()
+
+    # -- what release, guard and boundaries ask --------------------------------------------------------------------------
+
+    def attach(self) -> None:
+        """Put hooks on the model's parameters that the optimizer holds, that require a gradient, and have none yet.
+
+        Parameters of the optimizer outside the model are updated by step(), as without release.
+        """
+        fresh = self.hooks.attach([p for group in self.optimizer.param_groups for p in group["params"]])
+        if fresh is None:
             return
-        gradients = {member: gradient for member, gradient in arrived if gradient is not None}
-        usable = dict(zip(gradients, finite(list(gradients.values())), strict=True))
-        count_skipped(self._step.optimizer, self._skipped, list(usable.values()).count(False))
-        self._following([(member, gradient if usable.get(member) else None) for member, gradient in arrived])
+        self.step.attach(self.hooks.parameters)
+        if fresh:
+            self.communication.attach(fresh, weakly(self.deliver), weakly(self._purpose))
 
+    @property
+    def last_norm(self) -> Tensor | None:
+        """See `Release`. Of sharded parameters it was summed at the end of the pass, where all processes were there."""
+        return self._norm if self.communication.name == "fsdp2" else self.norm()
 
-def updates_on_device(step: Step, members: Sequence[Member]) -> bool:
-    """Whether all of these are updated now, and the device leaves out what is not finite."""
-    if not step.optimizer.checks_on_device(member.parameter for member in members):
-        return False
-    return all(action_for(step, member, True)[0] is Action.UPDATE for member in members)
+    def norm(self) -> Tensor | None:
+        """The global norm of the gradients so far; of sharded ones every process must ask together."""
+        squares = self.disclosure.squares
+        if not self.disclosure.tells_norms:
+            return None
+        found = [(p, squares[id(p)]) for group in self.optimizer.param_groups for p in group["params"] if id(p) in squares]
+        if not found:
+            return torch.zeros((), dtype=torch.float64) if self.disclosure.judged else None
+        device = found[0][1].device
+        wide = torch.float32 if device.type == "mps" else torch.float64
+        totals = sum_over_shards([p for p, _ in found], [square.to(device, wide) for _, square in found])
+        self._norm = torch.stack(totals).sum().sqrt()
+        return self._norm
 
+    @property
+    def alone(self) -> bool:
+        """Whether no other process uses the same gradients: then those that were not used yet need not be."""
+        return self.communication.name == "local"
 
-def count_skipped(optimizer: ReleasableOptimizer, skipped: SkipCount, count: int = 1) -> None:
-    """Count gradients or steps that were not used, for the release and for the optimizer."""
-    skipped.add(count)
-    optimizer.count_skipped(count)
+    @property
+    def overflow_to_be_judged(self) -> bool:
+        """guard() has found a gradient that is not finite, and neither step() nor the scaler's update() was called since."""
+        return not self.disclosure.finite and self.decided_scale == self.scale()
 
+    @property
+    def norm_is_infinite(self) -> bool:
+        """Whether the gradient of this step is not finite. Synchronises."""
+        norm = self.last_norm
+        return norm is not None and not bool(torch.isfinite(norm))
 
-class Norm:
-    """The norm of each gradient, for what its marker tells."""
+    def scale(self) -> float:
+        """What the loss, and so every gradient, is multiplied by."""
+        return 1.0 if self.scaler is None else float(self.scaler.get_scale())
 
-    def __init__(self, disclosure: Disclosure, following: Stage) -> None:
-        self._squares = disclosure.squares
-        self._following = following
+    def forget(self, parameters: Iterable[Tensor]) -> None:
+        """Free their gradients unused."""
+        for parameter in list(parameters):
+            self.step.free(parameter)
 
-    def __call__(self, arrived: Sequence[Arrived]) -> None:
-        """Before anything is clipped."""
-        for member, gradient in arrived:
-            if gradient is not None:
-                self._squares[member.key] = square_sum(gradient)
-        self._following(arrived)
+    def _purpose(self) -> Purpose:
+        return self.step.purpose(measured=self._measures)
 
-
-class ClipEach:
-    """Each gradient is clipped by its own norm, which its marker tells: clipping="per_tensor"."""
-
-    def __init__(self, disclosure: Disclosure, max_norm: float, following: Stage) -> None:
-        self._squares = disclosure.squares
-        self._max_norm = max_norm
-        self._following = following
-
-    def __call__(self, arrived: Sequence[Arrived]) -> None:
-        """In place; autograd may share what was added to a marker, so that is copied."""
-        arrived = [(member, _own(member, gradient)) for member, gradient in arrived]
-        usable = [(member.key, gradient) for member, gradient in arrived if gradient is not None]
-        norms = clip_by_norm_([gradient for _, gradient in usable], self._max_norm)
-        self._squares.update((key, norm.square()) for (key, _), norm in zip(usable, norms, strict=True))
-        self._following(arrived)
-
-
-class Rescale:
-    """Gradients are multiplied by what guard() has found: unscaled, then clipped. In place."""
-
-    def __init__(self, following: Stage) -> None:
-        self.factors: Sequence[Tensor | float] = ()
-        self._following = following
-
-    def __call__(self, arrived: Sequence[Arrived]) -> None:
-        """Each factor is rounded to the gradient's dtype by itself, as GradScaler and clip_grad_norm_ have it."""
-        for _, gradient in arrived:
-            rescale_(gradient, self.factors)
-        self._following(arrived)
-
-
-def rescale_(gradient: Tensor | None, factors: Sequence[Tensor | float]) -> None:
-    """Multiply a gradient by each factor, in place."""
-    here = local(gradient)
-    for factor in factors if here is not None else ():
-        here.mul_(factor.to(here.device) if isinstance(factor, Tensor) else factor)
-
-
-class Update:
-    """The optimizer uses gradients, and each is freed: the last stage.
-
-    Args:
-        free: leaves the marker in `.grad`.
-    """
-
-    def __init__(self, step: Step, skipped: SkipCount, free: Free) -> None:
-        self._step = step
-        self._optimizer = step.optimizer
-        self._ledger = step.ledger
-        self._squares = step.disclosure.squares
-        self._skipped = skipped
-        self._free = free
-
-    def one(self, member: Member, gradient: Tensor) -> None:
-        """The base case: one gradient, the whole of it, of a tensor that is not sharded."""
-        if torch.is_grad_enabled():  # create_graph=True
-            with torch.no_grad():
-                square = self._optimizer.update(member.parameter, gradient)
-        else:
-            square = self._optimizer.update(member.parameter, gradient)
-        self._squares[member.key] = square_sum(gradient) if square is None else square
-        self._ledger.arrive_and_free(member.parameter, member.nbytes)
-        self._free(member)
-
-    def __call__(self, arrived: Sequence[Arrived]) -> None:
-        """Several gradients; what they need from other processes comes in one exchange."""
-        step = self._step
-        with contextlib.nullcontext() if not torch.is_grad_enabled() else torch.no_grad():
-            decided = [(member, gradient, *action_for(step, member, gradient is not None)) for member, gradient in arrived]
-            if len(arrived) > 1:  # they are alive together
-                for member, gradient, _, _ in decided:
-                    step.ledger.arrive(member.parameter, member.nbytes)
-            self.perform([(m.parameter, g, action) for m, g, action, _ in decided if action is not Action.DISCARD])
-            for member, _, _, status in decided:
-                step.set_status(member.key, status)
-                self._free(member)
-                step.ledger.arrive_and_free(member.parameter, member.nbytes)
-
-    def perform(self, tasks: Sequence[tuple[Tensor, Tensor | None, Action]]) -> None:
-        """The optimizer's part: parameter, gradient, action."""
-        if not tasks:
-            return
-        optimizer = self._optimizer
-        steps = all_update = True
-        for _, _, action in tasks:
-            steps &= action.steps
-            all_update &= action is Action.UPDATE
-        self._step.remember_settings(stepped=steps)
-        checks = all_update and optimizer.checks_on_device(parameter for parameter, _, _ in tasks)
-        applied = optimizer.perform_all(tasks, if_finite=checks)
-        if applied:
-            self._skipped.add_unapplied(applied)
-        optimizer._opt_called = True
-
-
-def action_for(step: Step, member: Member, finite: bool) -> tuple[Action, Status]:
-    """What the state machine says of a gradient that goes on to the optimizer; one that is released is on its way there."""
-    if member.key in step.released:
-        return (Action.UPDATE if finite else Action.DISCARD), Status.RELEASED
-    decision = step.decide(member.parameter, GradientReady(step.last or step.policy is Policy.RELEASE, finite))
-    return decision.action, decision.status
-
-
-def leave_marker(member: Member) -> None:
-    """Free the gradient: `.grad` says that it was used."""
-    member.parameter.grad = member.placed
-
-
-def square_sum(gradient: Tensor) -> Tensor:
-    """The sum of a gradient's squares in float32 or its own dtype if that is wider, 0-d; of the local part of a sharded one."""
-    here = local(gradient)
-    wide = torch.float32 if here.dtype.itemsize < 4 else here.dtype
-    return torch.linalg.vector_norm(here, dtype=wide).square()
-
-
-def _own(member: Member, gradient: Tensor | None) -> Tensor | None:
-    shared = gradient is not None and member.parameter.grad is not gradient
-    return gradient.clone() if shared and gradient is not None else gradient
-
-
-def _placed_as(like: Any, here: Tensor) -> Tensor:
-    layout = {"run_check": False, "shape": like.shape, "stride": like.stride()}
-    placed: Tensor = type(like).from_local(here, like.device_mesh, like.placements, **layout)
-    return placed
+    def _held(self) -> list[Tensor]:
+        return [member.parameter for member in self.step.with_status(Status.HELD)]

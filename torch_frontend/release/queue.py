@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -13,7 +13,7 @@ from ...core.errors import Refused
 from ...core.release import Action, Status
 from ..autograd.passes import is_nested, pass_number
 from ..communication.shards import is_sharded
-from .pipeline import Arrived, Free, Update, action_for
+from .stages import Arrived, Free, Update, action_for
 from .step import Member, Step
 
 SMALL_BYTES = 2**16
@@ -194,8 +194,3 @@ class _Queue:
                     now.wait_stream(stream)
                     self.gradients[member].record_stream(now)
         return self.gradients
-
-
-def members_of(step: Step, parameters: Iterable[Tensor]) -> list[Member]:
-    """The members that these parameters are."""
-    return [step.members[id(parameter)] for parameter in parameters if id(parameter) in step.members]

@@ -1,54 +1,30 @@
-"""A release in force: its public face, and the composition of the pipeline that its gradients go through."""
+"""The public face of gradient release: `release_gradients` and what it returns."""
 
 from __future__ import annotations
 
 import contextlib
-import functools
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from types import TracebackType
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from ...core.errors import InvalidArgument, Refused
+from ...core import compensation as compensations
+from ...core.combinations import Combination, require
+from ...core.errors import InvalidArgument, Refused, UnsupportedTensor
+from ...core.hyperparameters import Range, check_number
 from ...core.release import Action, Ledger, Policy, Status
-from ..autograd.passes import at_end_of_pass, is_nested, pass_number, weakly
-from ..communication import Communication
-from ..communication.held_average import HeldAverage
-from ..communication.protocol import Purpose
-from ..communication.shards import sum_over_shards
-from ..finiteness import SkipCount
+from ..array_ops import dtype_name
+from ..communication import communication_name, select_communication
 from ..optimizers import ReleasableOptimizer
 from . import boundaries
-from .guard import Measurement, guarded, two_passes
-from .hooks import Hooks
-from .marker import Disclosure
-from .pipeline import (
-    AccumulatingArrival,
-    Arrival,
-    Arrived,
-    ClipEach,
-    Keeping,
-    MeasuringArrival,
-    Norm,
-    Rescale,
-    Skip,
-    Stage,
-    Update,
-    leave_marker,
-    one_by_one,
-)
-from .queue import SmallUpdateQueue, members_of
-from .step import Member, Step
+from .guard import guarded, two_passes
+from .hooks import check_ownership, register, unregister
+from .pipeline import Pipeline
 
-
-class Scaler(Protocol):
-    """What release needs of a `torch.amp.GradScaler`."""
-
-    def get_scale(self) -> float:
-        """What losses are multiplied by now."""
-        ...
+ACCUMULATIONS = (None, "hold", "state")
+CLIPPINGS = ("exact", "per_tensor")
 
 
 class Release:
@@ -58,62 +34,26 @@ class Release:
         optimizer: whose step runs in the backward pass.
     """
 
-    def __init__(
-        self,
-        model: nn.Module,
-        optimizer: ReleasableOptimizer,
-        communication: Communication,
-        *,
-        policy: Policy,
-        strict: bool,
-        last: Callable[[], bool],
-        averages: Callable[[], bool] | None = None,
-        max_norm: float | None = None,
-        clipping: str = "exact",
-        scaler: Scaler | None = None,
-        keep_bytes: int = 0,
-    ) -> None:
-        self.optimizer = optimizer
-        self.communication = communication
-        self.scaler = scaler
-        self.max_norm = max_norm if clipping == "exact" else None
-        self.max_norm_of_each = max_norm if clipping == "per_tensor" else None
-        self.hooks = Hooks(self, model)
-        self.disclosure = Disclosure(
-            self.hooks.describe,
-            takes_more=policy is Policy.STATE,
-            tells_norms=strict and policy is not Policy.STATE,
-            max_norm=self.max_norm,
-            scaled=scaler is not None,
-        )
-        one_pass = strict and policy is Policy.RELEASE
-        self.step = Step(optimizer, self.disclosure, policy, strict=strict, one_pass=one_pass)
-        self.skip_count = SkipCount()
-        self.held_average = HeldAverage(communication, held=self._held, due=averages, lock=self.step.lock)
-        self.decided_scale: float | None = None  # of the loss whose gradient guard() has judged in this step
-        self.queue: SmallUpdateQueue | None = None
-        self._norm: Tensor | None = None
-        self.disclosure.after_refusal = weakly(self._discard_refused)
-        self._last = last
+    def __init__(self, pipeline: Pipeline, keep_bytes: int = 0) -> None:
+        self.optimizer = pipeline.optimizer
+        self.pipeline = pipeline
         self._keep_bytes = keep_bytes
-        self._paused = 0
-        self._measures = False
-        self.compose()
-        optimizer.release = self
-        self.attach()
+        register(self)
+        self.optimizer.release = self
+        pipeline.attach()
 
     # -- the public face ------------------------------------------------------------------------------------------------
 
     @property
     def ledger(self) -> Ledger:
         """Bytes of gradient alive, now and at most."""
-        return self.step.ledger
+        return self.pipeline.step.ledger
 
     @property
     def skipped(self) -> int:
         """Number of gradients that were not used because they held an infinity or a NaN: single ones
         (on_nonfinite="skip"), or whole steps (a scaler, held gradients). Synchronises if the device counts them."""
-        return self.skip_count.total
+        return self.pipeline.skip_count.total
 
     @property
     def last_norm(self) -> Tensor | None:
@@ -123,26 +63,12 @@ class Release:
         accumulation="state", where nobody sees the whole gradient. It is summed from one float32 sum of squares a parameter
         (float64 for float64 parameters; guard() measures in float64): nothing waits for it.
         """
-        return self._norm if self.communication.name == "fsdp2" else self.norm()
-
-    def norm(self) -> Tensor | None:
-        """`last_norm` of the gradients so far; of sharded ones every process must ask together."""
-        squares = self.disclosure.squares
-        if not self.disclosure.tells_norms:
-            return None
-        found = [(p, squares[id(p)]) for group in self.optimizer.param_groups for p in group["params"] if id(p) in squares]
-        if not found:
-            return torch.zeros((), dtype=torch.float64) if self.disclosure.judged else None
-        device = found[0][1].device
-        wide = torch.float32 if device.type == "mps" else torch.float64
-        totals = sum_over_shards([p for p, _ in found], [square.to(device, wide) for _, square in found])
-        self._norm = torch.stack(totals).sum().sqrt()
-        return self._norm
+        return self.pipeline.last_norm
 
     @property
     def model(self) -> nn.Module | None:
         """The model, or None once nobody else holds it."""
-        return self.hooks.model
+        return self.pipeline.hooks.model
 
     def guard(self, loss: Tensor) -> Tensor:
         """The loss, with a backward() that measures first and updates second.
@@ -167,24 +93,25 @@ class Release:
             raise InvalidArgument(
                 f"loss is a {type(loss).__name__}; guard() takes the 0-d tensor that backward() is called on."
             )
-        if not (self._needs_guard and loss.requires_grad and torch.is_grad_enabled()):
+        if not (self.pipeline.needs_guard and loss.requires_grad and torch.is_grad_enabled()):
             return loss
         if loss.dim() != 0:
             raise InvalidArgument(f"loss has shape {tuple(loss.shape)}; guard() takes a scalar, for instance loss.mean().")
         run: Any = torch.compiler.disable(self._backward_of_guarded)
-        return guarded(loss, run, self.step)
+        return guarded(loss, run, self.pipeline.step)
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
         """Backwards in this context leave gradients in `.grad`, as without release; step() and zero_grad() treat them so."""
-        self.step.clear_markers()
-        self._paused += 1
-        self.compose()
+        pipeline = self.pipeline
+        pipeline.step.clear_markers()
+        pipeline.paused += 1
+        pipeline.compose()
         try:
             yield
         finally:
-            self._paused -= 1
-            self.compose()
+            pipeline.paused -= 1
+            pipeline.compose()
 
     def remove(self) -> None:
         """Take the hooks off. Gradients that were not used stay in `.grad`, and the optimizer goes on as a plain one.
@@ -193,21 +120,22 @@ class Release:
             Refused: micro-batches are in the moments and wait for their step. (Under the lenient release of
                 `prepare_for_gradient_release`, whose step() closes nothing, they are applied instead.)
         """
-        pending = self.step.with_status(Status.ACCUMULATED)
-        if pending and self.step.strict:
+        pipeline, step = self.pipeline, self.pipeline.step
+        pending = step.with_status(Status.ACCUMULATED)
+        if pending and step.strict:
             raise Refused(
-                f"{self.hooks.describe(pending[0].key)}: micro-batches of it are in the optimizer's moments and wait for their "
-                "step. Call optimizer.step() before remove()."
+                f"{pipeline.hooks.describe(pending[0].key)}: micro-batches of it are in the optimizer's moments and wait for "
+                "their step. Call optimizer.step() before remove()."
             )
-        if self.queue is not None:
-            (self.queue.hold if self.alone else self.queue.flush)()
+        if pipeline.queue is not None:
+            (pipeline.queue.hold if pipeline.alone else pipeline.queue.flush)()
         with torch.no_grad():
             self.optimizer.refresh()
-            for member in pending:
-                self.optimizer.perform(member.parameter, None, Action.APPLY)
-        self.step.clear_markers()
-        self.communication.detach()
-        self.hooks.remove()
+            self.optimizer.perform_all([(member.parameter, None, Action.APPLY) for member in pending])
+        step.clear_markers()
+        pipeline.communication.detach()
+        pipeline.hooks.remove()
+        unregister(self)
         if self.optimizer.release is self:
             self.optimizer.release = None
 
@@ -216,268 +144,235 @@ class Release:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         if kind is not None:  # the exception is what matters
-            if self.queue is not None:
-                self.queue.hold()
-            self.step.abandon()
+            if self.pipeline.queue is not None:
+                self.pipeline.queue.hold()
+            self.pipeline.step.abandon()
         self.remove()
 
-    # -- composition ----------------------------------------------------------------------------------------------------
-
-    def compose(self) -> None:
-        """Build the pipeline that what was asked for, and what the parameters are, need."""
-        step, local = self.step, self.alone
-        free = self.communication.free_after_pass if self.communication.name == "ddp" else leave_marker
-        self.update = Update(step, self.skip_count, free)
-        stage: Stage = self.update
-        if self.optimizer.launches_together:
-            if self.queue is None:
-                self.queue = SmallUpdateQueue(step, self.update, free, self._watch_pass)
-            stage = self.queue
-        if self.max_norm_of_each is not None:
-            stage = ClipEach(self.disclosure, self.max_norm_of_each, stage)
-        self._rescale = Rescale(stage)
-        if self.optimizer.on_nonfinite != "propagate":
-            stage = Skip(step, self.skip_count, stage)
-        base = local and stage is self.update
-        if self.disclosure.tells_norms and not isinstance(stage, ClipEach):
-            stage = Norm(self.disclosure, stage)
-        self.use = stage  # what averaged gradients go on to
-        after_arrival = one_by_one(stage) if local else self._average
-        before = None if self.queue is None else self.queue.before
-        if self._paused:
-            self.arrive: Callable[[Tensor], None] = Keeping(step, self._keep)
-        elif self.step.policy is Policy.RELEASE:
-            check = self._refuse_unguarded if self._needs_guard else before
-            self.arrive = Arrival(step, self.update.one if base else after_arrival, check)
-        else:
-            keep = functools.partial(self._keep, averages=True)
-            self.arrive = AccumulatingArrival(step, after_arrival, before, last=self._is_last, keep=keep)
-        if self.communication.name == "ddp" and not self._paused:
-            self.arrive = self._kept_in_no_sync(self.arrive)
-
-    @contextlib.contextmanager
-    def measuring(self, measurement: Measurement) -> Iterator[None]:
-        """Gradients in this context are measured, and change nothing."""
-
-        def check(parameter: Tensor) -> None:
-            if self.step.to_come or parameter in measurement.norms:
-                self.step.check_whole(parameter, seen=parameter in measurement.norms)
-
-        with self._instead(MeasuringArrival, measurement, check):
-            self._measures = True
-            try:
-                yield
-            finally:
-                self._measures = False
-
-    @contextlib.contextmanager
-    def updating(self, factors: Sequence[Tensor | float]) -> Iterator[None]:
-        """Gradients in this context were measured: each is multiplied by these factors and used."""
-        self._rescale.factors = factors
-        try:
-            with self._instead(Arrival, self._rescale, None if self.queue is None else self.queue.before):
-                yield
-        finally:
-            self._rescale.factors = ()
-
-    @contextlib.contextmanager
-    def _instead(self, arrival: type[Arrival], stage: Stage, check: Any) -> Iterator[None]:
-        self.step.refresh()
-        before = self.arrive, self.use
-        self.use = stage
-        self.arrive = arrival(self.step, one_by_one(stage) if self.alone else self._average, check)
-        try:
-            yield
-        finally:
-            self.arrive, self.use = before
-
-    # -- stages that belong to the release ------------------------------------------------------------------------------
-
-    def _average(self, member: Member, gradient: Tensor) -> None:
-        """Hand a gradient to communication, which hands it back to `deliver`."""
-        parameter = member.parameter
-        self._watch_pass()
-        if parameter.grad is not gradient:  # it was added to a marker
-            parameter.grad = gradient
-        self.step.arrive(parameter, gradient)
-        self.communication.gradient_ready(parameter)
-
-    @torch.no_grad()
-    def deliver(self, parameters: Sequence[Tensor]) -> None:
-        """Communication hands over averaged gradients in `.grad`."""
-        step = self.step
-        with step.lock:
-            if not self._measures and self._keeps:  # averaged in a backward that only adds up
-                return
-            members = members_of(step, parameters)  # the others were taken out of their groups
-            arrived: list[Arrived] = [(m, m.parameter.grad) for m in members if m.parameter.grad is not None]
-            for member, gradient in arrived:
-                assert gradient is not None
-                step.arrive(member.parameter, gradient)
-                if step.policy is Policy.RELEASE and not self._measures:
-                    step.released[member.key] = member  # this rank may have had none
-            if arrived:
-                self.use(arrived)
-
-    def _keep(self, member: Member, gradient: Tensor, averages: bool = False) -> None:
-        """A gradient stays in `.grad`."""
-        self.step.arrive(member.parameter, gradient)
-        self.communication.held(member.parameter)
-        if averages:
-            self.held_average.gradient_held()
-
-    @property
-    def _keeps(self) -> bool:
-        holds = self.step.policy is Policy.HOLD and not self.step.last
-        return bool(self._paused) or holds or self.communication.keeps()
-
-    def _kept_in_no_sync(self, arrive: Callable[[Tensor], None]) -> Callable[[Tensor], None]:
-        keep = Keeping(self.step, self._keep)
-        return lambda parameter: (keep if self.communication.keeps() else arrive)(parameter)
-
-    def _refuse_unguarded(self, parameter: Tensor) -> None:
-        described = self.hooks.describe(id(parameter))
-        if self.scaler is not None:
-            raise Refused(
-                f"{described}: with a scaler, the first update needs to know that the whole gradient is finite. Call "
-                "scaler.scale(release.guard(loss)).backward(), with all of the loss in guard(), or use accumulation='hold'."
-            )
-        raise Refused(
-            f"{described}: max_norm={self.max_norm} needs the norm of the whole gradient before the first update. "
-            "Call release.guard(loss).backward(), with all of the loss in guard(), or use accumulation='hold', or "
-            "clipping='per_tensor'."
-        )
-
-    def _is_last(self) -> bool:
-        return bool(self._last())
-
-    @property
-    def _needs_guard(self) -> bool:
-        return self.step.policy is Policy.RELEASE and (self.max_norm is not None or self.scaler is not None)
-
     def _backward_of_guarded(self, loss: Tensor, seed: Tensor) -> None:
-        if self._paused:
+        if self.pipeline.paused:
             torch.autograd.backward(loss, seed)
         else:
-            two_passes(self, loss, seed, self._keep_bytes)
+            two_passes(self.pipeline, loss, seed, self._keep_bytes)
 
-    # -- the end of a pass ----------------------------------------------------------------------------------------------
-
-    def _watch_pass(self) -> bool:
-        """Have the end of the running pass noticed: what waits is used then. False if it will not be noticed."""
-        if self._measures or self._rescale.factors or self.arrive.__class__ is MeasuringArrival:
-            return True
-        now = pass_number()
-        if now is not None and now == self.step.watched:
-            return True
-        if not is_nested():  # one that failed before, and nothing has closed its step since
-            self.end_failed_pass()
-        noticed = at_end_of_pass(weakly(self._end_of_pass))
-        self.step.watched = now if noticed else None
-        return noticed
-
-    @torch.no_grad()
-    def _end_of_pass(self) -> None:
-        with self.step.lock:
-            self.step.watched = None
-            if not is_nested():
-                self.communication.flush(always=True)
-            if self.queue is not None:
-                self.queue.flush()
-            if self.communication.name == "fsdp2" and not is_nested():  # later, processes need not ask together
-                self.norm()
-
-    def end_failed_pass(self) -> None:
-        """If a pass that updates parameters never came to its end, say so to other processes."""
-        if self.step.watched is not None:
-            self.step.watched = None
-            self.communication.fail()
-            self.step.remove_from_ledger()
-
-    def _discard_refused(self) -> None:
-        """A gradient was refused: nothing of its backward is left to be used, unless it is under way on other processes."""
-        if self.alone:
-            if self.queue is not None:
-                self.queue.discard(backward=pass_number())
-            self.step.remove_from_ledger()
-
-    def finish_round(self, *, always: bool = False) -> None:
-        """What waits, for other processes or for a launch, is used."""
-        self.communication.flush(always=always)
-        if self.queue is not None:
-            self.queue.flush()
-
-    # -- what the optimizer and the boundaries ask ----------------------------------------------------------------------
+    # -- what the optimizer asks ----------------------------------------------------------------------------------------
 
     def attach(self) -> None:
-        """Put hooks on the model's parameters that the optimizer holds, that require a gradient, and have none yet.
+        """See `Pipeline.attach`."""
+        self.pipeline.attach()
 
-        Parameters of the optimizer outside the model are updated by step(), as without release.
-        """
-        fresh = self.hooks.attach([p for group in self.optimizer.param_groups for p in group["params"]])
-        if fresh is None:
-            return
-        self.step.attach(self.hooks.parameters)
-        if fresh:
-            self.communication.attach(fresh, weakly(self.deliver), weakly(self._purpose))
+    def check_ownership(self, parameters: Iterable[Tensor]) -> None:
+        """Raise `Refused` if another release has one of these parameters already."""
+        check_ownership(parameters, mine=self)
 
     def hooked(self, parameter: Tensor) -> bool:
         """Whether a hook of this release is on the parameter."""
-        return parameter in self.hooks
+        return parameter in self.pipeline.hooks
 
     def require_closed(self, call: str) -> None:
         """Raise `Refused` unless no update is under way."""
-        for key, status in self.step.open():
+        for key, status in self.pipeline.step.open():
             raise Refused(
-                f"{call} in the middle of a step: {self.hooks.describe(key)} is {status.value}. Call "
+                f"{call} in the middle of a step: {self.pipeline.hooks.describe(key)} is {status.value}. Call "
                 "optimizer.step() first (or finish the micro-batches with optimizer_accumulation=False)."
             )
 
     def close_step(self) -> None:
         """optimizer.step(): see `boundaries.close_step`."""
-        boundaries.close_step(self)
+        boundaries.close_step(self.pipeline)
 
     def discard(self) -> None:
         """optimizer.zero_grad(): see `boundaries.discard`."""
-        boundaries.discard(self)
+        boundaries.discard(self.pipeline)
 
-    @property
-    def alone(self) -> bool:
-        """Whether no other process uses the same gradients: then those that were not used yet need not be."""
-        return self.communication.name == "local"
 
-    @property
-    def overflow_to_be_judged(self) -> bool:
-        """guard() has found a gradient that is not finite, and neither step() nor the scaler's update() was called since."""
-        return not self.disclosure.finite and self.decided_scale == self.scale()
+def release_gradients(
+    model: nn.Module,
+    optimizer: ReleasableOptimizer,
+    *,
+    max_norm: float | None = None,
+    clipping: str = "exact",
+    accumulation: str | None = None,
+    sync: Callable[[], bool] | None = None,
+    scaler: Any = None,
+    process_group: Any = None,
+    keep_bytes: int = 0,
+) -> Release:
+    """Run the optimizer's step for each parameter inside the backward pass, and free its gradient at once.
 
-    @property
-    def norm_is_infinite(self) -> bool:
-        """Whether the gradient of this step is not finite. Synchronises."""
-        norm = self.last_norm
-        return norm is not None and not bool(torch.isfinite(norm))
+    Never more than about one layer's gradient is alive. `optimizer.step()` and `optimizer.zero_grad()` stay in the loop:
+    they close the step. Without micro-batches the result equals that of the plain optimizer, bit for bit.
 
-    def scale(self) -> float:
-        """What the loss, and so every gradient, is multiplied by."""
-        return 1.0 if self.scaler is None else float(self.scaler.get_scale())
+    Args:
+        model: holds the parameters; hooks that are on them already stay, and run first.
+        optimizer: of this package, over parameters of `model`.
+        max_norm: clip the global norm of the gradient to this, in (0, inf]. Exact: call `release.guard(loss).backward()`
+            (two passes), or use accumulation="hold" (the gradients are there anyway, step() clips them).
+        clipping: "exact", or "per_tensor": each gradient by its own norm, in one pass.
+        accumulation: micro-batches between two step() calls. None: one backward a step; a second one raises.
+            "hold": gradients add up in `.grad`, exact, all of them alive. "state": straight into the moments, one alive;
+            an approximation (AdamA, https://arxiv.org/abs/2305.19982). Micro-batch gradients are summed: divide the loss.
+        sync: called without arguments inside the backward: is this the last micro-batch? Then parameters are released
+            during it. Without `sync`, step() does what waits.
+            With max_norm and "hold", step() clips and releases; over a process group `sync` then says when to average.
+        scaler: an unmodified `torch.amp.GradScaler`; use it as always, and guard the loss:
+            `scaler.scale(release.guard(loss)).backward()`, `scaler.step(optimizer)`, `scaler.update()`. A step whose
+            gradient overflows changes nothing. One that is disabled is as None. Not with float16 parameters.
+        process_group: of a plain module, the processes to average gradients over; None: all, if torch.distributed is
+            initialised. DistributedDataParallel and fully_shard bring their own: wrap the model before this call, and give the
+            wrapped one.
+        keep_bytes: gradients of that many bytes, in [0, inf), stay alive between the two passes of guard(), so that the
+            second is shorter: it does not compute them again. Of one process only.
 
-    def check_waiting(self, gradients: Mapping[Tensor, Tensor]) -> None:
-        """Raise `Refused` if gradients wait that the norm of this step should have been of as well."""
-        late = next(iter(gradients), None)
-        if late is not None and self.max_norm is not None and self.disclosure.norm is not None:
-            raise Refused(
-                f"{self.hooks.describe(id(late))}: a gradient is in `.grad`, set by hand or left by release.paused(), which the "
-                "norm that the others were clipped by does not include. Let it come from the loss that release.guard() is "
-                "given, or use accumulation='hold'; optimizer.zero_grad() discards it."
+    After backward, `.grad` of the smallest released parameter holds the norm of the gradient, in its first element, and zeros:
+    what unscales, clips or logs gradients sees the right norm. `.grad` of the others is None.
+
+    Returns:
+        The release: `.guard(loss)`, `.paused()`, `.remove()`, `.last_norm`, `.skipped`, `.ledger`.
+
+    Raises:
+        InvalidArgument: an argument out of its range.
+        Refused: a combination that cannot be met (`core.combinations`), parameters that another release has already,
+            an optimizer without parameters of this model, on_nonfinite="raise" in a single pass.
+    """
+    if accumulation not in ACCUMULATIONS:
+        raise InvalidArgument(f"accumulation={accumulation!r} is not known; it must be None, 'hold' or 'state'.")
+    if clipping not in CLIPPINGS:
+        raise InvalidArgument(f"clipping={clipping!r} is not known; it must be one of {', '.join(CLIPPINGS)}.")
+    if isinstance(max_norm, Tensor):
+        if max_norm.numel() != 1:
+            raise InvalidArgument(f"max_norm is a tensor of shape {tuple(max_norm.shape)}; it must be a number in (0, inf].")
+        max_norm = max_norm.item()
+    if max_norm is not None and max_norm != float("inf"):
+        check_number("max_norm", max_norm, Range(0.0, low_included=False))
+    if clipping == "per_tensor" and max_norm is None:
+        raise InvalidArgument("clipping='per_tensor' needs max_norm, the norm that each gradient is clipped to.")
+    if sync is not None and not callable(sync):
+        raise InvalidArgument(f"sync={sync!r} must be a function without arguments: is this the last micro-batch?")
+    if isinstance(keep_bytes, bool) or not isinstance(keep_bytes, int) or keep_bytes < 0:
+        raise InvalidArgument(f"keep_bytes={keep_bytes!r} must be a whole number of bytes in [0, inf).")
+    scaler = _enabled(scaler)
+    if sync is not None and accumulation is None:
+        raise InvalidArgument("sync tells the last micro-batch from the others; it needs accumulation='hold' or 'state'.")
+    clip = "none" if max_norm is None else {"exact": "global_norm", "per_tensor": "per_tensor"}[clipping]
+    _check_setup(model, optimizer, clip, accumulation or "none", scaler, process_group)
+    guarded = accumulation is None and (clip == "global_norm" or scaler is not None)
+    if keep_bytes and not guarded:
+        raise InvalidArgument(
+            f"keep_bytes={keep_bytes} shortens the second pass of guard(), which there is only with max_norm or a scaler, and "
+            "without accumulation; leave it out."
+        )
+    name = communication_name(model, process_group)
+    if scaler is not None and accumulation == "hold" and name == "process_group" and sync is None:
+        raise Refused(
+            "a scaler judges the held gradients before step(), when they must be averaged over the processes already; give "
+            "sync=, which tells the last micro-batch from the others."
+        )
+    if keep_bytes and name != "local":
+        raise Refused(
+            f"keep_bytes={keep_bytes}: over several processes the second pass of guard() is always a whole one, as what a rank "
+            "keeps may depend on its graph; leave it out."
+        )
+    holds_until_step = sync is None or (accumulation == "hold" and (clip == "global_norm" or scaler is not None))
+    at_once = guarded or (accumulation == "hold" and holds_until_step)
+    if optimizer.on_nonfinite == "raise" and not at_once:
+        raise Refused(
+            "on_nonfinite='raise' promises that nothing was changed, which a single pass cannot keep: earlier layers are "
+            "updated already. Use on_nonfinite='skip', or max_norm=float('inf') with release.guard(loss)."
+        )
+    last = (lambda: False) if holds_until_step else sync
+    policy = {None: Policy.RELEASE, "hold": Policy.HOLD, "state": Policy.STATE}[accumulation]
+    assert last is not None
+    communication = select_communication(model, _trained(optimizer), process_group)
+    averages = sync if communication.name == "process_group" and accumulation == "hold" and holds_until_step else None
+    pipeline = Pipeline(
+        model,
+        optimizer,
+        communication,
+        policy=policy,
+        strict=True,
+        last=last,
+        averages=averages,
+        max_norm=max_norm,
+        clipping=clipping,
+        scaler=scaler,
+    )
+    return Release(pipeline, keep_bytes)
+
+
+def lenient_release(model: nn.Module, optimizer: ReleasableOptimizer) -> Release:
+    """The release of `prepare_for_gradient_release`: every backward is an update, unless optimizer_accumulation is on."""
+    _check_setup(model, optimizer, "none", "state")
+    if optimizer.on_nonfinite == "raise":
+        raise Refused("on_nonfinite='raise' promises that nothing was changed, which release cannot keep; use 'skip'.")
+    pipeline = Pipeline(
+        model,
+        optimizer,
+        select_communication(model, _trained(optimizer)),
+        policy=Policy.STATE,
+        strict=False,
+        last=lambda: not optimizer.optimizer_accumulation,
+    )
+    return Release(pipeline)
+
+
+def _trained(optimizer: ReleasableOptimizer) -> list[Tensor]:
+    return [parameter for group in optimizer.param_groups for parameter in group["params"] if parameter.requires_grad]
+
+
+def _enabled(scaler: Any) -> Any:
+    """The scaler, or None where it does nothing."""
+    if scaler is None:
+        return None
+    if not all(callable(getattr(scaler, name, None)) for name in ("get_scale", "is_enabled", "unscale_")):
+        raise InvalidArgument(f"scaler is a {type(scaler).__name__}; give a torch.amp.GradScaler.")
+    return scaler if scaler.is_enabled() else None
+
+
+def _check_setup(
+    model: nn.Module,
+    optimizer: ReleasableOptimizer,
+    clipping: str,
+    accumulation: str,
+    scaler: Any = None,
+    process_group: Any = None,
+) -> None:
+    if not isinstance(optimizer, ReleasableOptimizer):
+        raise InvalidArgument(
+            f"optimizer is a {type(optimizer).__name__}; gradient release needs penstock.torch_frontend's StableAdamW, AdamW "
+            "or Adam."
+        )
+    if not isinstance(model, nn.Module):
+        raise InvalidArgument(f"model is a {type(model).__name__}; give the torch.nn.Module whose parameters are released.")
+    optimized = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    known = set(model.parameters())
+    if not any(parameter in known and parameter.requires_grad for parameter in optimized):
+        raise Refused("optimizer has no trainable parameter of this model; construct it from model.parameters().")
+    if optimizer.release is not None:
+        raise Refused("this optimizer's gradients are released already; call remove() on that release first.")
+    check_ownership(optimized)
+    if clipping == "global_norm" and any(p.requires_grad and p not in known for p in optimized):
+        raise Refused(
+            "optimizer has parameters outside this model, which max_norm would leave out of the norm; use release_gradients on "
+            "the module that holds all of them."
+        )
+    if scaler is not None and any(parameter.dtype is torch.float16 for parameter in optimized):
+        raise Refused(
+            "a scaler unscales gradients in place, and torch's refuses float16 ones; use float32 parameters under "
+            "torch.autocast(dtype=torch.float16), or bfloat16 parameters, which need no scaler."
+        )
+    for name, module in model.named_modules():
+        if getattr(module, "sparse", False) and any(parameter in set(optimized) for parameter in module.parameters()):
+            raise UnsupportedTensor(f"module {name!r} gives sparse gradients; construct it with sparse=False.")
+    for parameter in optimized:
+        group = optimizer.group_of(parameter)
+        require(
+            Combination(
+                clipping=clipping,
+                loss_scaling="none" if scaler is None else "dynamic",
+                accumulation=accumulation,
+                communication=communication_name(model, process_group),
+                compensation=compensations.resolve(group["compensation"], dtype_name(parameter.dtype)),
+                backend=optimizer.backend,
             )
-
-    def forget(self, parameters: Iterable[Tensor]) -> None:
-        """Free their gradients unused."""
-        for parameter in list(parameters):
-            self.step.free(parameter)
-
-    def _purpose(self) -> Purpose:
-        return self.step.purpose(measured=self._measures)
-
-    def _held(self) -> list[Tensor]:
-        return [member.parameter for member in self.step.with_status(Status.HELD)]
+        )

@@ -15,12 +15,9 @@ from ..autograd.passes import is_nested, pass_number
 from ..autograd.reentrant import still_to_come
 from ..communication.protocol import Purpose
 from ..communication.shards import is_released, is_sharded, local
-from ..groups import changed_settings, fingerprint
+from ..groups import UsedSettings
 from ..optimizers import ReleasableOptimizer
 from .marker import Disclosure, ReleasedGradient
-
-USED_BY_MOMENTS = ("betas", "eps", "maximize")
-"""What a micro-batch that goes into the moments has used already; lr and decay are used by the step."""
 
 
 class Member:
@@ -93,10 +90,9 @@ class Step:
         self.pass_id: Any = self  # of the pass that is running; this object is none
         self.to_come: set[Tensor] = set()  # of the gradients that come in the running pass, those that come again
         self._status: dict[int, Status] = {}  # of those that are not idle nor released
+        self.settings = UsedSettings(optimizer.rule)
         self._one_pass = one_pass
         self._top: int | None = None  # the pass, started by the user, that updated parameters in this step
-        self._settings: list[tuple[Any, ...]] | None = None  # as they were used
-        self._stepped = False  # lr was used, too
 
     # -- members --------------------------------------------------------------------------------------------------------
 
@@ -130,20 +126,19 @@ class Step:
         """
         now = pass_number()
         nested = is_nested()
-        if not nested and self._one_pass and not measures:
-            if self._top is not None and now is not None and now != self._top:
-                raise Refused(
-                    f"{self.disclosure.describe(id(parameter))}: a second backward() before optimizer.step(), after the first "
-                    "has updated parameters. Call optimizer.step() after each backward; or add the losses up and call "
-                    "backward() once; or declare the micro-batches with accumulation='hold' or 'state'."
-                )
+        if not nested and self._one_pass and not measures and None not in (self._top, now) and now != self._top:
+            raise Refused(
+                f"{self.disclosure.describe(id(parameter))}: a second backward() before optimizer.step(), after the first "
+                "has updated parameters. Call optimizer.step() after each backward; or add the losses up and call "
+                "backward() once; or declare the micro-batches with accumulation='hold' or 'state'."
+            )
         if not nested or self.pass_id is self:
             self.refresh()
             if self.pass_id is self and not self._status:  # the first pass of a step
                 self.disclosure.squares.clear()
                 self.disclosure.judged = False
             if self.policy is Policy.RELEASE and not measures:
-                self.remember_settings(stepped=True)
+                self.settings.remember(self.optimizer.param_groups, stepped=True)
                 self.optimizer._opt_called = True
         self.to_come = still_to_come() if nested else set()
         self.pass_id = now
@@ -214,29 +209,10 @@ class Step:
         """Whether its gradient is alive and waits."""
         return self._status.get(id(parameter)) is Status.HELD
 
-    # -- settings -------------------------------------------------------------------------------------------------------
-
-    def remember_settings(self, *, stepped: bool) -> None:
-        """They are used now; `stepped`: lr, too."""
-        self._stepped |= stepped
-        if self._settings is None:
-            self._settings = [fingerprint(group) for group in self.optimizer.param_groups]
-
     def check_settings(self) -> None:
         """Raise `Refused` if a setting changed after its use in this step."""
-        used = self.released or Status.ACCUMULATED in self._status.values()
-        for number, (before, group) in enumerate(
-            zip(self._settings or [] if used else [], self.optimizer.param_groups, strict=False)
-        ):
-            changed = changed_settings(before, group)
-            if not self._stepped:  # micro-batches in the moments: the step itself is still to come
-                changed = [name for name in changed if name in USED_BY_MOMENTS]
-            if changed:
-                raise Refused(
-                    f"{', '.join(changed)} of parameter group {number} changed after the backward pass had updated the "
-                    "parameters and before optimizer.step(): the new value came too late for this step. Change it (and call "
-                    "scheduler.step()) after optimizer.step(); optimizer.zero_grad() closes this one."
-                )
+        if self.released or Status.ACCUMULATED in self._status.values():
+            self.settings.check(self.optimizer.param_groups)
 
     # -- gradients ------------------------------------------------------------------------------------------------------
 
@@ -283,7 +259,7 @@ class Step:
         self.remove_from_ledger()
         left = [key for key, status in self._status.items() if status is Status.ACCUMULATED and not self.strict]
         self._status = dict.fromkeys(left, Status.ACCUMULATED)
-        self._settings, self._stepped, self._top, self.pass_id = None, False, None, self
+        self.settings, self._top, self.pass_id = UsedSettings(self.optimizer.rule), None, self
         self.to_come = set()
 
     def abandon(self) -> None:

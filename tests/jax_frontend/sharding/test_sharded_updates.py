@@ -15,6 +15,7 @@ from tests.jax_support import assert_close, float64
 from tests.sharding_support import DEVICES, LAYOUTS, ROWS, WIDTH, assert_lies_like, rows, spread, three_steps
 from tests.walk_support import STACK, batch, parameters
 
+from penstock.core.errors import InvalidArgument
 from penstock.jax_frontend import (
     LayerStack,
     adamw,
@@ -116,3 +117,19 @@ def test_a_state_lies_beside_its_parameters(name: str, stack: Any) -> None:
         assert_lies_like(moment, up)
         assert moment.addressable_shards[0].data.size * len(moment.devices()) == moment.size
     assert not any(leaf.is_deleted() for leaf in jax.tree.leaves(params))
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_what_cannot_be_donated_is_refused_and_not_a_crash(layout: str) -> None:
+    tx, params = stable_adamw(1e-2), spread(parameters("float64", width=WIDTH), layout)
+    update, step, state = make_update(tx), make_train_step(STACK, tx), init_train_state(tx, params, stack=False)
+    grads, data = jax.tree.map(jnp.copy, params), rows(batch(ROWS))
+    tied = {**params, "layers": {**params["layers"], "up": params["layers"]["down"]}}
+    with pytest.raises(InvalidArgument, match=r"^params.*\['down'\] and params.*\['up'\] are the same memory"):
+        update(grads, state.opt_state, tied)
+    step(state, data)
+    with pytest.raises(InvalidArgument, match=r"^state\.params\['layers'\]\['bias'\] was donated to an earlier update"):
+        step(state, data)
+    with pytest.raises(InvalidArgument, match=r"^state\.count was donated to an earlier update"):
+        update(grads, state.opt_state, params)
+    assert not any(leaf.is_deleted() for leaf in jax.tree.leaves((grads, params, data)))

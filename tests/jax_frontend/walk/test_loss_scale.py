@@ -76,7 +76,7 @@ def test_an_overflow_changes_nothing_but_the_scale(fence) -> None:
     assert state.opt_state.outer.count == 1
     grown, _ = step(state, data)
     assert grown.loss_scale.scale == 2 * skipped[-1][1]
-    assert step._cache_size() == 1
+    assert step.jitted._cache_size() == 1
 
 
 def test_a_scale_that_is_not_to_blame_stays() -> None:

@@ -64,7 +64,7 @@ def test_equals_the_plain_gradient_and_update_in_float64(case) -> None:
             assert not metrics["skipped"]
             assert_close(state, expected, rtol=1e-12, atol=1e-12)
         assert all(metrics[name].shape == () for name in ("loss", "grad_norm", "skipped"))
-        assert step._cache_size() == 1
+        assert step.jitted._cache_size() == 1
 
 
 @pytest.mark.parametrize(
@@ -157,7 +157,7 @@ def test_it_learns_donates_and_compiles_once(rule, dtype) -> None:
         assert all(leaf.is_deleted() for leaf in given)
         losses.append(float(metrics["loss"]))
     assert losses[-1] < 0.7 * losses[0]
-    assert step._cache_size() == 1
+    assert step.jitted._cache_size() == 1
     assert jax.tree.map(lambda leaf: leaf.dtype, state) == dtypes
     assert not any(leaf.is_deleted() for leaf in jax.tree.leaves(params))
 

@@ -15,6 +15,8 @@ import torch.distributed as dist
 import torch.multiprocessing as multiprocessing
 from tests.torch_frontend.distributed import fsdp2_on_cpus
 
+from penstock.parity.backends.triton_interpreter import correct_interpreter
+
 WORLD = 2
 COLLECTIVE_TIMEOUT = datetime.timedelta(seconds=20)
 CALL_TIMEOUT = 120.0
@@ -85,6 +87,7 @@ def _serve(pipe: Connection, rank: int, world: int, meeting: str) -> None:
     warnings.filterwarnings("ignore", "DTensor random operators may not", UserWarning, "torch.distributed.tensor")
     warnings.filterwarnings("ignore", "TypedStorage is deprecated", UserWarning, "torch.distributed.checkpoint")
     fsdp2_on_cpus.provide()
+    correct_interpreter()
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{meeting}", rank=rank, world_size=world, timeout=COLLECTIVE_TIMEOUT)
     while True:

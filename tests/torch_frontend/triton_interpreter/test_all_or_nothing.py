@@ -12,8 +12,7 @@ from tests.triton_support import watched
 
 from penstock.core.errors import InvalidArgument, Refused, UnsupportedTensor
 from penstock.torch_frontend import AdamW, StableAdamW, release_gradients
-from penstock.torch_frontend.backends.triton import backend as triton_backend
-from penstock.torch_frontend.backends.triton import memory, tables
+from penstock.torch_frontend.backends.triton import devices
 from penstock.torch_frontend.backends.triton.backend import TritonBackend
 from penstock.torch_frontend.backends.triton.memory import Scratch
 
@@ -176,11 +175,11 @@ def test_a_capture_that_lacks_the_memory_of_the_second_launch_leaves_the_first(m
             p.grad = None
         given.step()
         give_gradients(given, 1)
-    optimizer._slots(optimizer._parameters())  # with the state that a first step makes
+    for parameter in optimizer._parameters():
+        optimizer._slot(parameter)  # with the state that a first step makes
     before = everything(optimizer)
     with monkeypatch.context() as patch:
-        for module in (memory, tables, triton_backend):
-            patch.setattr(module, "capturing", lambda device: True)
+        patch.setattr(devices, "capturing", lambda device: True)
         with pytest.raises(Refused, match=r"step\(\) outside of the capture first"):
             optimizer.step()
     assert unchanged(before, everything(optimizer))

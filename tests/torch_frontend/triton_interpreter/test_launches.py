@@ -12,12 +12,12 @@ from tests.torch_support import OPTIMIZERS, batches, bits, layers, loss_of, snap
 from tests.triton_support import watched
 
 from penstock.core.errors import InvalidArgument, Refused, UnsupportedTensor
+from penstock.parity.backends.triton_interpreter import to_bfloat16
 from penstock.torch_frontend import AdamW, StableAdamW, release_gradients
-from penstock.torch_frontend.backends.triton import backend as triton_backend
-from penstock.torch_frontend.backends.triton import memory, tables
+from penstock.torch_frontend.backends.triton import devices, tables
 from penstock.torch_frontend.backends.triton.configuration import INTERPRETER, TABLE
-from penstock.torch_frontend.backends.triton.interpreter import to_bfloat16
 from penstock.torch_frontend.backends.triton.kernels import update_group
+from penstock.torch_frontend.backends.triton.launch import Program
 
 NUMELS = (1500, 3, 17, 2100, 1024, 1)
 
@@ -193,8 +193,7 @@ def capture(monkeypatch: pytest.MonkeyPatch):
     """As if launches were being captured in a graph, or not."""
 
     def switch(on: bool) -> None:
-        for module in (memory, tables, triton_backend):
-            monkeypatch.setattr(module, "capturing", lambda device: on)
+        monkeypatch.setattr(devices, "capturing", lambda device: on)
 
     return switch
 
@@ -239,14 +238,30 @@ def test_tables_of_items_do_not_pile_up(monkeypatch: pytest.MonkeyPatch) -> None
             if position not in chosen:
                 p.grad = None
         optimizer.step()
-        assert sum(table.tensor.nbytes for table, _ in optimizer._backend._tables._items.values()) <= 100
+        assert sum(items.table.tensor.nbytes for items in optimizer._backend._tables._items.values()) <= 100
     assert [int(optimizer.state[p]["step"]) for p in parameters] == [4, 3, 2, 1]
+
+
+def test_tables_of_tensors_that_have_moved_do_not_pile_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tables, "TABLES", 2)
+    parameters = group((3, 4))
+    optimizer = StableAdamW(parameters, backend="triton", capturable=True)
+    moved = []
+    for _ in range(4):
+        give_gradients(parameters)
+        optimizer.step()
+        moved.append(parameters[0].data)  # kept, so that its address is not used again
+        parameters[0].data = parameters[0].data.clone()
+    made = optimizer._backend._tables
+    assert len(made._tensors) == len(made._upload._ready) == 2
 
 
 def test_one_tensor_that_is_not_aligned_does_not_change_the_accesses_of_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
     seen = []
-    options = triton_backend._options
-    monkeypatch.setattr(triton_backend, "_options", lambda *given: seen.append(options(*given)["ALIGNMENT"]) or options(*given))
+    launch = Program.__call__
+    monkeypatch.setattr(
+        Program, "__call__", lambda self, *given: seen.append(self.options["ALIGNMENT"]) or launch(self, *given)
+    )
     parameters = [*group((16, 32)), torch.zeros(9)[1:].requires_grad_()]
     optimizer = StableAdamW(parameters, backend="triton")
     give_gradients(parameters)
@@ -309,9 +324,8 @@ def test_offsets_are_wider_than_32_bits() -> None:
     row = [[x.data_ptr() for x in (g, m, v, p, p)] + [0, n, 0, last + 1]]
     items = torch.tensor([[1, 0, last]], dtype=torch.int32)
     scratch = torch.zeros(4, dtype=torch.int32)
-    AdamW([torch.zeros(1)], backend="triton")  # makes the interpreter round as it should
     update_group[(1,)](
-        items, torch.tensor(row), torch.zeros(1), torch.zeros(1), scratch, 1, 1, None, None, None,
+        items, torch.tensor(row), torch.zeros(1), torch.zeros(1), scratch, 1, 1, None, None,
         1.0, 0.0, 1.0, 0.0, 0.25, 1e-6, 1e-12, 0.0,
         PHASES="write", CLIP=False, ZERO1=False, ZERO2=False, L2=False, MAXIMIZE=False, COMPENSATION="none",
         EACH=False, STEP_ON_DEVICE=False,
@@ -349,13 +363,12 @@ def test_tables_follow_the_size_of_an_item() -> None:
     made = tables.GroupTables()
     for item_elements in (64, 128, 64):
         found = made(
-            [[0, 16, 32, 48, 64, 0]],
-            (256,),
+            [[address] for address in (0, 16, 32, 48, 64, 0)],
+            [256],
             item_elements,
             1024,
             "both",
             torch.device("cpu"),
             capturable=False,
-            check=lambda: None,
         )
         assert found.slot_count == found.tensors[0, 8] == 256 // item_elements

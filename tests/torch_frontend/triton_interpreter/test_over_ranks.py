@@ -107,10 +107,12 @@ def together_equals_one_by_one(dtype: torch.dtype) -> None:
         together.step()
         with torch.no_grad():
             for p in alone._parameters():
-                alone.perform(p, p.grad, Action.UPDATE)
+                alone.refresh()
+                alone.perform_all([(p, p.grad, Action.UPDATE)])
             for p in halves._parameters() if dtype is torch.float32 else ():
-                halves.perform(p, p.grad, Action.ACCUMULATE_FIRST)
-                halves.perform(p, None, Action.APPLY)
+                halves.refresh()
+                halves.perform_all([(p, p.grad, Action.ACCUMULATE_FIRST)])
+                halves.perform_all([(p, None, Action.APPLY)])
     found = [[whole(x) for p in one._parameters() for x in (p, *one.state[p].values())] for one in (together, alone, halves)]
     assert_bitwise(found[1], found[0], "one by one")
     if dtype is torch.float32:  # in bfloat16 the moments would be rounded on the way

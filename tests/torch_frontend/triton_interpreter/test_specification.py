@@ -208,18 +208,3 @@ def test_scalars_on_the_device_are_the_same_numbers() -> None:
             TritonBackend().update_all([(slot, torch.linspace(1, 2, 300))])
         results.append(p.detach())
     assert torch.equal(*results)
-
-
-@pytest.mark.parametrize("optimizer_class", OPTIMIZERS)
-def test_a_scaled_gradient_is_the_gradient_times_the_scale(optimizer_class) -> None:
-    results = []
-    for scale in (None, torch.tensor(1 / 1024)):
-        p = torch.linspace(-1, 1, 300).requires_grad_()
-        optimizer = optimizer_class([p], lr=1e-2, weight_decay=0.1, backend="triton")
-        gradient = torch.linspace(1, 2, 300) * (1 if scale is None else 1024)
-        with torch.no_grad():
-            optimizer._backend.update_all([(optimizer._slot(p), gradient)], grad_scale=scale)
-            optimizer._backend.update(optimizer._slot(p), gradient, first=True, grad_scale=scale)
-            optimizer._backend.accumulate(optimizer._slot(p), gradient, first=True, grad_scale=scale)
-        results.append([p.detach(), optimizer.state[p]["exp_avg"], optimizer.state[p]["exp_avg_sq"]])
-    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))

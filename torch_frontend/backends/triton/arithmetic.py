@@ -38,10 +38,8 @@ def clipped_learning_rate(learning_rate, mean_square):
 
 
 @triton.jit
-def prepared_gradient(g, parameter, grad_scale_ptr, decay, FIRST: tl.constexpr, L2: tl.constexpr, MAXIMIZE: tl.constexpr):
-    """`core.update.prepared_gradient`: times grad_scale, its sign turned by maximize, L2 on the first micro-batch."""
-    if grad_scale_ptr is not None:
-        g = g * tl.load(grad_scale_ptr).to(g.dtype)
+def prepared_gradient(g, parameter, decay, FIRST: tl.constexpr, L2: tl.constexpr, MAXIMIZE: tl.constexpr):
+    """`core.update.prepared_gradient`: its sign turned by maximize, L2 on the first micro-batch."""
     if MAXIMIZE:
         g = -g
     if L2 and FIRST:

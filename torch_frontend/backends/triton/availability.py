@@ -26,7 +26,8 @@ def installed() -> bool:
 def interpreted() -> bool:
     """Whether this process was started for Triton's interpreter, which runs the kernels on a CPU, a thousand times slower.
 
-    Triton reads the variable when kernels are defined: it must be set before anything imports them.
+    Triton reads the variable when kernels are defined: it must be set before anything imports them. Its interpreter truncates
+    to bfloat16 where a GPU rounds; `correct_interpreter` of `parity.backends.triton_interpreter` corrects it.
     """
     return os.environ.get("TRITON_INTERPRET", "0").lower() in ("1", "true", "on", "yes")
 
@@ -42,7 +43,8 @@ def why_not(parameters: Iterable[Tensor]) -> str | None:
             return (
                 f"a parameter of shape {tuple(parameter.shape)} is on {parameter.device.type}, and the kernels run on CUDA "
                 "devices. Move the model to one before the optimizer is constructed, or use backend='compiled', 'eager' or "
-                "'auto'. (For tests, a process that was started with TRITON_INTERPRET=1 runs them on the CPU, slowly.)"
+                "'auto'. (For tests, a process that was started with TRITON_INTERPRET=1 runs them on the CPU, slowly; there "
+                "penstock.parity.backends.triton_interpreter.correct_interpreter() makes bfloat16 round as on a GPU.)"
             )
         if not dense(parameter):
             return (

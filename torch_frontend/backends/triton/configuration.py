@@ -11,13 +11,14 @@ written use about half.
 from __future__ import annotations
 
 import dataclasses
+import functools
 
 import torch
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, eq=False)
 class Configuration:
-    """The sizes of a launch.
+    """The sizes of a launch. Two are equal if they are the same object: a program is looked up by it at every launch.
 
     Args:
         block: elements of a tile, a power of two.
@@ -75,6 +76,7 @@ class Device:
     cache_bytes: int
 
     @classmethod
+    @functools.cache
     def of(cls, device: torch.device) -> Device:
         """The properties of a device; small ones for the interpreter."""
         if device.type != "cuda":

@@ -38,10 +38,10 @@ NUMBERS = tl.constexpr(8)
 
 @triton.jit(
     do_not_specialize=["item_count", "tensor_count", "first1", "log1", "first2", "log2", "lr", "eps", "floor", "decay"],
-    do_not_specialize_on_alignment=["applied_ptr", "grad_scale_ptr"],
+    do_not_specialize_on_alignment=["applied_ptr"],
 )
 def update_group(
-    items, tensors, partials, squares, counters, item_count, tensor_count, applied_ptr, grad_scale_ptr,
+    items, tensors, partials, squares, counters, item_count, tensor_count, applied_ptr,
     numbers, first1, log1, first2, log2, lr, eps, floor, decay,
     PHASES: tl.constexpr, CLIP: tl.constexpr, ZERO1: tl.constexpr, ZERO2: tl.constexpr,
     L2: tl.constexpr, MAXIMIZE: tl.constexpr, COMPENSATION: tl.constexpr,
@@ -63,7 +63,6 @@ def update_group(
             square is ready. They are zero again at the end.
         applied_ptr: float32, or None: one number for all tensors, or with EACH one for each. Measure puts 0 there if a
             gradient is not finite; write does nothing then.
-        grad_scale_ptr: 0-d, or None: a factor of every gradient.
         numbers: None, and the scalars are arguments; or WIDE, `NUMBERS` of them.
         PHASES: "measure", "write", or "both" with tickets.
         ZERO1, ZERO2: whether beta1, and beta2, are known to be 0: `core.moments.remembered`. No other value of them, or of the
@@ -105,7 +104,7 @@ def update_group(
                 slot = tl.load(row + 7)
                 count = tl.load(row + 8).to(tl.int32)
                 partial = measured_item(
-                    g_ptr, v_ptr, p_ptr, k_ptr, base, n, flag_ptr, grad_scale_ptr, complement2, floor, decay,
+                    g_ptr, v_ptr, p_ptr, k_ptr, base, n, flag_ptr, complement2, floor, decay,
                     True, ZERO2, L2, MAXIMIZE, COMPENSATION, WIDE, KEEP, TILES, BLOCK, TAIL,
                 )  # fmt: skip
                 if CLIP:
@@ -127,8 +126,8 @@ def update_group(
                         eta = clipped_learning_rate(lr, tl.load(squares + tensor, cache_modifier=".cg"))
                     complement1 = debiased_complement(first1, log1, step_ptr, STEP_ON_DEVICE, WIDE)
                     _ = written_item(
-                        g_ptr, m_ptr, v_ptr, p_ptr, k_ptr, base, n, grad_scale_ptr, complement1, complement2, eta, eps, floor,
-                        decay, "update", True, ZERO1, ZERO2, L2, MAXIMIZE, COMPENSATION, WIDE, PASS, TILES, BLOCK, TAIL,
+                        g_ptr, m_ptr, v_ptr, p_ptr, k_ptr, base, n, complement1, complement2, eta, eps, floor, decay,
+                        "update", True, ZERO1, ZERO2, L2, MAXIMIZE, COMPENSATION, WIDE, PASS, TILES, BLOCK, TAIL,
                     )  # fmt: skip
         if PHASES == "both":
             ticket = take_ticket(counters)
@@ -145,11 +144,11 @@ def update_group(
 
 @triton.jit(
     do_not_specialize=[*"gmvpk", "n", "item_count", "first1", "log1", "first2", "log2", "lr", "eps", "floor", "decay"],
-    do_not_specialize_on_alignment=["step_ptr", "square_before", "applied_ptr", "grad_scale_ptr"],
+    do_not_specialize_on_alignment=["step_ptr", "square_before", "applied_ptr"],
 )
 def update_tensor(
     g: tl.int64, m: tl.int64, v: tl.int64, p: tl.int64, k: tl.int64, n: tl.int64, item_count: tl.int32, step_ptr,
-    partials, counters, square_before, square_after, applied_ptr, grad_scale_ptr,
+    partials, counters, square_before, square_after, applied_ptr,
     numbers, first1, log1, first2, log2, lr, eps, floor, decay,
     ACTION: tl.constexpr, FIRST: tl.constexpr, CLIP: tl.constexpr, ZERO1: tl.constexpr, ZERO2: tl.constexpr,
     L2: tl.constexpr, MAXIMIZE: tl.constexpr,
@@ -171,8 +170,8 @@ def update_tensor(
         square_before: 0-d, or None for 0: the mean squares of earlier micro-batches; for "apply", of all.
         square_after: WIDE 0-d, written by "update" and "accumulate" where the rule clips.
         partials, counters: as in `update_group`, for one tensor.
-        applied_ptr, grad_scale_ptr, numbers, the scalars, ZERO1, ZERO2, ALIGNMENT: as in `update_group`. A tile is
-            spread over threads as there, by ALIGNMENT and nothing else: the order of a sum, and so every bit, is the same.
+        applied_ptr, numbers, the scalars, ZERO1, ZERO2, ALIGNMENT: as in `update_group`. A tile is spread over threads as
+            there, by ALIGNMENT and nothing else: the order of a sum, and so every bit, is the same.
     """
     if numbers is not None:
         first1, log1 = tl.load(numbers), tl.load(numbers + 1)
@@ -209,7 +208,7 @@ def update_tensor(
             measures = ticket < item_count
         if measures:
             partial = measured_item(
-                g_ptr, v_ptr, p_ptr, k_ptr, ticket.to(tl.int64) * (TILES * BLOCK), n, applied_ptr, grad_scale_ptr,
+                g_ptr, v_ptr, p_ptr, k_ptr, ticket.to(tl.int64) * (TILES * BLOCK), n, applied_ptr,
                 complement2, floor, decay, FIRST, ZERO2, L2, MAXIMIZE, COMPENSATION, WIDE, KEEP, TILES, BLOCK, TAIL,
             )  # fmt: skip
             last, square = arrive(partials, ticket, item_count, partial, counters + 2, n, WIDE)
@@ -231,7 +230,7 @@ def update_tensor(
                 eta = clipped_learning_rate(lr, before)
             if usable:
                 partial = written_item(
-                    g_ptr, m_ptr, v_ptr, p_ptr, k_ptr, item.to(tl.int64) * (TILES * BLOCK), n, grad_scale_ptr,
+                    g_ptr, m_ptr, v_ptr, p_ptr, k_ptr, item.to(tl.int64) * (TILES * BLOCK), n,
                     complement1, complement2, eta, eps, floor, decay,
                     ACTION, FIRST, ZERO1, ZERO2, L2, MAXIMIZE, COMPENSATION, WIDE, PASS, TILES, BLOCK, TAIL,
                 )  # fmt: skip

@@ -9,49 +9,86 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ....core.moments import SMALLEST_NORMAL_FLOAT32
+from ....core.hyperparameters import Hyperparameters
+from ....core.moments import SMALLEST_NORMAL_FLOAT32, is_zero
 from ..backend import TensorSlot
-from .memory import Scratch
+from .memory import REMEMBERED, Scratch
+
+
+class Fixed(NamedTuple):
+    """What of the hyperparameters is compiled in: whether beta1, and beta2, are known to be 0; the sign of the step."""
+
+    zero1: bool
+    zero2: bool
+    maximize: bool
 
 
 class Numbers(NamedTuple):
     """What the kernels call first1, log1, first2, log2, lr, eps, floor and decay.
 
+    fixed: no number, but what is compiled in.
     buffer: all of them, in the compute dtype; None where `arguments` has them.
     arguments: float32 arguments of a launch. They are no part of what is compiled.
     """
 
+    fixed: Fixed
     buffer: Tensor | None
     arguments: tuple[float, ...]
 
 
-def numbers_of(slot: TensorSlot, wide: torch.dtype, device: torch.device, scratch: Scratch) -> Numbers:
-    """Those of a slot, and of every slot with the same hyperparameters and number of updates.
+class KnownNumbers:
+    """The numbers of slots. Those that are the same for all tensors of a group are computed once an update."""
 
-    float64 arithmetic needs a buffer, as an argument of a kernel is float32; so does a learning rate on the device.
-    """
-    values = _values(slot)
+    def __init__(self) -> None:
+        self._known: dict[tuple[int, bool], tuple[Hyperparameters, Any, Numbers]] = {}
+
+    def __call__(self, slot: TensorSlot, wide: torch.dtype, device: torch.device, scratch: Scratch) -> Numbers:
+        """Those of a slot now, and of every slot with the same hyperparameters and number of updates.
+
+        float64 arithmetic needs a buffer, as an argument of a kernel is float32; so does a learning rate on the device.
+        """
+        current, l2 = slot.hyperparameters, slot.rule.l2
+        complements = None if slot.capturable else slot.complements
+        if wide != torch.float32:
+            return _numbers(current, l2, complements, wide, device, scratch)
+        key = id(current), l2  # what is kept keeps the object alive, so that no other one has its id
+        known = self._known.get(key)
+        if known is not None and known[1] == complements:  # numbers of the host: nothing waits for a device
+            return known[2]
+        found = _numbers(current, l2, complements, wide, device, scratch)
+        if found.buffer is None:
+            if len(self._known) >= REMEMBERED:  # hyperparameters of the past
+                self._known.clear()
+            self._known[key] = (current, complements, found)
+        return found
+
+
+def _numbers(
+    current: Hyperparameters, l2: bool, complements: Any, wide: torch.dtype, device: torch.device, scratch: Scratch
+) -> Numbers:
+    fixed = Fixed(is_zero(current.beta1), is_zero(current.beta2), current.maximize)
+    values = _values(current, l2, complements)
     on_device = {position: value for position, value in enumerate(values) if isinstance(value, Tensor)}
     constants = tuple(0.0 if position in on_device else float(value) for position, value in enumerate(values))
     if wide == torch.float32 and not on_device:
-        return Numbers(None, constants)
+        return Numbers(fixed, None, constants)
     buffer = scratch.constants(constants, wide)
     if on_device:
         buffer = buffer.clone()
         for position, value in on_device.items():
             buffer[position].copy_(value.reshape(()), non_blocking=True)
-    return Numbers(buffer, (0.0,) * len(values))
+    return Numbers(fixed, buffer, (0.0,) * len(values))
 
 
-def _values(slot: TensorSlot) -> list[Any]:
-    current = slot.hyperparameters
-    if slot.capturable:
+def _values(current: Hyperparameters, l2: bool, complements: Any) -> list[Any]:
+    """In order. Without complements, which follow from a number of updates on the device: 1-beta and log(beta)."""
+    if complements is None:
         betas = [(1.0 - beta, _log(beta)) for beta in (current.beta1, current.beta2)]
     else:
-        betas = [(complement, 0.0) for complement in slot.complements]
+        betas = [(complement, 0.0) for complement in complements]
     square = current.eps * current.eps
     floor = max(square, SMALLEST_NORMAL_FLOAT32) if isinstance(square, numbers.Real) else square
-    decay = current.weight_decay if slot.rule.l2 else current.decay_rate
+    decay = current.weight_decay if l2 else current.decay_rate
     return [*betas[0], *betas[1], current.learning_rate, current.eps, floor, decay]
 
 

@@ -39,7 +39,7 @@ def _store(pointer, x, mask, MASKED: tl.constexpr):
 
 @triton.jit
 def _measured_tile(
-    g_ptr, v_ptr, p_ptr, k_ptr, left, grad_scale_ptr, complement2, floor, decay,
+    g_ptr, v_ptr, p_ptr, k_ptr, left, complement2, floor, decay,
     FIRST: tl.constexpr, ZERO2: tl.constexpr,
     L2: tl.constexpr, MAXIMIZE: tl.constexpr, COMPENSATION: tl.constexpr, WIDE: tl.constexpr,
     KEEP: tl.constexpr, MASKED: tl.constexpr, SIZE: tl.constexpr,
@@ -53,7 +53,7 @@ def _measured_tile(
     if L2 and FIRST:
         kept = _load(k_ptr + offset, mask, MASKED, KEEP)
         parameter = load_parameter(_load(p_ptr + offset, mask, MASKED, KEEP), kept, COMPENSATION, WIDE)
-    g = prepared_gradient(g, parameter, grad_scale_ptr, decay, FIRST, L2, MAXIMIZE)
+    g = prepared_gradient(g, parameter, decay, FIRST, L2, MAXIMIZE)
     ratio = squared_ratio(g, next_exp_avg_sq(v, g, complement2, FIRST, ZERO2), floor)
     check = g - g
     if MASKED:
@@ -63,7 +63,7 @@ def _measured_tile(
 
 @triton.jit
 def measured_item(
-    g_ptr, v_ptr, p_ptr, k_ptr, base, n, applied_ptr, grad_scale_ptr, complement2, floor, decay,
+    g_ptr, v_ptr, p_ptr, k_ptr, base, n, applied_ptr, complement2, floor, decay,
     FIRST: tl.constexpr, ZERO2: tl.constexpr,
     L2: tl.constexpr, MAXIMIZE: tl.constexpr, COMPENSATION: tl.constexpr, WIDE: tl.constexpr,
     KEEP: tl.constexpr, TILES: tl.constexpr, BLOCK: tl.constexpr, TAIL: tl.constexpr,
@@ -75,7 +75,7 @@ def measured_item(
     for tile in range(blocks):
         at = base + tile * BLOCK
         ratio, check = _measured_tile(
-            g_ptr + at, v_ptr + at, p_ptr + at, k_ptr + at, BLOCK, grad_scale_ptr, complement2, floor, decay,
+            g_ptr + at, v_ptr + at, p_ptr + at, k_ptr + at, BLOCK, complement2, floor, decay,
             FIRST, ZERO2, L2, MAXIMIZE, COMPENSATION, WIDE, KEEP, False, BLOCK,
         )  # fmt: skip
         ratios += ratio
@@ -86,7 +86,7 @@ def measured_item(
         for start in range(0, left, TAIL):
             at = base + blocks * BLOCK + start
             ratio, check = _measured_tile(
-                g_ptr + at, v_ptr + at, p_ptr + at, k_ptr + at, left - start, grad_scale_ptr, complement2, floor, decay,
+                g_ptr + at, v_ptr + at, p_ptr + at, k_ptr + at, left - start, complement2, floor, decay,
                 FIRST, ZERO2, L2, MAXIMIZE, COMPENSATION, WIDE, KEEP, True, TAIL,
             )  # fmt: skip
             partial += tl.sum(ratio, 0)
@@ -99,7 +99,7 @@ def measured_item(
 
 @triton.jit
 def _written_tile(
-    g_ptr, m_ptr, v_ptr, p_ptr, k_ptr, left, grad_scale_ptr, complement1, complement2, eta, eps, floor, decay,
+    g_ptr, m_ptr, v_ptr, p_ptr, k_ptr, left, complement1, complement2, eta, eps, floor, decay,
     ACTION: tl.constexpr, FIRST: tl.constexpr, ZERO1: tl.constexpr, ZERO2: tl.constexpr,
     L2: tl.constexpr, MAXIMIZE: tl.constexpr, COMPENSATION: tl.constexpr,
     WIDE: tl.constexpr, PASS: tl.constexpr, MASKED: tl.constexpr, SIZE: tl.constexpr,
@@ -119,7 +119,7 @@ def _written_tile(
     ratio = m
     if ACTION != "apply":
         g = _load(g_ptr + offset, mask, MASKED, PASS).to(WIDE)
-        g = prepared_gradient(g, parameter, grad_scale_ptr, decay, FIRST, L2, MAXIMIZE)
+        g = prepared_gradient(g, parameter, decay, FIRST, L2, MAXIMIZE)
         m = next_exp_avg(m, g, complement1, FIRST, ZERO1)
         v = next_exp_avg_sq(v, g, complement2, FIRST, ZERO2)
         _store(m_ptr + offset, m.to(m_ptr.dtype.element_ty), mask, MASKED)
@@ -138,7 +138,7 @@ def _written_tile(
 
 @triton.jit
 def written_item(
-    g_ptr, m_ptr, v_ptr, p_ptr, k_ptr, base, n, grad_scale_ptr, complement1, complement2, eta, eps, floor, decay,
+    g_ptr, m_ptr, v_ptr, p_ptr, k_ptr, base, n, complement1, complement2, eta, eps, floor, decay,
     ACTION: tl.constexpr, FIRST: tl.constexpr, ZERO1: tl.constexpr, ZERO2: tl.constexpr,
     L2: tl.constexpr, MAXIMIZE: tl.constexpr, COMPENSATION: tl.constexpr,
     WIDE: tl.constexpr, PASS: tl.constexpr, TILES: tl.constexpr, BLOCK: tl.constexpr, TAIL: tl.constexpr,
@@ -149,8 +149,7 @@ def written_item(
     for tile in range(blocks):
         at = base + tile * BLOCK
         ratio = _written_tile(
-            g_ptr + at, m_ptr + at, v_ptr + at, p_ptr + at, k_ptr + at, BLOCK,
-            grad_scale_ptr, complement1, complement2, eta, eps, floor, decay,
+            g_ptr + at, m_ptr + at, v_ptr + at, p_ptr + at, k_ptr + at, BLOCK, complement1, complement2, eta, eps, floor, decay,
             ACTION, FIRST, ZERO1, ZERO2, L2, MAXIMIZE, COMPENSATION, WIDE, PASS, False, BLOCK,
         )  # fmt: skip
         if ACTION == "accumulate":
@@ -162,7 +161,7 @@ def written_item(
             at = base + blocks * BLOCK + start
             ratio = _written_tile(
                 g_ptr + at, m_ptr + at, v_ptr + at, p_ptr + at, k_ptr + at, left - start,
-                grad_scale_ptr, complement1, complement2, eta, eps, floor, decay,
+                complement1, complement2, eta, eps, floor, decay,
                 ACTION, FIRST, ZERO1, ZERO2, L2, MAXIMIZE, COMPENSATION, WIDE, PASS, True, TAIL,
             )  # fmt: skip
             if ACTION == "accumulate":

@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from . import work
-from .memory import Uploaded, Uploads, capturing
+from . import devices, work
+from .memory import Uploaded, Uploads
 
 PHASES = {"both": (work.MEASURE, work.WRITE), "measure": (work.MEASURE,), "write": (work.WRITE,)}
 
 ITEM_BYTES = 2**27
 """What tables of items may take in all: some of a model of 7 billion parameters. The least used go first."""
+
+TABLES = 1024
+"""How many tables of tensors are kept. A parameter that moves gets another one; the least used go first."""
 
 Key = tuple[object, ...]
 
@@ -33,84 +35,92 @@ class Tables(NamedTuple):
     slot_count: int
 
 
+class Items(NamedTuple):
+    """What follows from sizes: the table of items, how many there are, and columns of the other table.
+
+    sizes: elements, first slot and items of each tensor.
+    """
+
+    table: Uploaded
+    slot_count: int
+    sizes: np.ndarray
+
+
 class GroupTables:
     """Tables by what they were made of. Items follow from sizes and are made once; addresses of gradients may change."""
 
     def __init__(self) -> None:
         self._upload = Uploads()
-        self._items: dict[Key, tuple[Uploaded, int]] = {}
-        self._tensors: dict[Key, tuple[list[list[int]], tuple[int, ...], Uploaded]] = {}
+        self._items: dict[Key, Items] = {}
+        self._tensors: dict[Key, tuple[list[list[int]], np.ndarray, Uploaded]] = {}
 
     def __call__(
         self,
         addresses: list[list[int]],
-        numels: tuple[int, ...],
+        numels: list[int],
         item_elements: int,
         wave_elements: int,
         phases: str,
         device: torch.device,
         *,
         capturable: bool,
-        check: Callable[[], None],
     ) -> Tables:
         """The tables of a launch.
 
         Args:
-            addresses: of each tensor, in the order of `Operands`, and of its t, or 0.
+            addresses: six columns: of the tensors, in the order of `Operands`, and of t, or 0.
             numels: elements of each tensor.
             item_elements: elements of an item.
             wave_elements: elements that are measured before they are written.
             phases: as `kernels.update_group` takes it.
             device: of all tensors.
             capturable: a later launch may be captured in a graph.
-            check: called if the addresses are new; raises if a kernel must not get them.
 
         Raises:
             Refused: a graph is being captured, and no step of these parameters was taken before.
         """
-        tensors = self._tensors_table(addresses, numels, item_elements, phases, device, capturable, check)
-        items, slot_count = self._items_table(numels, item_elements, wave_elements, phases, device)
-        return Tables(items, tensors, items.shape[0], slot_count)
+        items = self._items_table(tuple(numels), item_elements, wave_elements, phases, device)
+        # No parameter is in two launches of a step.
+        tensors = self._tensors_table((addresses[3][0], item_elements, phases, device), addresses, items.sizes, capturable)
+        table = items.table.here()
+        return Tables(table, tensors, table.shape[0], items.slot_count)
 
     def _items_table(
         self, numels: tuple[int, ...], item_elements: int, wave_elements: int, phases: str, device: torch.device
-    ) -> tuple[Tensor, int]:
+    ) -> Items:
         key = (numels, item_elements, wave_elements, phases, device)
         known = self._items.pop(key, None)
         if known is None:
-            rows = work.tickets(numels, item_elements, wave_elements, PHASES[phases])
-            known = (self._upload(key, rows, device), sum(work.item_counts(numels, item_elements)))
-        elif capturing(device):
-            self._upload.keep(known[0].tensor)
+            counts = work.item_counts(numels, item_elements)
+            table = self._upload(key, work.tickets(numels, item_elements, wave_elements, PHASES[phases]), device)
+            known = Items(table, sum(counts), np.array([numels, work.first_slots(counts), counts], np.int64))
+        elif devices.capturing(device):
+            self._upload.keep(known.table.tensor)
         self._items[key] = known  # the last one now
-        while len(self._items) > 1 and sum(table.tensor.nbytes for table, _ in self._items.values()) > ITEM_BYTES:
+        while len(self._items) > 1 and sum(items.table.tensor.nbytes for items in self._items.values()) > ITEM_BYTES:
             del self._items[next(iter(self._items))]
-        return known[0].here(), known[1]
+        return known
 
     def _tensors_table(
-        self,
-        addresses: list[list[int]],
-        numels: tuple[int, ...],
-        item_elements: int,
-        phases: str,
-        device: torch.device,
-        capturable: bool,
-        check: Callable[[], None],
+        self, key: tuple[int, int, str, torch.device], addresses: list[list[int]], sizes: np.ndarray, capturable: bool
     ) -> Tensor:
-        key = (addresses[0][3], item_elements, phases, device)  # no parameter is in two launches of a step
-        known = self._tensors.get(key)
-        captured = capturing(device)
-        if known is not None and known[0] == addresses and known[1] == numels:
+        device = key[3]
+        known = self._tensors.pop(key, None)
+        captured = devices.capturing(device)
+        if known is not None and known[0] == addresses and known[1] is sizes:
             table = known[2]
+            self._tensors[key] = known  # the last one now
             if captured:
                 self._upload.keep(table.tensor)
         else:
-            check()
-            counts = work.item_counts(numels, item_elements)
-            rows = [[*row, *of] for row, *of in zip(addresses, numels, work.first_slots(counts), counts, strict=True)]
-            table = self._upload(key, np.array(rows, np.int64), device)
+            rows = np.concatenate([np.array(addresses, np.int64), sizes]).T
+            table = self._upload(key, np.ascontiguousarray(rows), device)
             if not captured:  # what a graph uploads is there only while the graph runs
-                self._tensors[key] = (addresses, numels, table)
+                self._tensors[key] = (addresses, sizes, table)
+            if len(self._tensors) > TABLES:
+                oldest = next(iter(self._tensors))
+                del self._tensors[oldest]
+                self._upload.drop(oldest)
         if capturable and not captured:
             self._upload.provide(key, table.tensor.nbytes, device)
         return table.here()

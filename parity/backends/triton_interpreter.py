@@ -1,8 +1,8 @@
-"""Triton's interpreter made to run the kernels, and to round as a GPU does, so that it computes what they compute.
+"""Corrections of Triton's interpreter, for tests and parity, so that it computes what a GPU does.
 
-Seen in Triton 3.2 to 3.9: float32 to bfloat16 is truncated, whatever rounding was asked for (a GPU rounds to nearest, ties
-to even), and bfloat16 subnormals are read wrongly. Both conversions are one private function; there is no public hook. It
-is replaced only where it is there and wrong, and otherwise left alone.
+Triton 3.2 to 3.9 truncates float32 to bfloat16, whatever rounding was asked for (a GPU rounds to nearest, ties to even), and
+reads bfloat16 subnormals wrongly. Triton has no public hook for this: private functions are replaced, each of them only where
+it exists and is wrong. The library itself never does so: a kernel in a user's process runs on the interpreter as it is.
 """
 
 from __future__ import annotations
@@ -11,9 +11,19 @@ from typing import Any
 
 import numpy as np
 
+from ...torch_frontend.backends.triton.availability import interpreted
 
-def round_like_a_device() -> None:
-    """Correct the conversions between float32 and bfloat16 in this process's interpreter, if they need it."""
+
+def correct_interpreter() -> None:
+    """Apply all corrections to this process's interpreter; nothing happens in a process that has none."""
+    if interpreted():
+        _round_like_a_device()
+        _count_with_scalars()
+        _call_helpers_directly()
+
+
+def _round_like_a_device() -> None:
+    """Correct the conversions between float32 and bfloat16, if they need it."""
     import triton.language as tl
     import triton.runtime.interpreter as interpreter
 
@@ -32,10 +42,10 @@ def round_like_a_device() -> None:
     interpreter._convert_float = convert
 
 
-def call_helpers_directly() -> None:
-    """Halve the interpreter's time: it replaces the whole language anew for every call of a helper inside a kernel.
+def _call_helpers_directly() -> None:
+    """Halve the interpreter's time: it replaces the whole language again for every call of a helper inside a kernel.
 
-    A helper whose module sees the replaced language already is called as it is.
+    A helper whose module sees the replaced language already is called directly.
     """
     import triton.language as tl
     import triton.runtime.interpreter as interpreter
@@ -56,11 +66,11 @@ def call_helpers_directly() -> None:
     function.__call__ = call
 
 
-def count_with_scalars() -> None:
+def _count_with_scalars() -> None:
     """Let a scalar of a kernel be the end of a range.
 
-    Before Triton 3.7 the interpreter converts an array of one element for it, which numpy 2.4 refuses and an older one
-    deprecates. The conversion is set anew for each launch: so what sets it is extended.
+    Before Triton 3.7 the interpreter converts an array of one element for it, which numpy 2.4 rejects and an older one
+    deprecates. The conversion is set again for each launch, so the function that sets it is extended.
     """
     import triton.runtime.interpreter as interpreter
 

@@ -1,0 +1,342 @@
+"""The stages of the pipeline: each is called with the gradients that go on together, and knows the next stage only."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...core.errors import PenstockError
+from ...core.release import Action, GradientReady, Policy, Status
+from ..autograd.passes import pass_number
+from ..clipping import clip_by_norm_, square_sum
+from ..communication.shards import is_sharded, local
+from ..finiteness import SkipCount, finite
+from ..groups import PLAIN_GRADIENT, check_gradient
+from ..optimizers import ReleasableOptimizer
+from .marker import Disclosure, ReleasedGradient
+from .step import Member, Step
+
+Arrived = tuple[Member, Tensor | None]
+"""A parameter and its gradient; None instead of one that must not be used."""
+
+Stage = Callable[[Sequence[Arrived]], None]
+Free = Callable[[Member], None]
+
+
+class Arrival:
+    """The first stage: called by the hook, in the backward pass, once the gradient is in `.grad`.
+
+    Args:
+        step: under way.
+        use: what becomes of the gradient.
+        check: raises `Refused` if the gradient may not be used; called before anything is changed.
+    """
+
+    def __init__(
+        self, step: Step, use: Callable[[Member, Tensor], None], check: Callable[[Tensor], None] | None = None
+    ) -> None:
+        self._step = step
+        self._use = use
+        self._check = check
+
+    def __call__(self, parameter: Tensor) -> None:
+        """The local gradient of `parameter` has been accumulated into `.grad`."""
+        step = self._step
+        key = id(parameter)
+        with step.lock:
+            try:
+                if pass_number() != step.pass_id:
+                    self._begin_pass(parameter)
+                gradient, member = parameter.grad, step.members.get(key)
+                if gradient is None or member is None:  # an earlier hook took it; or it was taken out of its group
+                    return
+                if type(gradient) is not Tensor or gradient.layout is not PLAIN_GRADIENT:
+                    gradient = self._unusual(member, gradient)
+                self._take(member, gradient)
+            except PenstockError:
+                step.reject(parameter)
+                raise
+
+    def _begin_pass(self, parameter: Tensor) -> None:
+        self._step.begin_pass(parameter)
+
+    def _unusual(self, member: Member, gradient: Tensor) -> Tensor:
+        """A gradient that is not an ordinary tensor: a shard, a marker with what was added to it, or one to be refused."""
+        here = local(gradient)
+        if isinstance(here, ReleasedGradient):
+            incoming, here.incoming = here.incoming, None
+            if incoming is None:
+                raise self._step.disclosure.second_gradient(here)
+            gradient = incoming if not is_sharded(gradient) else _placed_as(gradient, incoming)
+        check_gradient(member.parameter, gradient)
+        return gradient
+
+    def _take(self, member: Member, gradient: Tensor) -> None:
+        step = self._step
+        if self._check is not None:
+            self._check(member.parameter)
+        if member.key in step.released:
+            raise step.disclosure.second_gradient(member.marker)
+        if step.to_come:
+            step.check_whole(member.parameter, seen=False)
+        step.released[member.key] = member
+        try:
+            self._use(member, gradient)
+        except BaseException:
+            step.released.pop(member.key, None)
+            raise
+
+
+class MeasuringArrival(Arrival):
+    """... in the first pass of guard(), which changes nothing: `use` measures."""
+
+    def _begin_pass(self, parameter: Tensor) -> None:
+        self._step.begin_pass(parameter, measures=True)
+
+    def _take(self, member: Member, gradient: Tensor) -> None:
+        assert self._check is not None
+        self._check(member.parameter)
+        self._use(member, gradient)
+
+
+class AccumulatingArrival(Arrival):
+    """... of one of several micro-batches: it is kept in `.grad`, or goes on.
+
+    Args:
+        last: is this the last micro-batch? Asked once a pass.
+        keep: what becomes of a gradient that is kept.
+    """
+
+    def __init__(
+        self,
+        step: Step,
+        use: Callable[[Member, Tensor], None],
+        check: Callable[[Tensor], None] | None = None,
+        *,
+        last: Callable[[], bool],
+        keep: Callable[[Member, Tensor], None],
+    ) -> None:
+        super().__init__(step, use, check)
+        self._last = last
+        self._keep = keep
+
+    def _begin_pass(self, parameter: Tensor) -> None:
+        self._step.last = bool(self._last())
+        super()._begin_pass(parameter)
+
+    def _take(self, member: Member, gradient: Tensor) -> None:
+        step = self._step
+        if self._check is not None:
+            self._check(member.parameter)
+        decision = step.decide(member.parameter, GradientReady(step.last))
+        if decision.action is Action.KEEP:
+            self._keep(member, gradient)
+            step.set_status(member.key, decision.status)
+        else:
+            if step.to_come:
+                step.check_whole(member.parameter, seen=False)
+            self._use(member, gradient)
+
+
+class Keeping(Arrival):
+    """... inside `release.paused()`, or where the engine of communication only adds up: it stays in `.grad`."""
+
+    def _begin_pass(self, parameter: Tensor) -> None:
+        pass
+
+    def _take(self, member: Member, gradient: Tensor) -> None:
+        step = self._step
+        decision = step.decide(member.parameter, GradientReady(last=False), paused=True)
+        self._use(member, gradient)
+        if decision.status is not Status.RELEASED:
+            step.set_status(member.key, decision.status)
+
+
+def one_by_one(stage: Stage) -> Callable[[Member, Tensor], None]:
+    """What an arrival calls, from a stage that takes several gradients."""
+    return lambda member, gradient: stage([(member, gradient)])
+
+
+class Skip:
+    """Gradients that hold an infinity or a NaN are not used, and counted: on_nonfinite="skip". Synchronises, unless the
+    device itself leaves them out."""
+
+    def __init__(self, step: Step, skipped: SkipCount, following: Stage) -> None:
+        self._step = step
+        self._skipped = skipped
+        self._following = following
+
+    def __call__(self, arrived: Sequence[Arrived]) -> None:
+        """Go on with None instead of them."""
+        if updates_on_device(self._step, [member for member, _ in arrived]):
+            self._following(arrived)
+            return
+        gradients = {member: gradient for member, gradient in arrived if gradient is not None}
+        usable = dict(zip(gradients, finite(list(gradients.values())), strict=True))
+        count_skipped(self._step.optimizer, self._skipped, list(usable.values()).count(False))
+        self._following([(member, gradient if usable.get(member) else None) for member, gradient in arrived])
+
+
+def updates_on_device(step: Step, members: Sequence[Member]) -> bool:
+    """Whether all of these are updated now, and the device leaves out what is not finite."""
+    if not step.optimizer.checks_on_device(member.parameter for member in members):
+        return False
+    return all(action_for(step, member, True)[0] is Action.UPDATE for member in members)
+
+
+def count_skipped(optimizer: ReleasableOptimizer, skipped: SkipCount, count: int = 1) -> None:
+    """Count gradients or steps that were not used, for the release and for the optimizer."""
+    skipped.add(count)
+    optimizer.count_skipped(count)
+
+
+class Norm:
+    """The norm of each gradient, for what its marker tells."""
+
+    def __init__(self, disclosure: Disclosure, following: Stage) -> None:
+        self._squares = disclosure.squares
+        self._following = following
+
+    def __call__(self, arrived: Sequence[Arrived]) -> None:
+        """Before anything is clipped."""
+        for member, gradient in arrived:
+            if gradient is not None:
+                self._squares[member.key] = square_sum(gradient)
+        self._following(arrived)
+
+
+class ClipEach:
+    """Each gradient is clipped by its own norm, which its marker tells: clipping="per_tensor"."""
+
+    def __init__(self, disclosure: Disclosure, max_norm: float, following: Stage) -> None:
+        self._squares = disclosure.squares
+        self._copies = disclosure.takes_more
+        self._max_norm = torch.tensor(max_norm, dtype=torch.float64)
+        self._following = following
+
+    def __call__(self, arrived: Sequence[Arrived]) -> None:
+        """In place; autograd may share what was added to a marker, so that is copied."""
+        if self._copies:
+            arrived = [(member, _own(member, gradient)) for member, gradient in arrived]
+        usable = [(member.key, gradient) for member, gradient in arrived if gradient is not None]
+        norms = clip_by_norm_([gradient for _, gradient in usable], self._max_norm)
+        for (key, _), norm in zip(usable, norms, strict=True):
+            self._squares[key] = norm * norm
+        self._following(arrived)
+
+
+class Rescale:
+    """Gradients are multiplied by what guard() has found: unscaled, then clipped. In place."""
+
+    def __init__(self, following: Stage) -> None:
+        self.factors: Sequence[Tensor | float] = ()
+        self._following = following
+
+    def __call__(self, arrived: Sequence[Arrived]) -> None:
+        """Each factor is rounded to the gradient's dtype by itself, as GradScaler and clip_grad_norm_ have it."""
+        for _, gradient in arrived:
+            rescale_(gradient, self.factors)
+        self._following(arrived)
+
+
+def rescale_(gradient: Tensor | None, factors: Sequence[Tensor | float]) -> None:
+    """Multiply a gradient by each factor, in place."""
+    if gradient is not None:
+        for factor in factors:
+            local(gradient).mul_(factor.to(gradient.device) if isinstance(factor, Tensor) else factor)
+
+
+class Update:
+    """The optimizer uses gradients, and each is freed: the last stage.
+
+    Args:
+        free: leaves the marker in `.grad`.
+    """
+
+    def __init__(self, step: Step, skipped: SkipCount, free: Free) -> None:
+        self._step = step
+        self._optimizer = step.optimizer
+        self._ledger = step.ledger
+        self._squares = step.disclosure.squares
+        self._skipped = skipped
+        self._free = free
+        self._judges = step.optimizer.on_nonfinite != "propagate"
+
+    def one(self, member: Member, gradient: Tensor) -> None:
+        """The base case: one gradient, the whole of it, of a tensor that is not sharded."""
+        if torch.is_grad_enabled():  # create_graph=True
+            with torch.no_grad():
+                square = self._optimizer.update(member.parameter, gradient, measure=True)
+        else:
+            square = self._optimizer.update(member.parameter, gradient, measure=True)
+        self._squares[member.key] = square_sum(gradient) if square is None else square
+        self._ledger.arrive_and_free(member.parameter, member.nbytes)
+        self._free(member)
+
+    def __call__(self, arrived: Sequence[Arrived]) -> None:
+        """Several gradients; what they need from other processes comes in one exchange."""
+        with contextlib.nullcontext() if not torch.is_grad_enabled() else torch.no_grad():
+            member, gradient = arrived[0]
+            alone = len(arrived) == 1 and gradient is not None and member.key in self._step.released
+            if alone and not self._judges and type(gradient) is Tensor:
+                self._optimizer.update(member.parameter, gradient)
+                self._ledger.arrive_and_free(member.parameter, member.nbytes)
+                self._free(member)
+            else:
+                self._use(arrived)
+
+    def _use(self, arrived: Sequence[Arrived]) -> None:
+        step = self._step
+        decided = [(member, gradient, *action_for(step, member, gradient is not None)) for member, gradient in arrived]
+        if len(arrived) > 1:  # they are alive together
+            for member, _ in arrived:
+                step.ledger.arrive(member.parameter, member.nbytes)
+        self.perform([(m.parameter, g, action) for m, g, action, _ in decided if action is not Action.DISCARD])
+        for member, _, _, status in decided:
+            step.set_status(member.key, status)
+            self._free(member)
+            step.ledger.arrive_and_free(member.parameter, member.nbytes)
+
+    def perform(self, tasks: Sequence[tuple[Tensor, Tensor | None, Action]]) -> None:
+        """The optimizer's part: parameter, gradient, action."""
+        if not tasks:
+            return
+        optimizer = self._optimizer
+        steps, all_update = False, True
+        for _, _, action in tasks:
+            steps |= action.steps
+            all_update &= action is Action.UPDATE
+        self._step.settings.remember(optimizer.param_groups, stepped=steps)
+        checks = all_update and optimizer.checks_on_device(parameter for parameter, _, _ in tasks)
+        applied = optimizer.perform_all(tasks, if_finite=checks)
+        if applied:
+            self._skipped.add_unapplied(applied)
+        optimizer._opt_called = True
+
+
+def action_for(step: Step, member: Member, finite: bool) -> tuple[Action, Status]:
+    """What the state machine says of a gradient that goes on to the optimizer; one that is released is on its way there."""
+    if member.key in step.released:
+        return (Action.UPDATE if finite else Action.DISCARD), Status.RELEASED
+    decision = step.decide(member.parameter, GradientReady(step.last or step.policy is Policy.RELEASE, finite))
+    return decision.action, decision.status
+
+
+def leave_marker(member: Member) -> None:
+    """Free the gradient: `.grad` says that it was used."""
+    member.parameter.grad = member.placed
+
+
+def _own(member: Member, gradient: Tensor | None) -> Tensor | None:
+    shared = gradient is not None and member.parameter.grad is not gradient
+    return gradient.clone() if shared and gradient is not None else gradient
+
+
+def _placed_as(like: Any, here: Tensor) -> Tensor:
+    layout = {"run_check": False, "shape": like.shape, "stride": like.stride()}
+    placed: Tensor = type(like).from_local(here, like.device_mesh, like.placements, **layout)
+    return placed
