@@ -15,7 +15,7 @@ from penstock.parity.backends.torch_optimizers import TorchBackend, to_numpy
 from penstock.parity.cases import select
 from penstock.parity.updates import run_cases
 from penstock.torch_frontend import AdamW, StableAdamW
-from penstock.torch_frontend.backends.backend import TensorSlot
+from penstock.torch_frontend.backends.numbers import GroupSettings
 from penstock.torch_frontend.backends.triton.backend import TritonBackend
 from penstock.torch_frontend.groups import hyperparameters
 
@@ -92,13 +92,6 @@ def test_hundred_steps_with_clipping_are_within_every_bound() -> None:
     """Gradients of thirty times the usual size come at step 61."""
     rows = run_cases([TorchBackend("triton")], select("B/stable_adamw/bfloat16/split/state-default"), [1, 70])
     assert [row for row in rows if not row.within] == []
-
-
-def slot_of(optimizer, p: torch.Tensor, **changes) -> TensorSlot:
-    slot = optimizer._slot(p)
-    for name, value in changes.items():
-        setattr(slot, name, value)
-    return slot
 
 
 @pytest.mark.parametrize(
@@ -203,7 +196,9 @@ def test_scalars_on_the_device_are_the_same_numbers() -> None:
         p = torch.linspace(-1, 1, 300).requires_grad_()
         optimizer = AdamW([p], backend="triton")
         current = Hyperparameters(make(1e-2), 0.9, 0.99, 1e-6, make(0.1))
-        slot = slot_of(optimizer, p, hyperparameters=current, _complements=Complements(make(0.25), make(0.5)))
+        slot = optimizer._slot(p)
+        slot.settings = GroupSettings(current)
+        slot.settings.complements = lambda step, make=make: Complements(make(0.25), make(0.5))
         with torch.no_grad():
             TritonBackend().update_all([(slot, torch.linspace(1, 2, 300))])
         results.append(p.detach())
