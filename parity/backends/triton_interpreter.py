@@ -11,11 +11,11 @@ from typing import Any
 
 import numpy as np
 
-from ...torch_frontend.backends.triton.availability import interpreted
-
 
 def correct_interpreter() -> None:
     """Apply all corrections to this process's interpreter; nothing happens in a process that has none."""
+    from ...torch_frontend.backends.triton.availability import interpreted  # needs PyTorch, which the suite does not
+
     if interpreted():
         _round_like_a_device()
         _count_with_scalars()

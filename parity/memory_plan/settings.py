@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
 
 from ...core.array_ops import numpy_dtype
 from ...core.compensation import COMPENSATIONS, compensation_dtype, resolve
@@ -104,13 +103,11 @@ class Training:
     def changed(self) -> str:
         """The optimizer's arguments that make `kept` other than by default, or nothing: "compensation='none'"."""
         default = dataclasses.replace(self, compensation="auto", state_dtype=None)
-        given: dict[str, Any] = {"compensation": self.compensation, "state_dtype": self.state_dtype}
-        different = [
-            f"{name}={value!r}"
-            for name, value in given.items()
-            if dataclasses.replace(default, **{name: value}).kept != default.kept
-        ]
-        return ", ".join(different)
+        alone = {
+            f"compensation={self.compensation!r}": dataclasses.replace(default, compensation=self.compensation),
+            f"state_dtype={self.state_dtype!r}": dataclasses.replace(default, state_dtype=self.state_dtype),
+        }
+        return ", ".join(setting for setting, training in alone.items() if training.kept != default.kept)
 
 
 @dataclasses.dataclass(frozen=True)

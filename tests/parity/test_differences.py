@@ -42,8 +42,8 @@ def correctly_rounded_sqrt(monkeypatch: pytest.MonkeyPatch) -> None:
         return exact if out is None else out.copy_(exact)
 
     exact = {"sqrt": sqrt, "_foreach_sqrt": lambda tensors: [sqrt(x) for x in tensors]}
-    for module in (eager, foreach):
-        monkeypatch.setattr(module, "torch", types.SimpleNamespace(**{**vars(torch), **exact}))
+    for module, name in ((eager, "torch"), (foreach, "foreach")):
+        monkeypatch.setattr(module, name, types.SimpleNamespace(**{**vars(torch), **exact}))
 
 
 @pytest.mark.parametrize("stored", STORED)

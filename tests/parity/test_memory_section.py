@@ -40,11 +40,11 @@ def test_pytorch_holds_what_the_ledger_says(policy: str) -> None:
 
 def test_a_gradient_that_somebody_keeps_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("torch")
-    from penstock.torch_frontend.release import release
+    from penstock.torch_frontend.release import pipeline
 
     kept: list[Any] = []
-    free = release.leave_marker
-    monkeypatch.setattr(release, "leave_marker", lambda member: (kept.append(member.parameter.grad), free(member))[1])
+    free = pipeline.leave_marker
+    monkeypatch.setattr(pipeline, "leave_marker", lambda member: (kept.append(member.parameter.grad), free(member))[1])
     broken = [row for row in run_case(TorchBackend("eager"), case("release")) if isinstance(row, Row) and not row.within]
     assert [row.quantity for row in broken] == ["peak, measured", "left, measured"]
 

@@ -10,10 +10,9 @@ import torch
 from penstock.core.release import Action, Decision, Ledger, Policy, Status, machine
 from penstock.torch_frontend.backends import eager
 from penstock.torch_frontend.clipping import clip_by_norm_
-from penstock.torch_frontend.release import boundaries, guard, marker, pipeline, step
-from penstock.torch_frontend.release import release as composition
+from penstock.torch_frontend.release import boundaries, guard, marker, pipeline, stages, step
 from penstock.torch_frontend.release.marker import Disclosure, ReleasedGradient
-from penstock.torch_frontend.release.pipeline import Arrival, ClipEach, Rescale, Skip, Update
+from penstock.torch_frontend.release.stages import Arrival, ClipEach, Rescale, Skip, Update
 
 from .planting import Fault, Plant, both, instead
 
@@ -103,13 +102,13 @@ FAULTS = [
     Fault("L2 added before unscaling", _L2_BEFORE_THE_REST, "events/overflow/adam/float32", "eager"),
     Fault(
         "step counted where it is skipped",
-        both(*(instead(module, "count_skipped", _counts_skipped) for module in (pipeline, boundaries, guard))),
+        both(*(instead(module, "count_skipped", _counts_skipped) for module in (stages, boundaries, guard))),
         "identity/skip/adamw/float32",
         "eager",
     ),
     Fault(
         "moments decayed by a gradient that is skipped",
-        instead(pipeline, "finite", _finite_as_zeros),
+        instead(stages, "finite", _finite_as_zeros),
         "events/nonfinite/adamw/float32",
         "eager",
     ),
@@ -174,10 +173,10 @@ FAULTS = [
         "eager",
     ),
     # memory and the ledger
-    Fault("gradient not freed", instead(composition, "leave_marker", _kept_alive), "memory/release", "eager"),
+    Fault("gradient not freed", instead(pipeline, "leave_marker", _kept_alive), "memory/release", "eager"),
     Fault(
         "gradient of a micro-batch not freed",
-        instead(composition, "leave_marker", _kept_alive),
+        instead(pipeline, "leave_marker", _kept_alive),
         "events/state/adamw/float32",
         "eager",
     ),
@@ -203,7 +202,7 @@ FAULTS = [
     ),
     Fault(
         "marker tells the norm of the clipped gradient",
-        instead(pipeline, "clip_by_norm_", _norms_after_clipping),
+        instead(stages, "clip_by_norm_", _norms_after_clipping),
         "marker/clip-each/adamw/float32",
         "eager",
     ),

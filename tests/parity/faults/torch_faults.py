@@ -65,15 +65,16 @@ def _counts_every_micro_batch(correct: Any, self: Any, tasks: Any, **how: Any) -
     return applied
 
 
-def _counts_twice(correct: Any, self: Any, parameter: Any, gradient: Any) -> Any:
-    square = correct(self, parameter, gradient)
+def _counts_twice(correct: Any, self: Any, parameter: Any, gradient: Any, **how: Any) -> Any:
+    square = correct(self, parameter, gradient, **how)
     self.state[parameter]["step"] += 1
     return square
 
 
-def _advances_twice(correct: Any, steps: Any, applied: Any = ()) -> None:
-    for _ in range(2):
-        correct(steps, applied)
+def _all_count_twice(correct: Any, self: Any, ready: Any) -> None:
+    correct(self, ready)
+    for parameter, _ in ready:
+        self.state[parameter]["step"] += 1
 
 
 def _forgets_compensation(correct: Any, final: Any, groups: Any, state: Any) -> None:
@@ -83,7 +84,7 @@ def _forgets_compensation(correct: Any, final: Any, groups: Any, state: Any) -> 
 
 
 def _mean_square_over_a_piece(correct: Any, self: Any, slot: Any, gradient: Any, sums: Any, first: bool) -> Any:
-    return correct(self, slot, gradient, sums, first) * gradient.numel() / min(gradient.numel(), eager.PIECE["cpu"])
+    return correct(self, slot, gradient, sums, first) * gradient.numel() / min(gradient.numel(), eager.piece_elements(gradient))
 
 
 def _ratios_of_one_element_less(correct: Any, self: Any) -> Any:
@@ -219,5 +220,10 @@ FAULTS = [
         "eager",
     ),
     Fault("step counted twice", instead(TensorUpdates, "update", _counts_twice), RELEASED_ADAMW, "eager"),
-    Fault("small tensors: step counted twice", instead(updates, "_advance", _advances_twice), SMALL.format("adamw"), "eager"),
+    Fault(
+        "small tensors: step counted twice",
+        instead(TensorUpdates, "update_all", _all_count_twice),
+        SMALL.format("adamw"),
+        "eager",
+    ),
 ]
