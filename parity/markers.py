@@ -181,9 +181,11 @@ def run_case(backend: Backend, case: MarkerCase) -> list[Finding]:
     if why is not None:
         return [Refusal(case.name, backend.name, why)]
     found: list[Finding] = []
+    at = "start_markers()"
     try:
         looked, other = backend.start_markers(case), backend.start_markers(case)
         for step in range(1, STEPS + 1):
+            at = f"step {step}"
             found += _step(backend.name, case, step, looked)
             other.run(PASS)
             other.step()
@@ -191,7 +193,7 @@ def run_case(backend: Backend, case: MarkerCase) -> list[Finding]:
                 run.run(Discard())
             found.append(identical(case.name, backend.name, step, "bits after it", _bits(looked), _bits(other)))
     except FAILURES as error:
-        found.append(failed(case.name, backend.name, STEPS, error, "norms told"))
+        found.append(failed(case.name, backend.name, STEPS, error, "norms told", at=at))
     return found
 
 

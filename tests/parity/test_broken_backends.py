@@ -195,7 +195,7 @@ def test_names_that_are_none_are_refused() -> None:
 
 def test_every_section_that_runs_backends_of_users_is_looked_at() -> None:
     """The others need what only penstock's own have, or are looked at above."""
-    others = {"memory", "trajectories", "frameworks", "conversion"}
+    others = {"memory", "marker", "trajectories", "frameworks", "conversion"}
     assert {section.name for section in SECTIONS} == {*CASES_OF, *others}
 
 
