@@ -83,7 +83,7 @@ def _transition(when: tuple[Policy, Status], wrong: Action) -> Any:
 
 
 def _norm_of_another(correct: Any, self: Any) -> Any:
-    self = self.like(self)
+    self = self.like(self, self.device)
     self.key = next(key for key in self.disclosure.squares if key != self.key)
     return correct(self)
 
