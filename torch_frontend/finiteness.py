@@ -11,9 +11,15 @@ from .clipping import gradient_norm, is_finite
 from .communication.shards import sum_over_shards
 
 
-def finite(gradients: Sequence[Tensor]) -> list[bool]:
-    """Of each gradient, whether no element is an infinity or a NaN, in any shard of it. Waits for the device."""
-    faults = [(~is_finite(gradient, gradient_norm(gradient))).float() for gradient in gradients]
+def finite(gradients: Sequence[Tensor], norms: Sequence[Tensor] | None = None) -> list[bool]:
+    """Of each gradient, whether no element is an infinity or a NaN, in any shard of it. Synchronises.
+
+    norms: from `gradient_norm`, where they are known.
+    """
+    found = [gradient_norm(gradient) for gradient in gradients] if norms is None else norms
+    if len(gradients) == 1 and type(gradients[0]) is Tensor:
+        return [bool(is_finite(gradients[0], found[0]))]
+    faults = [(~is_finite(gradient, norm)).float() for gradient, norm in zip(gradients, found, strict=True)]
     return [not bool(count) for count in sum_over_shards(gradients, faults)]
 
 

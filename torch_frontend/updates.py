@@ -78,10 +78,18 @@ class TensorUpdates(Optimizer):
 
     # -- actions ---------------------------------------------------------------------------------------------------------
 
+    @property
+    def may_check_on_device(self) -> bool:
+        """Whether the backend can leave out what is to be skipped."""
+        return self.on_nonfinite == "skip" and isinstance(self._backend, ChecksOnDevice)
+
     def checks_on_device(self, parameters: Iterable[Tensor]) -> bool:
         """Whether the device itself leaves out what is to be skipped, so that nobody has to wait for it."""
-        checks = self.on_nonfinite == "skip" and isinstance(self._backend, ChecksOnDevice)
-        return checks and all(group["capturable"] for group in self.param_groups) and not any(map(is_sharded, parameters))
+        return (
+            self.may_check_on_device
+            and all(group["capturable"] for group in self.param_groups)
+            and not any(map(is_sharded, parameters))
+        )
 
     def perform_all(
         self, tasks: Sequence[tuple[Tensor, Tensor | None, Action]], *, if_finite: bool = False

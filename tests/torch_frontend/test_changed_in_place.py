@@ -179,3 +179,18 @@ def test_a_parameter_that_was_resized_is_refused_before_anything_is_changed() ->
     with pytest.raises(Refused, match="resized"):
         optimizer.step()
     assert all(torch.equal(before[name], value) for name, value in optimizer.state[parameter].items())
+
+
+@pytest.mark.parametrize("move", ["shared", "replaced"])
+def test_the_number_of_updates_is_counted_where_its_memory_is(move: str) -> None:
+    p = torch.ones(4, requires_grad=True)
+    optimizer = AdamW([p])
+    for expected in range(1, 5):
+        p.grad = torch.ones(4)
+        optimizer.step()
+        step = optimizer.state[p]["step"]
+        assert step.item() == expected
+        if move == "shared":
+            step.share_memory_()
+        else:
+            step.data = step.detach().clone()

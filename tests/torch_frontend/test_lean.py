@@ -109,3 +109,15 @@ def test_a_step_of_small_tensors_is_one_call_of_each_operation() -> None:
         counts.append({e.key: e.count for e in profile.key_averages() if e.key.startswith("aten::_foreach")})
     assert counts[0] == counts[1]
     assert max(counts[0].values()) <= 5
+
+
+@pytest.mark.parametrize("arguments", [{}, {"accumulation": "state"}, {"accumulation": "hold"}], ids=str)
+def test_between_updates_no_gradient_and_no_moment_in_another_dtype_is_kept(arguments) -> None:
+    model = layers(dtype=torch.bfloat16)
+    optimizer = StableAdamW(model.parameters(), backend="eager")
+    release_gradients(model, optimizer, **arguments)
+    loss_of(model, batches(1, dtype=torch.bfloat16)[0]).backward()
+    optimizer.step()
+    for p in model.parameters():
+        piece = optimizer._slot(p).plan
+        assert (piece.gradient, piece.wide_gradient, piece.wide_exp_avg, piece.wide_exp_avg_sq) == (None,) * 4

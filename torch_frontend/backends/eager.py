@@ -44,13 +44,13 @@ class EagerBackend:
         whole = self._whole(slot, gradient)
         squares: list[Tensor] = []
         if whole is not None:
-            whole.accumulate(numbers, first, squares if measure else None)
-            eta = numbers.learning_rate
-            if slot.rule.clips_update:
-                total = whole.ratios().mean()
-                eta = clipped_rate(eta, total if first else slot.state["mean_square"] + total)
-            whole.descend(numbers, eta)
-            whole.release()
+            with whole:
+                whole.accumulate(numbers, first, squares if measure else None)
+                eta = numbers.learning_rate
+                if slot.rule.clips_update:
+                    total = whole.ratios().mean()
+                    eta = clipped_rate(eta, total if first else slot.state["mean_square"] + total)
+                whole.descend(numbers, eta)
         elif not slot.rule.clips_update:
             for piece in self._pieces(slot, gradient):
                 piece.accumulate(numbers, first, squares if measure else None)
@@ -87,8 +87,9 @@ class EagerBackend:
             eta = clipped_rate(eta, slot.state["mean_square"])
         whole = self._whole(slot, None)
         for piece in self._pieces(slot, None) if whole is None else (whole,):
-            piece.load_moments()
-            piece.descend(numbers, eta)
+            with piece:
+                piece.load_moments()
+                piece.descend(numbers, eta)
         slot.state.pop("mean_square")
 
     def write(self, slot: TensorSlot, gradient: Tensor, first: bool, total: Tensor) -> None:
@@ -116,11 +117,10 @@ class EagerBackend:
         whole = self._whole(slot, gradient)
         sums = []
         for piece in self._pieces(slot, gradient) if whole is None else (whole,):
-            piece.accumulate(numbers, first, squares)
-            if slot.rule.clips_update:
-                sums.append(piece.ratios().sum())
-        if whole is not None:
-            whole.release()
+            with piece:
+                piece.accumulate(numbers, first, squares)
+                if slot.rule.clips_update:
+                    sums.append(piece.ratios().sum())
         return self._total(slot, gradient, sums, first) if slot.rule.clips_update else 0.0
 
     def _total(self, slot: TensorSlot, gradient: Tensor, sums: list[Tensor], first: bool) -> Tensor:
@@ -131,13 +131,15 @@ class EagerBackend:
     # -- pieces ---------------------------------------------------------------------------------------------------------
 
     def _whole(self, slot: TensorSlot, gradient: Tensor | None) -> _Piece | None:
-        """The tensor as one piece, which the slot keeps; None if it has no element or takes several."""
+        """The tensor as one piece, which the slot keeps on a CPU; None if it has no element or takes several."""
         piece = slot.plan
         if piece is None:
             parameter = slot.parameter
             if not 0 < parameter.numel() <= piece_elements(parameter):
                 return None
-            piece = slot.plan = _Piece(slot, *self._scratch_like(parameter, slot.compute_dtype))
+            piece = _Piece(slot, *self._scratch_like(parameter, slot.compute_dtype))
+            if parameter.device.type == "cpu":  # where all pieces share their scratch
+                slot.plan = piece
         state = slot.state
         piece.parameter, piece.gradient = slot.parameter, gradient
         piece.exp_avg, piece.exp_avg_sq = state["exp_avg"], state["exp_avg_sq"]
@@ -199,18 +201,19 @@ class _Piece:
     exp_avg: Tensor
     exp_avg_sq: Tensor
     kept: Tensor | None
-    wide_gradient: Tensor
-    wide_exp_avg: Tensor
-    wide_exp_avg_sq: Tensor
+    wide_gradient: Any
+    wide_exp_avg: Any
+    wide_exp_avg_sq: Any
 
     def __init__(self, slot: TensorSlot, a: Tensor, b: Tensor) -> None:
         self.slot = slot
         self.a, self.b, self.dtype = a, b, a.dtype
 
-    def release(self) -> None:
-        """Keep no gradient alive."""
-        self.gradient = None
-        del self.wide_gradient, self.wide_exp_avg, self.wide_exp_avg_sq
+    def __enter__(self) -> None:
+        """Between updates it keeps no gradient and no moment in another dtype alive."""
+
+    def __exit__(self, *_: object) -> None:
+        self.gradient = self.wide_gradient = self.wide_exp_avg = self.wide_exp_avg_sq = None
 
     def load_parameter(self) -> Tensor:
         """The parameter with its compensation in the compute dtype; itself where it has that."""

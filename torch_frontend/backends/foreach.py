@@ -27,14 +27,14 @@ def update_small(pairs: Sequence[Pair]) -> Iterator[Pair]:
     """Update the small tensors that need no cast, and give back the others."""
     alike: dict[Any, list[Pair]] = {}
     for slot, gradient in pairs:
-        parameter, state = slot.parameter, slot.state
-        dtype, numel = parameter.dtype, parameter.numel()
-        plain = gradient.dtype is dtype and state["exp_avg"].dtype is dtype and state["exp_avg_sq"].dtype is dtype
-        if not plain or dtype.itemsize < 4 or not 0 < numel <= SMALL or slot.capturable:
+        parameter, state, dtype = slot.parameter, slot.state, slot.compute_dtype
+        plain = parameter.dtype is dtype and gradient.dtype is dtype and not slot.capturable
+        plain = plain and state["exp_avg"].dtype is dtype and state["exp_avg_sq"].dtype is dtype
+        if not plain or not 0 < parameter.numel() <= SMALL:
             yield slot, gradient
             continue
-        step = slot.step_number
-        alike.setdefault((slot.rule.name, id(slot.settings), step, dtype, parameter.device), []).append((slot, gradient))
+        key = (slot.rule.name, id(slot.settings), slot.step_number, dtype, parameter.device)
+        alike.setdefault(key, []).append((slot, gradient))
     for (_, _, step, dtype, _), group in alike.items():
         lead = group[0][0]
         numbers = lead.settings.numbers(lead.rule, step, dtype)

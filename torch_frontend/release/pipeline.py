@@ -117,7 +117,7 @@ class Pipeline:
         if self.optimizer.on_nonfinite != "propagate":
             stage = Skip(step, self.skip_count, stage)
         base = local and stage is self.update
-        if self.disclosure.tells_norms and not isinstance(stage, ClipEach):
+        if self.disclosure.tells_norms and not isinstance(stage, (ClipEach, Skip)):
             stage = Norm(self.disclosure, stage)
         self.use = stage  # what averaged gradients go on to
         after_arrival = one_by_one(stage) if local else self._average

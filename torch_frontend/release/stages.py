@@ -12,7 +12,7 @@ from torch import Tensor
 from ...core.errors import PenstockError
 from ...core.release import Action, GradientReady, Policy, Status
 from ..autograd.passes import pass_number
-from ..clipping import clip_by_norm_, square_sum
+from ..clipping import clip_by_norm_, gradient_norm, square_sum
 from ..communication.shards import is_sharded, local
 from ..finiteness import SkipCount, finite
 from ..groups import PLAIN_GRADIENT, check_gradient
@@ -129,23 +129,27 @@ def one_by_one(stage: Stage) -> Use:
 
 
 class Skip:
-    """Gradients that hold an infinity or a NaN are not used, and counted: on_nonfinite="skip". Synchronises, unless the
-    device itself leaves them out."""
+    """Gradients that are not finite are counted instead of used. Synchronises, unless the device itself leaves them out."""
 
     def __init__(self, step: Step, skipped: SkipCount, following: Stage) -> None:
         self._step = step
+        self._squares = step.disclosure.squares
         self._skipped = skipped
         self._following = following
 
     def __call__(self, arrived: Sequence[Arrived]) -> None:
         """Go on with None instead of them."""
-        if updates_on_device(self._step, [member for member, _ in arrived]):
-            self._following(arrived)
-            return
         gradients = {member: gradient for member, gradient in arrived if gradient is not None}
-        usable = dict(zip(gradients, finite(list(gradients.values())), strict=True))
-        count_skipped(self._step.optimizer, self._skipped, list(usable.values()).count(False))
-        self._following([(member, gradient if usable.get(member) else None) for member, gradient in arrived])
+        norms = [gradient_norm(gradient) for gradient in gradients.values()]
+        if self._step.disclosure.tells_norms:
+            for member, norm in zip(gradients, norms, strict=True):
+                self._squares[member.key] = norm * norm
+        if not updates_on_device(self._step, [member for member, _ in arrived]):
+            usable = dict(zip(gradients, finite(list(gradients.values()), norms), strict=True))
+            if not all(usable.values()):
+                count_skipped(self._step.optimizer, self._skipped, list(usable.values()).count(False))
+                arrived = [(member, gradient if usable.get(member) else None) for member, gradient in arrived]
+        self._following(arrived)
 
 
 def updates_on_device(step: Step, members: Sequence[Member]) -> bool:
@@ -231,7 +235,7 @@ class Update:
         self._squares = step.disclosure.squares
         self._skipped = skipped
         self._free = free
-        self._judges = step.optimizer.on_nonfinite != "propagate"
+        self._judges = step.optimizer.may_check_on_device
 
     def one(self, member: Member, gradient: Tensor) -> None:
         """The base case: one gradient, the whole of it, of a tensor that is not sharded."""
