@@ -48,7 +48,7 @@ class TensorSlot:
     plan: Any = dataclasses.field(default=None, init=False, repr=False)
     compute_dtype: torch.dtype = dataclasses.field(init=False, repr=False)
     _step: Any = dataclasses.field(default=None, init=False, repr=False)
-    _address: int = dataclasses.field(default=0, init=False, repr=False)  # of its memory, which may move
+    _address: int = dataclasses.field(default=0, init=False, repr=False)  # of its memory, which may move; 0 off the host
     _count: Any = dataclasses.field(default=None, init=False, repr=False)  # the memory of "step", seen by numpy
 
     @property
@@ -82,9 +82,10 @@ class TensorSlot:
     def _counter(self) -> Any:
         """ "step"; on a CPU its memory as numpy sees it, which reads and writes a number in a tenth of the time."""
         step = self.state["step"]
-        if step is not self._step or step.data_ptr() != self._address:
-            self._step, self._address = step, step.data_ptr()
-            self._count = step.numpy() if type(step) is Tensor and step.device.type == "cpu" else step
+        if step is not self._step or (self._address and step.data_ptr() != self._address):
+            on_host = type(step) is Tensor and step.device.type == "cpu"
+            self._step, self._address = step, step.data_ptr() if on_host else 0
+            self._count = step.numpy() if on_host else step
         return self._count
 
     def numbers(self) -> UpdateNumbers:
