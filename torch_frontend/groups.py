@@ -167,6 +167,11 @@ def check_group(rule: Rule, group: Group) -> None:
         moment_dtypes(group, name, checked)
 
 
+def on_device(current: Hyperparameters) -> bool:
+    """Whether a hyperparameter is a tensor, and so on a device."""
+    return any(isinstance(getattr(current, field), Tensor) for field in RANGES)
+
+
 def check_device(current: Hyperparameters, parameter: Tensor) -> None:
     """Raise `InvalidArgument` for a hyperparameter on a device from which the parameter's update cannot read it."""
     for field in RANGES:

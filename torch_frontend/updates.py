@@ -19,7 +19,7 @@ from .backends import Backend, ChecksOnDevice, TensorSlot
 from .backends.numbers import GroupSettings
 from .communication.shards import LocalState, is_sharded, local, means_over_shards
 from .finiteness import SkipCount
-from .groups import Group, check_device, fingerprint, hyperparameters
+from .groups import Group, check_device, fingerprint, hyperparameters, on_device
 
 
 class TensorUpdates(Optimizer):
@@ -216,14 +216,13 @@ class TensorUpdates(Optimizer):
         groups = self.param_groups
         known = self._groups
         if len(known) != len(groups) or not all(map(_KnownGroup.is_current, known, groups)):
+            fresh = [_KnownGroup(group, GroupSettings(hyperparameters(group))) for group in groups]
             self._forget_groups()
-            self._groups = [_KnownGroup(group, GroupSettings(hyperparameters(group))) for group in groups]
+            self._groups = fresh
             self._whole = {id(parameter): parameter for parameter in self._parameters()}
             return True
         for entry, group in zip(known, groups, strict=True):
-            if entry.refresh(group):
-                for key in entry.ids:
-                    check_device(entry.settings.hyperparameters, self._whole[key])
+            entry.refresh(group)
         states, dropped = self.state, False
         for key, slot in list(self._slots.items()):
             whole = self._whole[key]
@@ -280,25 +279,21 @@ class _KnownGroup:
             and self._storage == (group["compensation"], group["capturable"])
         )
 
-    def refresh(self, group: Group) -> bool:
-        """Validate its settings, if they have changed; whether one of them is on a device now."""
+    def refresh(self, group: Group) -> None:
+        """Take its settings, if they have changed.
+
+        Raises:
+            InvalidArgument: one is out of range, or on a device that an update cannot read it from; nothing was changed.
+        """
         now = fingerprint(group)
         if now == self._seen:
-            return False
+            return
         current = hyperparameters(group)
+        if on_device(current):
+            for parameter in group["params"]:
+                check_device(current, parameter)
         self.settings.change(current)
         self._seen = now
-        return any(
-            isinstance(value, Tensor)
-            for value in (
-                current.learning_rate,
-                current.beta1,
-                current.beta2,
-                current.eps,
-                current.weight_decay,
-                current.max_lr,
-            )
-        )
 
 
 def _advance(slots: Sequence[TensorSlot], applied: Sequence[Tensor] = ()) -> None:

@@ -194,3 +194,19 @@ def test_the_number_of_updates_is_counted_where_its_memory_is(move: str) -> None
             step.share_memory_()
         else:
             step.data = step.detach().clone()
+
+
+def test_a_learning_rate_on_another_device_is_refused_again_until_it_is_repaired() -> None:
+    p = torch.ones(4, requires_grad=True)
+    optimizer = AdamW([p])
+    p.grad = torch.ones(4)
+    optimizer.step()
+    before = p.detach().clone()
+    optimizer.param_groups[0]["lr"] = torch.tensor(0.1, device="meta")
+    for _ in range(2):
+        with pytest.raises(InvalidArgument, match="lr is a tensor on meta"):
+            optimizer.step()
+    assert torch.equal(p, before)
+    optimizer.param_groups[0]["lr"] = 0.1
+    optimizer.step()
+    assert not torch.equal(p, before)

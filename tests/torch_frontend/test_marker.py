@@ -144,7 +144,7 @@ CHANGES = {
 @pytest.mark.filterwarnings("ignore:Using backward.. with create_graph=True")
 @pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
 @pytest.mark.parametrize("arguments", [{}, {"max_norm": 0.05}], ids=["one pass", "guard"])
-def test_what_nobody_declared_is_refused_where_it_happens(change, arguments) -> None:
+def test_an_undeclared_use_raises_at_its_own_line(change, arguments) -> None:
     model, optimizer, release = after_backward(**arguments)
     before = snapshot(model, optimizer)
     with pytest.raises((Refused, RuntimeError), match=r"parameter '.*'|data pointer"):
@@ -170,7 +170,7 @@ PASSES = {
 
 
 @pytest.mark.parametrize("action", PASSES.values(), ids=PASSES)
-def test_what_changes_nothing_passes(action) -> None:
+def test_a_use_that_changes_nothing_passes(action) -> None:
     model, optimizer, release = after_backward()
     other, plain, _ = after_backward()
     action(model)
@@ -326,7 +326,7 @@ def test_a_marker_is_no_gradient_of_another_parameter() -> None:
 
 
 @pytest.mark.parametrize("lenient", [False, True])
-def test_where_no_norm_can_be_known_none_is_told(lenient: bool) -> None:
+def test_the_norm_is_refused_while_micro_batches_are_in_the_moments(lenient: bool) -> None:
     model = layers()
     optimizer = AdamW(model.parameters(), gradient_release=lenient)
     if lenient:

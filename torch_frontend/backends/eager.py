@@ -124,8 +124,9 @@ class EagerBackend:
         return self._total(slot, gradient, sums, first) if slot.rule.clips_update else 0.0
 
     def _total(self, slot: TensorSlot, gradient: Tensor, sums: list[Tensor], first: bool) -> Tensor:
-        empty = torch.zeros((), dtype=slot.compute_dtype, device=gradient.device)
-        here = sum_of(sums) / gradient.numel() if sums else empty
+        if not sums:
+            sums = [torch.zeros((), dtype=slot.compute_dtype, device=gradient.device)]
+        here = sum_of(sums) / max(1, gradient.numel())
         return here if first else slot.state["mean_square"] + here
 
     # -- pieces ---------------------------------------------------------------------------------------------------------

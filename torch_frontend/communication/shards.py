@@ -31,6 +31,13 @@ def is_released(gradient: Any) -> bool:
     return gradient is not None and getattr(local(gradient), "released", False)
 
 
+def placed_like(like: Any, here: Tensor) -> Tensor:
+    """The DTensor on the mesh of `like`, of its shape and placements, whose local part this is."""
+    layout = {"run_check": False, "shape": like.shape, "stride": like.stride()}
+    placed: Tensor = type(like).from_local(here, like.device_mesh, like.placements, **layout)
+    return placed
+
+
 class LocalState(MutableMapping[str, Any]):
     """A parameter's state as a backend sees it: of every tensor the part that lies here."""
 
@@ -43,8 +50,7 @@ class LocalState(MutableMapping[str, Any]):
     def __setitem__(self, key: str, value: Any) -> None:
         old: Any = self._whole.get(key)
         if is_sharded(old) and not is_sharded(value):  # laid out anew: the part of the same whole
-            placed: dict[str, Any] = {"run_check": False, "shape": old.shape, "stride": old.stride()}
-            value = type(old).from_local(value, old.device_mesh, old.placements, **placed)
+            value = placed_like(old, value)
         self._whole[key] = value
 
     def __delitem__(self, key: str) -> None:

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_leaves
 
 from ...core.errors import Refused
 from ..autograd.passes import pass_number
@@ -139,7 +140,7 @@ class ReleasedGradient(Tensor):
         handler = _HANDLERS.get(func)
         if handler is not None:
             return handler(func, *args, **(kwargs or {}))
-        marker = next(x for x in _flat((args, (kwargs or {}).values())) if isinstance(x, cls))
+        marker = next(x for x in tree_leaves((args, kwargs)) if isinstance(x, cls))
         raise marker.disclosure.refuse(marker, str(func.overloadpacket).removeprefix("aten."))
 
     def like(self, other: Tensor, device: Any) -> ReleasedGradient:
@@ -191,12 +192,6 @@ class ReleasedGradient(Tensor):
     def share_memory_(self) -> ReleasedGradient:
         """There is nothing to share: a model with released gradients can be shared as any."""
         return self
-
-
-def _flat(things: Any) -> list[Any]:
-    if isinstance(things, (list, tuple)) or type(things).__name__ == "dict_values":
-        return [x for thing in things for x in _flat(thing)]
-    return [things]
 
 
 def _itself(func: Any, marker: ReleasedGradient, *args: Any, **kwargs: Any) -> ReleasedGradient:
@@ -277,13 +272,11 @@ def _unscaled(func: Any, tensors: Sequence[Tensor], found_inf: Tensor, inv_scale
 
 def _copied(func: Any, tensor: Tensor, source: Any, non_blocking: bool = False) -> Tensor:
     """DistributedDataParallel copies the average into `.grad`."""
-    marker = tensor if isinstance(tensor, ReleasedGradient) else source
-    operation = (
-        "copying it"
-        if marker is source
-        else ("what is copied into `.grad` (by a DistributedDataParallel that release_gradients was not given)")
+    if not isinstance(tensor, ReleasedGradient):
+        raise source.disclosure.refuse(source, "copying it")
+    raise tensor.disclosure.refuse(
+        tensor, "what is copied into `.grad` (by a DistributedDataParallel that release_gradients was not given)"
     )
-    raise marker.disclosure.refuse(marker, operation)
 
 
 def _added_to(func: Any, tensor: Tensor, other: Any, *, alpha: Any = 1) -> Tensor:

@@ -129,8 +129,8 @@ class Pipeline:
             check = self._refuse_unguarded if self.needs_guard else before
             self.arrive = Arrival(step, self.update.one if base else after_arrival, check)
         else:
-            self.arrive = accumulating = AccumulatingArrival(step, after_arrival, before, self._begin_micro_batch)
-            accumulating.keep = functools.partial(self._keep, averages=True)
+            keep = functools.partial(self._keep, averages=True)
+            self.arrive = AccumulatingArrival(step, after_arrival, before, self._begin_micro_batch, keep=keep)
         if self.communication.name == "ddp" and not self.paused:  # inside no_sync() it only adds up
             arrive = self.arrive
             self.arrive = lambda parameter: (kept if self.communication.keeps() else arrive)(parameter)
@@ -140,8 +140,7 @@ class Pipeline:
         """Gradients in this context are measured, and change nothing."""
 
         def check(parameter: Tensor) -> None:
-            if self.step.to_come or parameter in measurement.norms:
-                self.step.check_whole(parameter, seen=parameter in measurement.norms)
+            self.step.check_whole(parameter, seen=parameter in measurement.norms)
 
         with self._instead(MeasuringArrival, measurement, check, functools.partial(self.step.begin_pass, measures=True)):
             yield

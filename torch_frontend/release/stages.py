@@ -13,7 +13,7 @@ from ...core.errors import PenstockError
 from ...core.release import Action, GradientReady, Policy, Status
 from ..autograd.passes import pass_number
 from ..clipping import clip_by_norm_, gradient_norm, square_sum
-from ..communication.shards import is_sharded, local
+from ..communication.shards import is_sharded, local, placed_like
 from ..finiteness import SkipCount, finite
 from ..groups import PLAIN_GRADIENT, check_gradient
 from ..optimizers import ReleasableOptimizer
@@ -71,7 +71,7 @@ class Arrival:
             incoming, here.incoming = here.incoming, None
             if incoming is None:
                 raise self._step.disclosure.second_gradient(here)
-            gradient = incoming if not is_sharded(gradient) else _placed_as(gradient, incoming)
+            gradient = incoming if not is_sharded(gradient) else placed_like(gradient, incoming)
         check_gradient(member.parameter, gradient)
         return gradient
 
@@ -99,13 +99,15 @@ class MeasuringArrival(Arrival):
 class AccumulatingArrival(Arrival):
     """... of one of several micro-batches: it is kept in `.grad`, or goes on; `keep`: what becomes of one that is kept."""
 
-    keep: Use
+    def __init__(self, *arguments: Any, keep: Use) -> None:
+        super().__init__(*arguments)
+        self._keep = keep
 
     def _take(self, member: Member, gradient: Tensor) -> None:
         step = self._step
         decision = step.decide(member.parameter, GradientReady(step.last))
         if decision.action is Action.KEEP:
-            self.keep(member, gradient)
+            self._keep(member, gradient)
             step.set_status(member.key, decision.status)
         else:
             if step.to_come:
@@ -305,9 +307,3 @@ def leave_marker(member: Member) -> None:
 def _own(member: Member, gradient: Tensor | None) -> Tensor | None:
     shared = gradient is not None and member.parameter.grad is not gradient
     return gradient.clone() if shared and gradient is not None else gradient
-
-
-def _placed_as(like: Any, here: Tensor) -> Tensor:
-    layout = {"run_check": False, "shape": like.shape, "stride": like.stride()}
-    placed: Tensor = type(like).from_local(here, like.device_mesh, like.placements, **layout)
-    return placed

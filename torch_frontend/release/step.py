@@ -14,7 +14,7 @@ from ...core.release import Decision, Event, Ledger, Policy, Status, decide
 from ..autograd.passes import is_nested, pass_number
 from ..autograd.reentrant import still_to_come
 from ..communication.protocol import Purpose
-from ..communication.shards import is_released, is_sharded, local
+from ..communication.shards import is_released, is_sharded, local, placed_like
 from ..groups import UsedSettings
 from ..optimizers import ReleasableOptimizer
 from .marker import Disclosure, ReleasedGradient
@@ -44,10 +44,8 @@ class Member:
         if disclosure.takes_more and len(getattr(self.parameter, "_post_accumulate_grad_hooks", None) or ()) > 1:
             self.placed = None
         elif is_sharded(self.parameter):
-            whole: Any = self.parameter
-            layout = {"run_check": False, "shape": whole.shape, "stride": whole.stride()}
             with torch.no_grad():
-                self.placed = type(whole.data).from_local(self.marker, whole.device_mesh, whole.placements, **layout)
+                self.placed = placed_like(self.parameter.data, self.marker)
                 self.marker = local(self.placed)
 
     def fits(self) -> bool:
