@@ -143,7 +143,7 @@ def test_shared_memory_is_named(compiled: bool) -> None:
     refuse(lookahead, jnp.copy(x), lookahead.init(both), both, r"params\.\w+", r"params\.\w+")
 
 
-def test_what_was_used_up_is_named() -> None:
+def test_an_error_names_the_deleted_array() -> None:
     update, params, grads = make_update(TX), {"w": jnp.ones(3)}, {"w": jnp.ones(3)}
     state = TX.init(params)
     update(grads, state, params)
@@ -178,7 +178,7 @@ def test_an_error_that_jax_does_not_raise_stays_as_it_is() -> None:
     assert raised.type is ValueError
 
 
-def test_what_is_only_read_may_share_memory() -> None:
+def test_arguments_that_are_only_read_may_share_memory() -> None:
     value, gradient = jnp.ones((4, 4)), jnp.ones((4, 4))
     tx, params = optax.with_extra_args_support(adamw(1e-2)), tree()
     expected, _ = make_update(tx)(tree(), tx.init(params), tree())

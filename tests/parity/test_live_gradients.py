@@ -94,7 +94,7 @@ def test_a_new_timeline_keeps_the_peak_and_no_hook_stays() -> None:
     gc.collect()
 
 
-def test_what_a_released_gradient_leaves_is_no_gradient() -> None:
+def test_the_meter_counts_no_marker() -> None:
     from penstock.torch_frontend import AdamW, release_gradients
 
     model = equal_layers()

@@ -43,7 +43,7 @@ def test_a_use_that_is_not_refused_is_named(monkeypatch: pytest.MonkeyPatch) -> 
     assert set(USES) > {"clipped otherwise"}
 
 
-def test_what_a_run_raises_is_a_failed_row() -> None:
+def test_an_error_of_a_run_is_a_failed_row() -> None:
     backend = type("Mine", (NumpyBackend,), {"refuses_markers": lambda *_: None, "start_markers": lambda *_: None})()
     (row,) = run_case(backend, MarkerCase("release", RULES["adamw"], "float32"))
     assert isinstance(row, Row)
@@ -51,7 +51,7 @@ def test_what_a_run_raises_is_a_failed_row() -> None:
     assert (row.failure or "").startswith("step 1: AttributeError")
 
 
-def test_what_cannot_be_seen_is_said() -> None:
+def test_an_unmeasurable_memory_is_reported() -> None:
     (refusal,) = run_case(NumpyBackend(), MarkerCase("release", RULES["adamw"], "float32"))
     assert isinstance(refusal, Refusal)
     assert "LeavesMarkers" in refusal.reason

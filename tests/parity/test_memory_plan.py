@@ -35,7 +35,7 @@ def test_parameters_and_states_are_counted_exactly() -> None:
 @pytest.mark.parametrize("compensation", ["auto", "none", "kahan"])
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_what_is_kept_is_what_the_optimizer_keeps(dtype: str, optimizer: str, compensation: str) -> None:
+def test_planned_state_equals_the_optimizers(dtype: str, optimizer: str, compensation: str) -> None:
     training = dataclasses.replace(TRAINING, dtype=dtype, optimizer=optimizer, compensation=compensation)
     found = plan(SHAPE, training, MODE["plain"]).by_kind
     tensors = len(list(Llama(SHAPE, dtype=torch.float32, checkpointing=False).parameters()))

@@ -41,12 +41,12 @@ Vectors = tuple[Any, ...]  # tensors; None where there is none
 
 
 class CompiledBackend(EagerBackend):
-    """See `Backend`: `EagerBackend`, with graphs for large tensors."""
+    """Updates large tensors with graphs, small ones as `EagerBackend` does."""
 
     name = "compiled"
 
     def update(self, slot: TensorSlot, gradient: Tensor, *, first: bool, measure: bool = False) -> Tensor | None:
-        """See `Backend`. The squares of the gradient are summed in the same graph."""
+        """Put the gradient into the moments and step; its squares are summed in the same graph."""
         pieces = list(_pieces(slot, gradient))
         if not pieces:
             return super().update(slot, gradient, first=first, measure=measure)
@@ -60,7 +60,7 @@ class CompiledBackend(EagerBackend):
         return sum_of([squares for squares, _ in results if squares is not None]) if measure else None
 
     def update_all(self, pairs: Sequence[tuple[TensorSlot, Tensor]], *, over_shards: OverShards | None = None) -> None:
-        """See `Backend`."""
+        """Update many tensors, large ones one by one."""
         if over_shards is not None:
             super().update_all(pairs, over_shards=over_shards)
             return
@@ -68,7 +68,7 @@ class CompiledBackend(EagerBackend):
             self.update(slot, gradient, first=True)
 
     def write(self, slot: TensorSlot, gradient: Tensor, first: bool, total: Tensor) -> None:
-        """See `EagerBackend`."""
+        """Update a tensor of which the summed mean square is given."""
         pieces = list(_pieces(slot, gradient))
         if not pieces:
             super().write(slot, gradient, first, total)
@@ -76,7 +76,7 @@ class CompiledBackend(EagerBackend):
             _run("write", slot, first, piece, total)
 
     def mean_square(self, slot: TensorSlot, gradient: Tensor, first: bool, squares: list[Tensor] | None = None) -> Tensor:
-        """See `EagerBackend`."""
+        """Compute the summed mean square after this micro-batch, 0-d; write nothing."""
         pieces = list(_pieces(slot, gradient))
         if not pieces:
             return super().mean_square(slot, gradient, first, squares)
@@ -84,7 +84,7 @@ class CompiledBackend(EagerBackend):
         return self._total(slot, gradient, sums, first)
 
     def accumulate(self, slot: TensorSlot, gradient: Tensor, *, first: bool) -> None:
-        """See `Backend`."""
+        """Put the gradient of one micro-batch into the moments; leave its summed mean square in the state."""
         pieces = list(_pieces(slot, gradient))
         if not pieces:
             super().accumulate(slot, gradient, first=first)
@@ -93,7 +93,7 @@ class CompiledBackend(EagerBackend):
         slot.state["mean_square"] = self._total(slot, gradient, sums, first) if slot.rule.clips_update else 0.0
 
     def apply(self, slot: TensorSlot) -> None:
-        """See `Backend`."""
+        """Step from the moments, which hold all micro-batches; take the mean square out of the state."""
         pieces = list(_pieces(slot, None))
         if not pieces:
             super().apply(slot)

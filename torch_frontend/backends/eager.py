@@ -30,7 +30,7 @@ PIECE_ELSEWHERE = 2**24
 
 
 class EagerBackend:
-    """See `Backend`."""
+    """Updates tensors in place with torch's ordinary operations, on every device, and starts at once."""
 
     name = "eager"
     one_launch = False
@@ -39,7 +39,7 @@ class EagerBackend:
         self._scratch: dict[Any, Tensor] = {}
 
     def update(self, slot: TensorSlot, gradient: Tensor, *, first: bool, measure: bool = False) -> Tensor | None:
-        """See `Backend`. A rule that clips has the mean square of the whole tensor first, then steps."""
+        """Put the gradient into the moments and step; a rule that clips takes the mean square of the whole tensor first."""
         numbers = slot.numbers()
         whole = self._whole(slot, gradient)
         squares: list[Tensor] = []
@@ -66,7 +66,7 @@ class EagerBackend:
         return sum_of(squares) if measure else None
 
     def update_all(self, pairs: Sequence[tuple[TensorSlot, Tensor]], *, over_shards: OverShards | None = None) -> None:
-        """See `Backend`. Small tensors go together through torch's foreach functions: the same operations, fewer calls."""
+        """Update many tensors; small ones together, through torch's foreach functions: the same operations, fewer calls."""
         if over_shards is None:
             for slot, gradient in update_small(pairs):
                 self.update(slot, gradient, first=True)
@@ -76,11 +76,11 @@ class EagerBackend:
             self.write(slot, gradient, True, total)
 
     def accumulate(self, slot: TensorSlot, gradient: Tensor, *, first: bool) -> None:
-        """See `Backend`."""
+        """Put the gradient of one micro-batch into the moments; leave its summed mean square in the state."""
         slot.state["mean_square"] = self._accumulate(slot, gradient, first)
 
     def apply(self, slot: TensorSlot) -> None:
-        """See `Backend`."""
+        """Step from the moments, which hold all micro-batches; take the mean square out of the state."""
         numbers = slot.numbers()
         eta = numbers.learning_rate
         if slot.rule.clips_update:

@@ -77,7 +77,7 @@ class DDPCommunication(LocalCommunication):
         self.held(parameter)
 
     def flush(self, *, always: bool = False) -> None:
-        """See `Communication`. What DistributedDataParallel has given back of used gradients makes way for their markers."""
+        """Replace used gradients, which DistributedDataParallel has put back into `.grad`, by their markers."""
         for parameter, placed in self._freed.items():
             parameter.grad = placed
         self._freed.clear()

@@ -291,7 +291,7 @@ class Pipeline:
 
     @property
     def last_norm(self) -> Tensor | None:
-        """See `Release`. Of sharded parameters it was summed at the end of the pass, where all processes were there."""
+        """`norm` of the last gradient; of sharded parameters as the end of the pass has summed it, on all processes at once."""
         return self._norm if self.communication.name == "fsdp2" else self.norm()
 
     def norm(self) -> Tensor | None:

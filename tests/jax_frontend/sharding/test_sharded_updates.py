@@ -120,7 +120,7 @@ def test_a_state_lies_beside_its_parameters(name: str, stack: Any) -> None:
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_what_cannot_be_donated_is_refused_and_not_a_crash(layout: str) -> None:
+def test_a_refused_donation_is_an_error_and_not_a_crash(layout: str) -> None:
     tx, params = stable_adamw(1e-2), spread(parameters("float64", width=WIDTH), layout)
     update, step, state = make_update(tx), make_train_step(STACK, tx), init_train_state(tx, params, stack=False)
     grads, data = jax.tree.map(jnp.copy, params), rows(batch(ROWS))
