@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from .communication.shards import local, norms_over_shards
+from .communication.shards import Shard, local, norms_over_shards
 
 NORM_EPS = 1e-6
 """Added to the norm before dividing, as in `torch.nn.utils.clip_grad_norm_`."""
@@ -25,6 +25,15 @@ def gradient_norm(gradient: Tensor) -> Tensor:
 def square_sum(gradient: Tensor) -> Tensor:
     """The sum of a gradient's squares, 0-d; of a sharded one of the part that is stored here. Precise as `gradient_norm`."""
     return gradient_norm(gradient).square()
+
+
+def square_sums(gradients: list[Tensor]) -> Sequence[Tensor]:
+    """`square_sum` of several, in the compute dtype, as updates find them beside their work."""
+    if not gradients:
+        return ()
+    wide = torch.float64 if any(gradient.dtype is torch.float64 for gradient in gradients) else torch.float32
+    norms = torch._foreach_norm(gradients, 2, dtype=wide)  # pyright: ignore[reportPrivateImportUsage]
+    return torch._foreach_mul(norms, norms)  # pyright: ignore[reportPrivateImportUsage]
 
 
 def is_finite(gradient: Tensor, norm: Tensor) -> Tensor:
@@ -54,12 +63,12 @@ def clip_coefficient(norm: Tensor, max_norm: float | Tensor) -> Tensor:
     return torch.div(limit.to(norm.dtype), norm + NORM_EPS).clamp_(max=1.0)
 
 
-def clip_by_norm_(gradients: Sequence[Tensor], max_norm: float | Tensor) -> list[Tensor]:
-    """Scale each gradient in place so that its own norm is at most `max_norm`; return the norms of the local parts, 0-d."""
+def clip_by_norm_(gradients: Sequence[Tensor], shards: Sequence[Shard | None], max_norm: float | Tensor) -> list[Tensor]:
+    """Scale each gradient in place so that its own norm is at most `max_norm`; return the norms of the local parts, 0-d.
+
+    shards: of their parameters.
+    """
     here = [gradient_norm(gradient) for gradient in gradients]
-    if len(gradients) == 1 and type(gradients[0]) is Tensor:
-        gradients[0].mul_(clip_coefficient(here[0], max_norm))
-        return here
-    for gradient, norm in zip(gradients, norms_over_shards(gradients, here), strict=True):
+    for gradient, norm in zip(gradients, norms_over_shards(shards, here), strict=True):
         local(gradient).mul_(clip_coefficient(norm, max_norm))
     return here

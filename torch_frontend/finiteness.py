@@ -8,24 +8,24 @@ import torch
 from torch import Tensor
 
 from .clipping import gradient_norm, is_finite
-from .communication.shards import sum_over_shards
+from .communication.shards import Shard, shard_of, sum_over_shards
 
 
-def finite(gradients: Sequence[Tensor], norms: Sequence[Tensor] | None = None) -> list[bool]:
+def finite(gradients: Sequence[Tensor], shards: Sequence[Shard | None], norms: Sequence[Tensor]) -> list[bool]:
     """Of each gradient, whether no element is an infinity or a NaN, in any shard of it. Synchronises.
 
-    norms: from `gradient_norm`, where they are known.
+    shards: of their parameters. norms: of the gradients, from `gradient_norm`.
     """
-    found = [gradient_norm(gradient) for gradient in gradients] if norms is None else norms
-    if len(gradients) == 1 and type(gradients[0]) is Tensor:
-        return [bool(is_finite(gradients[0], found[0]))]
-    faults = [(~is_finite(gradient, norm)).float() for gradient, norm in zip(gradients, found, strict=True)]
-    return [not bool(count) for count in sum_over_shards(gradients, faults)]
+    if len(gradients) == 1 and shards[0] is None:
+        return [bool(is_finite(gradients[0], norms[0]))]
+    faults = [(~is_finite(gradient, norm)).float() for gradient, norm in zip(gradients, norms, strict=True)]
+    return [not bool(count) for count in sum_over_shards(shards, faults)]
 
 
-def all_finite(gradients: Iterable[Tensor]) -> bool:
-    """Whether no element of any is an infinity or a NaN. Waits for the device."""
-    return all(finite(list(gradients)))
+def each_finite(ready: Sequence[tuple[Tensor, Tensor]]) -> list[bool]:
+    """`finite`, of parameters with their gradients."""
+    gradients = [gradient for _, gradient in ready]
+    return finite(gradients, [shard_of(parameter) for parameter, _ in ready], [gradient_norm(g) for g in gradients])
 
 
 class SkipCount:

@@ -15,7 +15,7 @@ from ..core.release import Action
 from ..core.rules import ADAM, ADAMW, STABLE_ADAMW
 from . import state as saved_state
 from .backends import select_backend
-from .finiteness import SkipCount, all_finite
+from .finiteness import SkipCount, each_finite
 from .groups import PLAIN_GRADIENT, Group, check_gradient, check_group, hyperparameters
 from .updates import TensorUpdates
 
@@ -175,7 +175,7 @@ class ReleasableOptimizer(TensorUpdates):
         if self.checks_on_device(parameter for parameter, _ in ready):
             self.update_if_all_finite(ready)
             return loss
-        if self.on_nonfinite != "propagate" and not all_finite(gradient for _, gradient in ready):
+        if self.on_nonfinite != "propagate" and not all(each_finite(ready)):
             if self.on_nonfinite == "raise":
                 raise NonFiniteGradient("a gradient holds an infinity or a NaN; the step was not taken.")
             self.count_skipped()

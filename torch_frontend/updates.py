@@ -17,7 +17,7 @@ from . import state as saved_state
 from .array_ops import dtype_name
 from .backends import Backend, ChecksOnDevice, TensorSlot
 from .backends.numbers import GroupSettings
-from .communication.shards import LocalState, is_sharded, local, means_over_shards
+from .communication.shards import LocalState, is_sharded, local, means_over_shards, shard_of
 from .finiteness import SkipCount
 from .groups import Group, check_device, fingerprint, hyperparameters, on_device
 
@@ -109,23 +109,18 @@ class TensorUpdates(Optimizer):
             self.perform(*tasks[0])
             return ()
         updates: list[tuple[TensorSlot, Tensor]] = []
-        updated: list[Tensor] = []
-        shards: list[tuple[Tensor, TensorSlot]] = []
+        shards: list[TensorSlot] = []  # whose step needs the mean squares of the other parts
         steps: list[TensorSlot] = []
-        clips = self.rule.clips_update
         for parameter, gradient, action in tasks:
-            slot = self.slot(parameter)
-            here = local(gradient)
-            update = action is Action.UPDATE
-            if update or action.steps:
+            slot, here = self.slot(parameter), local(gradient)
+            if action.steps:
                 steps.append(slot)
-            if update:
+            if action is Action.UPDATE:
                 updates.append((slot, here))
-                updated.append(parameter)
-            elif clips and action.steps and is_sharded(parameter):
+            elif self.rule.clips_update and action.steps and slot.shard is not None:
                 if action is not Action.APPLY:
                     self._backend.accumulate(slot, here, first=False)
-                shards.append((parameter, slot))
+                shards.append(slot)
             elif action is Action.APPLY:
                 self._backend.apply(slot)
             else:
@@ -134,12 +129,8 @@ class TensorUpdates(Optimizer):
         if if_finite:
             assert isinstance(self._backend, ChecksOnDevice)
             applied = self._backend.update_each_if_finite(updates)
-        elif clips and any(map(is_sharded, updated)):
-            self._backend.update_all(updates, over_shards=functools.partial(means_over_shards, updated))
-        elif len(updates) == 1:
-            self._backend.update(*updates[0], first=True)
         elif updates:
-            self._backend.update_all(updates)
+            self._update_slots(updates)
         self._apply_shards(shards)
         _advance(steps, applied)
         self._skipped.add_unapplied(applied)
@@ -157,12 +148,21 @@ class TensorUpdates(Optimizer):
         return square
 
     def update_all(self, ready: Sequence[tuple[Tensor, Tensor]]) -> None:
-        """`Action.UPDATE` of many parameters, none of them sharded, with their gradients."""
+        """`Action.UPDATE` of many parameters, with their gradients; of a sharded one the part of the gradient that is here."""
         slots = self._slots
         pairs = [(slots.get(id(parameter)) or self._new_slot(parameter), gradient) for parameter, gradient in ready]
-        self._backend.update_all(pairs)
+        self._update_slots(pairs)
         for slot, _ in pairs:
             slot.count()
+
+    def _update_slots(self, pairs: Sequence[tuple[TensorSlot, Tensor]]) -> None:
+        if self.rule.clips_update and any(slot.shard is not None for slot, _ in pairs):
+            shards = [slot.shard for slot, _ in pairs]
+            self._backend.update_all(pairs, over_shards=functools.partial(means_over_shards, shards))
+        elif len(pairs) == 1:
+            self._backend.update(*pairs[0], first=True)
+        else:
+            self._backend.update_all(pairs)
 
     def perform(self, parameter: Tensor, gradient: Tensor | None, action: Action) -> None:
         """`perform_all` of one parameter that is not sharded."""
@@ -194,10 +194,10 @@ class TensorUpdates(Optimizer):
         self._skipped.add_unapplied([applied])
         return [applied]
 
-    def _apply_shards(self, shards: Sequence[tuple[Tensor, TensorSlot]]) -> None:
+    def _apply_shards(self, slots: Sequence[TensorSlot]) -> None:
         """The step of tensors whose clip factor depends on shards elsewhere: sums of squares travel, in one exchange."""
-        squares = [slot.state["mean_square"] for _, slot in shards]
-        for (_, slot), square in zip(shards, means_over_shards([parameter for parameter, _ in shards], squares), strict=True):
+        squares = means_over_shards([slot.shard for slot in slots], [slot.state["mean_square"] for slot in slots])
+        for slot, square in zip(slots, squares, strict=True):
             slot.state["mean_square"] = square
             self._backend.apply(slot)
 
@@ -226,7 +226,8 @@ class TensorUpdates(Optimizer):
         states, dropped = self.state, False
         for key, slot in list(self._slots.items()):
             whole = self._whole[key]
-            if slot.parameter is whole and slot.state is states.get(whole):
+            state = slot.state if slot.shard is None else slot.state.whole
+            if slot.parameter is local(whole) and state is states.get(whole):
                 shape, dtype, device = slot.kind
                 if whole.dtype is dtype and whole.shape == shape and whole.device == device:
                     continue
@@ -252,9 +253,9 @@ class TensorUpdates(Optimizer):
         if not state:
             state.update(saved_state.initial_state(group, parameter, current))
         saved_state.check_fits(state, parameter, compensations.compensation_dtype(compensation, name))
-        part = local(parameter)
-        here = state if part is parameter else LocalState(state)
-        slot = TensorSlot(part, here, compensation, self.rule, entry.settings, group["capturable"])
+        shard = shard_of(parameter)
+        here = state if shard is None else LocalState(state)
+        slot = TensorSlot(local(parameter), here, compensation, self.rule, entry.settings, group["capturable"], shard)
         slot.kind = parameter.shape, parameter.dtype, parameter.device
         self._slots[id(parameter)] = slot
         return slot

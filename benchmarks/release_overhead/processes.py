@@ -1,14 +1,13 @@
-"""Release over two gloo processes beside the base path, with what the collectives take shown apart.
+"""Release over two gloo processes beside the base path.
 
 Every figure is processor time of the thread that runs backward(): waiting for the other process, and what gloo's own
-threads do, is not in it. So the time to start the collectives can be measured by itself and subtracted.
+threads do, is not in it; starting the collectives is.
 """
 
 from __future__ import annotations
 
 import json
 import tempfile
-from collections import deque
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -25,11 +24,10 @@ from benchmarks.goals import Goal
 
 from .host import MODE_GOAL
 from .modes import BASE, OPTIMIZERS, Mode, bare, released, row_name
-from .timing import Row, Timed, figures, interleave
+from .timing import Row, figures, interleave
 from .workloads import Workload
 
-RANKS, IN_FLIGHT = 2, 2
-GRADIENTS, SUMS = "collectives: one all-reduce a gradient", "collectives: one all-reduce of two numbers a block"
+RANKS = 2
 
 
 def ddp(model: nn.Module) -> nn.Module:
@@ -52,48 +50,17 @@ WRAPPERS: dict[str, Callable[[nn.Module], nn.Module]] = {"DDP": ddp, "FSDP2": fs
 def rows(alone: Any) -> list[Row]:
     """All rows; `alone` is a process group of this process only, over which there is nothing to average.
 
-    DDP's and FSDP2's own collectives are in their bare rows. StableAdamW over shards needs one more a block.
+    DDP's and FSDP2's own collectives are in their bare rows.
     """
-    found = [bare("bare"), collectives(GRADIENTS, each_gradient), collectives(SUMS, two_numbers)]
+    found = [bare("bare")]
     found += [bare(f"bare, {name}", wrap=wrap) for name, wrap in WRAPPERS.items()]
     for rule in OPTIMIZERS:
         base = row_name(rule, BASE.name)
         found.append(released(rule, Mode(BASE.name, {"process_group": alone})))
-        found.append(released(rule, Mode("process group", less=("bare", GRADIENTS)), base=base))
+        found.append(released(rule, Mode("process group"), base=base))
         for name, wrap in WRAPPERS.items():
-            over_shards = (SUMS,) if name == "FSDP2" and rule == "StableAdamW" else ()
-            found.append(released(rule, Mode(name, less=(f"bare, {name}", *over_shards)), wrap=wrap, base=base))
+            found.append(released(rule, Mode(name, less=(f"bare, {name}",)), wrap=wrap, base=base))
     return found
-
-
-def collectives(name: str, sizes: Callable[[Workload], list[int]]) -> Row:
-    """All-reduces of these sizes and nothing else, a few under way at once."""
-
-    def start(workload: Workload) -> Timed:
-        buffers = [torch.zeros(size) for size in sizes(workload)]
-
-        def step() -> None:
-            under_way: deque[Any] = deque()
-            for buffer in buffers:
-                under_way.append(dist.all_reduce(buffer, async_op=True))
-                if len(under_way) > IN_FLIGHT:
-                    under_way.popleft().wait()
-            while under_way:
-                under_way.popleft().wait()
-
-        return Timed(step)
-
-    return Row(name, start)
-
-
-def each_gradient(workload: Workload) -> list[int]:
-    """Elements of every gradient."""
-    return [parameter.numel() for parameter in workload.model().parameters()]
-
-
-def two_numbers(workload: Workload) -> list[int]:
-    """A sum and a count for every block."""
-    return [2] * workload.count
 
 
 def measure(workload: Workload, rounds: int) -> dict[str, Any]:

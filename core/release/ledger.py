@@ -21,7 +21,8 @@ class Ledger:
         """The gradient of `tensor` exists; one that is already recorded (it was added to) is not counted twice."""
         self.live += nbytes - self._held.get(tensor, 0)
         self._held[tensor] = nbytes
-        self.peak = max(self.peak, self.live)
+        if self.live > self.peak:
+            self.peak = self.live
 
     def free(self, tensor: Hashable) -> None:
         """The gradient of `tensor` is gone; nothing happens if there was none."""
@@ -29,10 +30,9 @@ class Ledger:
 
     def arrive_and_free(self, tensor: Hashable, nbytes: int) -> None:
         """The gradient of `tensor` came to exist, and is gone."""
-        if self._held and tensor in self._held:
-            self.arrive(tensor, nbytes)
-            self.free(tensor)
-        elif self.live + nbytes > self.peak:
+        if self._held:
+            self.live -= self._held.pop(tensor, 0)
+        if self.live + nbytes > self.peak:
             self.peak = self.live + nbytes
 
     @property

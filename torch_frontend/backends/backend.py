@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, MutableMapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol, runtime_checkable
 
 import torch
@@ -14,6 +14,7 @@ from ...core.hyperparameters import Hyperparameters
 from ...core.moments import Complements, debiased_complements
 from ...core.rules import Rule
 from ..array_ops import DTYPES, dtype_name
+from ..communication.shards import Shard
 from .numbers import GroupSettings, UpdateNumbers, numbers_of
 
 _ONE = torch.ones(())
@@ -32,6 +33,7 @@ class TensorSlot:
         the moments.
     compensation: resolved: "none", "kahan" or "split".
     settings: of the parameter's group, as they are now.
+    shard: which part of a sharded parameter this is.
     capturable: "step" is on the parameter's device and must not be waited for.
     kind: shape, dtype and device of the parameter when the slot was made.
     plan: what a backend keeps for this tensor; it goes with the slot, and dataclasses.replace() does not copy it.
@@ -39,11 +41,12 @@ class TensorSlot:
     """
 
     parameter: Tensor
-    state: MutableMapping[str, Any]
+    state: Any
     compensation: str
     rule: Rule
     settings: GroupSettings
     capturable: bool = False
+    shard: Shard | None = None
     kind: Any = dataclasses.field(default=None, repr=False)
     plan: Any = dataclasses.field(default=None, init=False, repr=False)
     compute_dtype: torch.dtype = dataclasses.field(init=False, repr=False)

@@ -14,7 +14,7 @@ import importlib
 import math
 import types
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -26,10 +26,11 @@ from ...core.moments import Complements, is_zero
 from ...core.rules import RULES
 from ...core.update import TensorState
 from ..array_ops import compiled_ops, dtype_name, torch_ops
-from .backend import OverShards, TensorSlot
-from .eager import EagerBackend, sum_of
-from .foreach import SMALL, update_small
+from .backend import TensorSlot
+from .eager import EagerBackend
 from .memory_order import along_memory
+from .packed import SMALL
+from .piece import sum_of
 
 PIECE = 2**22
 """Elements in one call, at most: what a graph allocates besides its results is not larger than a piece."""
@@ -58,14 +59,6 @@ class CompiledBackend(EagerBackend):
             results = [_run("update", slot, first, piece, total, measure) for piece in pieces]
         slot.state.pop("mean_square", None)
         return sum_of([squares for squares, _ in results if squares is not None]) if measure else None
-
-    def update_all(self, pairs: Sequence[tuple[TensorSlot, Tensor]], *, over_shards: OverShards | None = None) -> None:
-        """Update many tensors, large ones one by one."""
-        if over_shards is not None:
-            super().update_all(pairs, over_shards=over_shards)
-            return
-        for slot, gradient in update_small(pairs):
-            self.update(slot, gradient, first=True)
 
     def write(self, slot: TensorSlot, gradient: Tensor, first: bool, total: Tensor) -> None:
         """Update a tensor of which the summed mean square is given."""

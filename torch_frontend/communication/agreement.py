@@ -1,7 +1,8 @@
-"""The few numbers behind every gradient, by which processes that are not in the same round notice it."""
+"""The few numbers behind every bucket of gradients, by which processes that are not in the same round notice it."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -10,8 +11,11 @@ from torch import Tensor
 from ...core.errors import Refused
 from .protocol import Purpose
 
-LENGTH = 2 + 2 * len(Purpose._fields)
-"""Of a tag: used, failed, and of each field of `Purpose` whether it is so, and whether it is not."""
+HEAD = 1 + 2 * len(Purpose._fields)
+"""Numbers of a tag before those of its gradients: failed, and of each field of `Purpose` whether it is so, and whether not."""
+
+KEPT = 1024
+"""Tags that are kept: a model has few, unless which of its gradients are used changes from step to step."""
 
 FAILED = (
     "backward() has failed on one of the processes; its exception there says why. What had not been averaged by then is used "
@@ -44,19 +48,22 @@ class Agreement:
         self._unread: _Unread | None = None
         self._told = False  # in the round under way, what was wrong with the last
 
-    def tag(self, purpose: Purpose, like: Tensor, *, used: bool, failed: bool) -> Tensor:
-        """Of one process, [LENGTH], in the dtype and on the device of `like`."""
-        key = (purpose, like.dtype, like.device, used, failed)
-        if key not in self._tags:
-            numbers = [used, failed, *(number for field in purpose for number in (field, not field))]
-            self._tags[key] = torch.tensor(numbers, dtype=like.dtype, device=like.device)
-        return self._tags[key]
+    def tag(self, purpose: Purpose, like: Tensor, used: Sequence[bool], *, failed: bool) -> Tensor:
+        """Of one process, [HEAD + gradients], in the dtype and on the device of `like`. used: which gradients it has."""
+        key = (purpose, like.dtype, like.device, failed, *used)
+        found = self._tags.get(key)
+        if found is None:
+            if len(self._tags) >= KEPT:
+                self._tags.clear()
+            numbers = [failed, *(number for field in purpose for number in (field, not field)), *used]
+            found = self._tags[key] = torch.tensor(numbers, dtype=like.dtype, device=like.device)
+        return found
 
     def problem(self, purpose: Purpose, sums: Tensor) -> str | None:
-        """What stands in the way of using the gradient before these sums, [LENGTH], as far as it is known now."""
+        """What stands in the way of using the gradients before these sums, [HEAD], as far as it is known now."""
         if reads_at_once(sums):
             return _problem(purpose, sums.tolist())
-        self._sums.append(sums.clone())  # the gradient may go before it is read
+        self._sums.append(sums.clone())  # the gradients may go before it is read
         return None
 
     def end_round(self, purpose: Purpose, *, failed: bool) -> None:
@@ -112,10 +119,10 @@ def _recorded(tensor: Tensor) -> Any:
 
 
 def _problem(purpose: Purpose, sums: list[float]) -> str | None:
-    if sums[1] > 0:
+    if sums[0] > 0:
         return FAILED
     for index, (field, here) in enumerate(zip(Purpose._fields, purpose, strict=True)):
-        if sums[2 + 2 * index + here] > 0:
+        if sums[1 + 2 * index + here] > 0:
             return APART.format(here=_SAID[field][here])
     return None
 

@@ -9,6 +9,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from . import protocol
 from .local import LocalCommunication
 from .protocol import Deliver, Purpose
 
@@ -17,46 +18,55 @@ class FSDP2Communication(LocalCommunication):
     """Gathers the gradients of one FSDP2 parameter group, which come one after the other, and delivers them together.
 
     They lie in one buffer anyway, and what their updates need to know of the other shards (the mean square of StableAdamW,
-    norms, finiteness) travels in one collective. A group that is not complete, because a parameter was not used, is
-    delivered when the next group begins, or the pass ends.
+    norms, finiteness) travels in one collective. Small groups wait for others, up to `BUCKET_BYTES`. What waits, or is not
+    complete because a parameter was not used, is delivered when the next group has no room left, or the pass ends.
     """
 
     name = "fsdp2"
 
     def __init__(self, model: nn.Module) -> None:
         self._model = weakref.ref(model)
-        self._group_of: dict[Tensor, tuple[Tensor, ...]] = {}
+        self._group_of: dict[int, tuple[Tensor, ...]] = {}  # by the id of each parameter in it
         self._arrived: list[Tensor] = []
+        self._arriving: tuple[Tensor, ...] = ()  # the group that the last of them is of
+        self._missing = 0  # of that group
+        self._nbytes = 0  # of the groups that have arrived, all shards: the same on every process
 
     def attach(self, parameters: Sequence[Tensor], deliver: Deliver, purpose: Callable[[], Purpose]) -> None:
         """See `Communication`."""
         super().attach(parameters, deliver, purpose)
         model = self._model()
         if model is not None:
-            self._group_of = parameter_groups(model)
+            self._group_of = {id(parameter): group for group in parameter_groups(model) for parameter in group}
 
     def gradient_ready(self, parameter: Tensor) -> None:
         """See `Communication`."""
-        group = self._group_of.get(parameter, (parameter,))
-        if self._arrived and self._group_of.get(self._arrived[0]) is not group:
-            self.flush()
+        group = self._group_of.get(id(parameter)) or (parameter,)
+        if group is not self._arriving:
+            nbytes = sum(member.numel() * member.element_size() for member in group)
+            if self._nbytes + nbytes > protocol.BUCKET_BYTES:
+                self.flush()
+            self._arriving, self._missing = group, len(group)
+            self._nbytes += nbytes
         self._arrived.append(parameter)
-        if len(self._arrived) == len(group):
+        self._missing -= 1
+        if not self._missing and self._nbytes >= protocol.BUCKET_BYTES:
             self.flush()
 
     def flush(self, *, always: bool = False) -> None:
         """See `Communication`."""
-        arrived, self._arrived = self._arrived, []
+        arrived = self._arrived
+        self.detach()
         if arrived:
             self._deliver(arrived)
 
     def detach(self) -> None:
         """See `Communication`."""
-        self._arrived = []
+        self._arrived, self._arriving, self._nbytes = [], (), 0
 
 
-def parameter_groups(model: nn.Module) -> dict[Tensor, tuple[Tensor, ...]]:
-    """Of each trainable parameter, those that FSDP2 handles together with it.
+def parameter_groups(model: nn.Module) -> list[tuple[Tensor, ...]]:
+    """The trainable parameters, as FSDP2 handles them together.
 
     A parameter belongs to the innermost module around it that `fully_shard` was called on; modules that were given to it as
     one list share their state.
@@ -78,4 +88,4 @@ def parameter_groups(model: nn.Module) -> dict[Tensor, tuple[Tensor, ...]]:
             walk(child, owner)
 
     walk(model, None)
-    return {parameter: group for group in map(tuple, members.values()) for parameter in group}
+    return [tuple(group) for group in members.values()]

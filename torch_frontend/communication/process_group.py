@@ -1,4 +1,4 @@
-"""A plain module over a process group: an asynchronous all-reduce for each gradient, in the same order on every rank."""
+"""A plain module over a process group: asynchronous all-reduces of gradients, in the same order on every rank."""
 
 from __future__ import annotations
 
@@ -11,23 +11,25 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from ...core.errors import Refused
-from .agreement import LENGTH, Agreement
+from . import protocol
+from .agreement import HEAD, Agreement
 from .local import LocalCommunication
 from .protocol import Deliver, Purpose
 from .shards import is_released
 
 IN_FLIGHT = 2
-"""Gradients under way at once: one is reduced while the next is computed; more would only be more memory."""
+"""Buckets under way at once: one is reduced while the next is computed; more would only be more memory."""
 
 
 class ProcessGroupCommunication(LocalCommunication):
     """Averages over a process group. In a round every parameter is all-reduced once, in the same order on every rank.
 
-    Graphs may differ between ranks: a gradient whose turn has not come waits, and when the round ends a rank takes part
-    with zeros where it has no gradient. Each all-reduce carries a few numbers more, by which a rank learns whether another had
-    a gradient: a parameter that none has used is left alone; and whether all are in the same round, and well (`Agreement`):
-    otherwise each of them raises, and none uses the gradient. As in DistributedDataParallel, a gradient is multiplied by
-    1/world_size and then summed, in its own dtype; with two ranks the average is the same bit for bit.
+    Small gradients that follow each other are reduced together: a bucket. Graphs may differ between ranks: gradients whose
+    turn has not come wait, and when the round ends a rank takes part with zeros where it has no gradient. Each all-reduce
+    carries a few numbers more, by which a rank learns whether another had a gradient: a parameter that none has used is left
+    alone; and whether all are in the same round, and well (`Agreement`): otherwise each of them raises, and none uses the
+    gradients. As in DistributedDataParallel, a gradient is multiplied by 1/world_size and then summed, in its own dtype; with
+    two ranks the average is the same bit for bit.
 
     The first round goes backwards through the parameters, later ones as gradients arrived on the first rank in the first.
     """
@@ -38,8 +40,9 @@ class ProcessGroupCommunication(LocalCommunication):
         self._group = group
         self._share = 1.0 / dist.get_world_size(group)
         self._order: list[Tensor] = []
-        self._next = 0  # in the order: who is launched next in this round
-        self._waiting: dict[Tensor, Tensor] = {}  # gradients whose turn has not come
+        self._buckets: list[_Bucket] = []  # of the order
+        self._next = 0  # of the buckets: which is launched next in this round
+        self._waiting: dict[int, Tensor] = {}  # gradients whose turn has not come, by the id of their parameter
         self._in_flight: deque[_Flight] = deque()
         self._arrivals: list[Tensor] | None = []  # of the first round; None once the order is settled
         self._completed = False  # a round, in this step
@@ -53,7 +56,7 @@ class ProcessGroupCommunication(LocalCommunication):
         self._ask_purpose = purpose
         if self._failed:
             self._end_failed_round()
-        self._order = [*reversed(parameters), *self._order]
+        self._set_order([*reversed(parameters), *self._order])
         self._arrivals = []
         self._completed = False  # the new ones had no part in a round
 
@@ -63,19 +66,21 @@ class ProcessGroupCommunication(LocalCommunication):
             flight.work.wait()
         self._in_flight.clear()
         self._waiting.clear()
-        self._order, self._next, self._arrivals = [], 0, []
+        self._set_order([])
+        self._next, self._arrivals = 0, []
         self._purpose, self._failed = None, False
 
     def gradient_ready(self, parameter: Tensor) -> None:
         """See `Communication`."""
         gradient, parameter.grad = parameter.grad, None
-        self._begin()
+        if self._failed or self._purpose is None:
+            self._begin()
         assert gradient is not None
-        self._waiting[parameter] = gradient
+        self._waiting[id(parameter)] = gradient
         del gradient
         if self._arrivals is not None:
             self._arrivals.append(parameter)
-        while self._next < len(self._order) and self._order[self._next] in self._waiting:
+        while self._next < len(self._buckets) and self._buckets[self._next].is_full(self._waiting):
             self._launch(self._deliver)
 
     def flush(self, *, always: bool = False) -> None:
@@ -115,6 +120,8 @@ class ProcessGroupCommunication(LocalCommunication):
             self._end_failed_round()
         if self._purpose is None:
             self._agreement.read()
+            if not all(bucket.fits() for bucket in self._buckets):
+                self._set_order(self._order)
             self._settle_purpose(step=step)
 
     def _settle_purpose(self, *, step: bool = False) -> None:
@@ -127,10 +134,10 @@ class ProcessGroupCommunication(LocalCommunication):
         self._complete(self._deliver)
 
     def _complete(self, deliver: Deliver) -> None:
-        while self._next < len(self._order):
-            parameter = self._order[self._next]
-            if parameter.grad is not None and not is_released(parameter.grad) and not self._failed:
-                self._waiting[parameter], parameter.grad = parameter.grad, None
+        while self._next < len(self._buckets):
+            for parameter in self._buckets[self._next].parameters:
+                if parameter.grad is not None and not is_released(parameter.grad) and not self._failed:
+                    self._waiting[id(parameter)], parameter.grad = parameter.grad, None
             self._launch(deliver)
         while self._in_flight:
             self._land(deliver)
@@ -145,34 +152,41 @@ class ProcessGroupCommunication(LocalCommunication):
         self._completed = True
 
     def _launch(self, deliver: Deliver) -> None:
-        parameter = self._order[self._next]
+        bucket = self._buckets[self._next]
         self._next += 1
-        buffer = torch.zeros(parameter.numel() + LENGTH, dtype=parameter.dtype, device=parameter.device)
-        used = parameter in self._waiting
-        if used:
-            torch.mul(self._waiting.pop(parameter).reshape(-1), self._share, out=buffer[:-LENGTH])
+        found = [self._waiting.pop(key, None) for key in bucket.keys]
+        used = [gradient is not None for gradient in found]
         assert self._purpose is not None
-        buffer[-LENGTH:] = self._agreement.tag(self._purpose, buffer, used=used, failed=self._failed)
+        tag = self._agreement.tag(self._purpose, bucket.parameters[0], used, failed=self._failed)
+        buffer = bucket.filled(found, self._share, tag)
+        del found
         work = dist.all_reduce(buffer, group=self._group, async_op=True)
-        self._in_flight.append(_Flight(parameter, buffer, work, used))
+        self._in_flight.append(_Flight(bucket, buffer, work, used))
         while len(self._in_flight) > IN_FLIGHT:
             self._land(deliver)
 
     def _land(self, deliver: Deliver) -> None:
-        parameter, buffer, work, used = self._in_flight.popleft()
+        bucket, buffer, work, used = self._in_flight.popleft()
         work.wait()
         assert self._purpose is not None
-        problem = self._agreement.problem(self._purpose, buffer[-LENGTH:])
+        sums = buffer[bucket.elements :]
+        problem = self._agreement.problem(self._purpose, sums[:HEAD])
         if problem is not None and not self._failed:
             self._failed = True
             self._waiting.clear()
             raise Refused(problem)
         if problem is not None or (self._failed and self._purpose.measured):
             return
-        if used or bool(buffer[-LENGTH] > 0):  # only a rank that did not use it has to wait for the device to know
-            parameter.grad = buffer[:-LENGTH].view(parameter.shape)
-            del buffer
-            deliver([parameter])
+        if not all(used):  # only a rank that did not use all of them has to wait for the device to know
+            used = [number > 0 for number in sums[HEAD:].tolist()]
+        delivered = bucket.give_back(buffer, used)
+        del buffer, sums
+        if delivered:
+            deliver(delivered)
+
+    def _set_order(self, order: list[Tensor]) -> None:
+        self._order = order
+        self._buckets = [_Bucket(parameters) for parameters in _in_buckets(order)]
 
     def _settle_order(self) -> None:
         """Take the order in which gradients arrived on the first rank, so that few of them wait for their turn."""
@@ -183,19 +197,79 @@ class ProcessGroupCommunication(LocalCommunication):
         dist.broadcast(told, src=dist.get_global_rank(self._group, 0), group=self._group)
         numbers: list[int] = told.tolist()
         if min(numbers) < len(self._order):  # otherwise there was nothing to learn from
-            self._order = [p for _, p in sorted(zip(numbers, self._order, strict=True), key=lambda pair: pair[0])]
+            self._set_order([p for _, p in sorted(zip(numbers, self._order, strict=True), key=lambda pair: pair[0])])
             self._arrivals = None
         else:
             self._arrivals = []
 
 
-class _Flight(NamedTuple):
-    """An all-reduce under way: a flat gradient and, behind it, a tag."""
+class _Bucket:
+    """Parameters, of one dtype and on one device, whose gradients are reduced together.
 
-    parameter: Tensor
+    keys: their ids, in order. elements: of all gradients, which lie in the buffer before a tag.
+    """
+
+    def __init__(self, parameters: list[Tensor]) -> None:
+        self.parameters = parameters
+        self.keys = [id(parameter) for parameter in parameters]
+        self._kind = parameters[0].dtype, parameters[0].device
+        self._sizes = [parameter.numel() for parameter in parameters]
+        self.elements = sum(self._sizes)
+
+    def is_full(self, gradients: dict[int, Tensor]) -> bool:
+        """Whether the gradients of all of its parameters are among these."""
+        return len(gradients) >= len(self.keys) and all(key in gradients for key in self.keys)
+
+    def fits(self) -> bool:
+        """Whether the parameters are still of the dtype and on the device that the bucket was made for."""
+        return all((parameter.dtype, parameter.device) == self._kind for parameter in self.parameters)
+
+    def filled(self, gradients: Sequence[Tensor | None], share: float, tag: Tensor) -> Tensor:
+        """A flat tensor of the gradients times `share`, zeros instead of one that is None, and the tag."""
+        parts = [
+            torch.zeros(size, dtype=tag.dtype, device=tag.device) if gradient is None else gradient.reshape(-1)
+            for gradient, size in zip(gradients, self._sizes, strict=True)
+        ]
+        if len(parts) > 1:
+            buffer = torch.cat([*parts, tag])
+            buffer[: self.elements].mul_(share)
+            return buffer
+        buffer = torch.empty(self.elements + len(tag), dtype=tag.dtype, device=tag.device)
+        torch.mul(parts[0], share, out=buffer[: self.elements])  # a large one is not copied twice
+        buffer[self.elements :] = tag
+        return buffer
+
+    def give_back(self, buffer: Tensor, used: Sequence[bool]) -> list[Tensor]:
+        """Put what is in the buffer into `.grad` of the parameters that were used; return those."""
+        parts = zip(self.parameters, buffer[: self.elements].split(self._sizes), used, strict=True)
+        given = [(parameter, gradient) for parameter, gradient, is_used in parts if is_used]
+        for parameter, gradient in given:
+            parameter.grad = gradient.view(parameter.shape)
+        return [parameter for parameter, _ in given]
+
+
+def _in_buckets(order: Sequence[Tensor]) -> list[list[Tensor]]:
+    """The parameters in order, cut into buckets of at most `BUCKET_BYTES`, each of one dtype and device."""
+    found: list[list[Tensor]] = []
+    room = 0
+    for parameter in order:
+        lead = found[-1][0] if found else parameter
+        if parameter.nbytes <= room and parameter.dtype is lead.dtype and parameter.device == lead.device:
+            found[-1].append(parameter)
+        else:
+            found.append([parameter])
+            room = protocol.BUCKET_BYTES
+        room -= parameter.nbytes
+    return found
+
+
+class _Flight(NamedTuple):
+    """An all-reduce under way: of each parameter in the bucket, whether this rank has used it."""
+
+    bucket: _Bucket
     buffer: Tensor
     work: Any
-    used: bool
+    used: list[bool]
 
 
 def check_alike(model: nn.Module, parameters: Sequence[Tensor], group: Any) -> None:

@@ -258,4 +258,4 @@ def _book(parameter: Tensor, nbytes: int) -> None:
     """The gradient of a block's parameter exists from here on, though autograd delivers it later."""
     for release in active_releases():
         if nbytes and release.hooked(parameter):
-            release.ledger.arrive(parameter, nbytes)
+            release.ledger.arrive(id(parameter), nbytes)

@@ -9,8 +9,8 @@ from ...core.errors import NonFiniteGradient, Refused
 from ...core.release import Action, Status, ZeroGrad
 from ...core.release import Step as StepCalled
 from ..clipping import clip_by_norm_, clip_coefficient, square_sum
-from ..communication.shards import is_released, local
-from ..finiteness import all_finite, finite
+from ..communication.shards import is_released, local, shard_of
+from ..finiteness import each_finite
 from ..groups import check_gradient
 from .pipeline import Pipeline
 from .queue import batches
@@ -56,7 +56,7 @@ def waiting(pipeline: Pipeline) -> dict[Tensor, Tensor | None]:
             key = id(parameter)
             status = step.status(key)
             if gradient is None and status is Status.HELD:  # somebody took it out of `.grad`
-                step.ledger.free(parameter)
+                step.ledger.free(key)
                 step.set_status(key, Status.IDLE)
             elif gradient is not None:
                 if key in step.mixed:
@@ -93,14 +93,14 @@ def _use_waiting(pipeline: Pipeline, waiting: dict[Tensor, Tensor | None]) -> No
     by_device = together and bool(gradients) and optimizer.checks_on_device(gradients)
     judges = optimizer.on_nonfinite != "propagate" and not by_device
     usable = dict.fromkeys(gradients, True)
-    if together and judges and not all_finite(gradients.values()):
+    if together and judges and not all(each_finite(list(gradients.items()))):
         if optimizer.on_nonfinite == "raise":
             raise NonFiniteGradient("a gradient holds an infinity or a NaN; the step was not taken.")
         count_skipped(optimizer, pipeline.skip_count)
         pipeline.forget(waiting)
         return
     if judges and not together:
-        usable = dict(zip(gradients, finite(list(gradients.values())), strict=True))
+        usable = dict(zip(gradients, each_finite(list(gradients.items())), strict=True))
         count_skipped(optimizer, pipeline.skip_count, list(usable.values()).count(False))
     decisions = {p: step.decide(p, StepCalled(usable.get(p, True), waiting=g is not None)) for p, g in waiting.items()}
     squares = step.disclosure.squares
@@ -115,7 +115,7 @@ def _use_waiting(pipeline: Pipeline, waiting: dict[Tensor, Tensor | None]) -> No
         for gradient in here.values():
             rescale_(gradient, factor)
         if pipeline.max_norm_of_each is not None:
-            clip_by_norm_(list(here.values()), pipeline.max_norm_of_each)
+            clip_by_norm_(list(here.values()), [shard_of(p) for p in here], pipeline.max_norm_of_each)
         if by_device:
             pipeline.skip_count.add_unapplied(optimizer.update_if_all_finite(list(here.items())))
         else:

@@ -24,7 +24,7 @@ from ..autograd.graph import Graph
 from ..autograd.leaves import SetAside
 from ..autograd.passes import is_compiled
 from ..clipping import clip_coefficient, gradient_norm, is_finite
-from ..communication.shards import is_sharded, sum_over_shards
+from ..communication.shards import Shard, is_sharded, sum_over_shards
 from .hooks import check_ownership
 from .pipeline import Pipeline
 from .stages import Arrived, count_skipped
@@ -44,7 +44,7 @@ class Measurement:
         self._judge = judge
         self._budget = keep_bytes
         self.norms: dict[Tensor, Tensor] = {}
-        self._finite: dict[Tensor, Tensor] = {}
+        self._finite: list[tuple[Shard | None, Tensor]] = []  # of each gradient, whether the part that is here is
         self.kept: dict[Tensor, None] = {}  # in the order in which they came
 
     def __call__(self, arrived: Sequence[Arrived]) -> None:
@@ -54,15 +54,15 @@ class Measurement:
             parameter = member.parameter
             norm = self.norms[parameter] = gradient_norm(gradient)
             if self._judge:
-                self._finite[parameter] = is_finite(gradient, norm)
+                self._finite.append((member.shard, is_finite(gradient, norm)))
             nbytes = gradient.untyped_storage().nbytes() if self._budget else 0
             if 0 < nbytes <= self._budget:
                 self._budget -= nbytes
                 self.kept[parameter] = None
-                self._ledger.arrive(parameter, member.nbytes)
+                self._ledger.arrive(member.key, member.nbytes)
             else:
                 parameter.grad = None
-                self._ledger.arrive_and_free(parameter, member.nbytes)
+                self._ledger.arrive_and_free(member.key, member.nbytes)
 
     @functools.cached_property
     def finite(self) -> bool:
@@ -72,9 +72,9 @@ class Measurement:
         """
         if not self._finite:
             return True
-        device = next(iter(self._finite.values())).device
-        bad = (~torch.stack([finite.to(device) for finite in self._finite.values()])).float()
-        return not bool(torch.stack(sum_over_shards(list(self._finite), bad.unbind())).sum())
+        device = self._finite[0][1].device
+        bad = (~torch.stack([finite.to(device) for _, finite in self._finite])).float()
+        return not bool(torch.stack(sum_over_shards([shard for shard, _ in self._finite], bad.unbind())).sum())
 
 
 def two_passes(pipeline: Pipeline, loss: Tensor, seed: Tensor, keep_bytes: int) -> None:

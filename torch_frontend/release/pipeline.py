@@ -21,7 +21,7 @@ from ..autograd.passes import at_end_of_pass, is_nested, pass_number, weakly
 from ..communication import Communication
 from ..communication.held_average import HeldAverage
 from ..communication.protocol import Purpose
-from ..communication.shards import sum_over_shards
+from ..communication.shards import Shard, local, shard_of, sum_over_shards
 from ..finiteness import SkipCount
 from ..optimizers import ReleasableOptimizer
 from .hooks import Hooks
@@ -103,7 +103,7 @@ class Pipeline:
 
     def compose(self) -> None:
         """Build the pipeline that what was asked for, and what the parameters are, need."""
-        step, local = self.step, self.alone
+        step = self.step
         free = getattr(self.communication, "free_after_pass", leave_marker)  # DistributedDataParallel uses `.grad` itself
         self.update = Update(step, self.skip_count, free)
         stage: Stage = self.update
@@ -116,11 +116,11 @@ class Pipeline:
         self._rescale = Rescale(stage)
         if self.optimizer.on_nonfinite != "propagate":
             stage = Skip(step, self.skip_count, stage)
-        base = local and stage is self.update
+        base = self.alone and stage is self.update
         if self.disclosure.tells_norms and not isinstance(stage, (ClipEach, Skip)):
             stage = Norm(self.disclosure, stage)
         self.use = stage  # what averaged gradients go on to
-        after_arrival = one_by_one(stage) if local else self._average
+        after_arrival = one_by_one(stage) if self.alone else self._average
         before = None if self.queue is None else self.queue.before
         kept = Keeping(step, self._keep, begin=lambda parameter: None)
         if self.paused:
@@ -173,9 +173,9 @@ class Pipeline:
         """Hand a gradient to communication, which hands it back to `deliver`."""
         parameter = member.parameter
         self._watch_pass()
-        if parameter.grad is not gradient:  # it was added to a marker
+        if member.shard is None and parameter.grad is not gradient:  # it was added to a marker
             parameter.grad = gradient
-        self.step.arrive(parameter, gradient)
+        self.step.arrive(member)
         self.communication.gradient_ready(parameter)
 
     @torch.no_grad()
@@ -185,19 +185,21 @@ class Pipeline:
         with step.lock:
             if not self._measures and self._keeps:  # averaged in a backward that only adds up
                 return
-            members = [step.members[id(p)] for p in parameters if id(p) in step.members]  # others left their groups
-            arrived: list[Arrived] = [(m, m.parameter.grad) for m in members if m.parameter.grad is not None]
-            for member, gradient in arrived:
-                assert gradient is not None
-                step.arrive(member.parameter, gradient)
+            arrived: list[Arrived] = []
+            for parameter in parameters:
+                gradient, member = parameter.grad, step.members.get(id(parameter))
+                if gradient is None or member is None:  # it has left its group
+                    continue
+                arrived.append((member, gradient if member.shard is None else local(gradient)))
+                step.arrive(member)
                 if step.policy is Policy.RELEASE and not self._measures:
-                    step.released[member.key] = member  # this rank may have had none
+                    step.released[member.key] = member  # this process may have had no gradient
             if arrived:
                 self.use(arrived)
 
     def _keep(self, member: Member, gradient: Tensor, averages: bool = False) -> None:
         """A gradient stays in `.grad`."""
-        self.step.arrive(member.parameter, gradient)
+        self.step.arrive(member)
         self.communication.held(member.parameter)
         if averages:
             self.held_average.gradient_held()
@@ -299,12 +301,18 @@ class Pipeline:
         squares = self.disclosure.squares
         if not self.disclosure.tells_norms:
             return None
-        found = [(p, squares[id(p)]) for group in self.optimizer.param_groups for p in group["params"] if id(p) in squares]
+        members, found = self.step.members, list[tuple[Shard | None, Tensor]]()
+        for group in self.optimizer.param_groups:
+            for parameter in group["params"]:
+                square = squares.get(id(parameter))
+                if square is not None:
+                    member = members.get(id(parameter))
+                    found.append((shard_of(parameter) if member is None else member.shard, square))
         if not found:
             return torch.zeros((), dtype=torch.float64) if self.disclosure.judged else None
         device = found[0][1].device
         wide = torch.float32 if device.type == "mps" else torch.float64
-        totals = sum_over_shards([p for p, _ in found], [square.to(device, wide) for _, square in found])
+        totals = sum_over_shards([shard for shard, _ in found], [square.to(device, wide) for _, square in found])
         self._norm = torch.stack(totals).sum().sqrt()
         return self._norm
 

@@ -64,13 +64,14 @@ class SmallUpdateQueue:
             self._update(arrived)
 
     def _may_wait(self, member: Member, gradient: Tensor) -> bool:
-        return is_small(gradient, self.room) and action_for(self._step, member, True)[0] is Action.UPDATE and self._watch()
+        small = member.shard is None and is_small(gradient, self.room)
+        return small and action_for(self._step, member, True)[0] is Action.UPDATE and self._watch()
 
     def _add(self, member: Member, gradient: Tensor) -> None:
         step, device = self._step, gradient.device
         if device in self._queues and self._queues[device].nbytes + gradient.nbytes > self.room:
             self.flush(device)
-        step.arrive(member.parameter, gradient)
+        step.arrive(member)
         self._queues.setdefault(device, _Queue(device, pass_number())).add(member, gradient)
         step.set_status(member.key, Status.QUEUED)
         self._free(member)
@@ -98,7 +99,7 @@ class SmallUpdateQueue:
                 for member in self._queues.pop(device).gradients:
                     self._step.set_status(member.key, Status.IDLE)
                     self._step.released.pop(member.key, None)
-                    self._step.ledger.free(member.parameter)
+                    self._step.ledger.free(member.key)
                     if member.parameter.grad is member.placed:
                         member.parameter.grad = None
 
@@ -126,7 +127,7 @@ class SmallUpdateQueue:
                     raise
                 for member in gradients:
                     step.set_status(member.key, Status.RELEASED if step.strict else Status.IDLE)
-                    step.ledger.free(member.parameter)
+                    step.ledger.free(member.key)
 
     def _give_back(self, gradients: Mapping[Member, Tensor]) -> None:
         """What waits could not be used: it is held in `.grad`."""
@@ -139,7 +140,7 @@ class SmallUpdateQueue:
 
 def is_small(gradient: Tensor, room: int) -> bool:
     """Whether a gradient may wait where there is this room; a small part of a buffer keeps all of it alive."""
-    if is_sharded(gradient) or gradient.nbytes > min(SMALL_BYTES, room):
+    if gradient.nbytes > min(SMALL_BYTES, room):
         return False
     return gradient.untyped_storage().nbytes() <= SMALL_BYTES
 

@@ -12,8 +12,8 @@ from torch import Tensor
 from ...core.errors import PenstockError
 from ...core.release import Action, GradientReady, Policy, Status
 from ..autograd.passes import pass_number
-from ..clipping import clip_by_norm_, gradient_norm, square_sum
-from ..communication.shards import is_sharded, local, placed_like
+from ..clipping import clip_by_norm_, gradient_norm, square_sum, square_sums
+from ..communication.shards import local, placed_like
 from ..finiteness import SkipCount, finite
 from ..groups import PLAIN_GRADIENT, check_gradient
 from ..optimizers import ReleasableOptimizer
@@ -21,7 +21,7 @@ from .marker import Disclosure, ReleasedGradient
 from .step import Member, Step
 
 Arrived = tuple[Member, Tensor | None]
-"""A parameter and its gradient; None instead of one that must not be used."""
+"""A parameter and its gradient, of a sharded one the part that is here; None instead of one that must not be used."""
 
 Stage = Callable[[Sequence[Arrived]], None]
 Use = Callable[[Member, Tensor], None]
@@ -71,9 +71,13 @@ class Arrival:
             incoming, here.incoming = here.incoming, None
             if incoming is None:
                 raise self._step.disclosure.second_gradient(here)
-            gradient = incoming if not is_sharded(gradient) else placed_like(gradient, incoming)
+            if member.shard is None:
+                gradient = here = incoming
+            else:
+                gradient = member.parameter.grad = placed_like(gradient, incoming)
+                here = local(gradient)
         check_gradient(member.parameter, gradient)
-        return gradient
+        return here
 
     def _take(self, member: Member, gradient: Tensor) -> None:
         step = self._step
@@ -147,7 +151,8 @@ class Skip:
             for member, norm in zip(gradients, norms, strict=True):
                 self._squares[member.key] = norm * norm
         if not updates_on_device(self._step, [member for member, _ in arrived]):
-            usable = dict(zip(gradients, finite(list(gradients.values()), norms), strict=True))
+            shards = [member.shard for member in gradients]
+            usable = dict(zip(gradients, finite(list(gradients.values()), shards, norms), strict=True))
             if not all(usable.values()):
                 count_skipped(self._step.optimizer, self._skipped, list(usable.values()).count(False))
                 arrived = [(member, gradient if usable.get(member) else None) for member, gradient in arrived]
@@ -176,9 +181,10 @@ class Norm:
 
     def __call__(self, arrived: Sequence[Arrived]) -> None:
         """Before anything is clipped."""
-        for member, gradient in arrived:
-            if gradient is not None:
-                self._squares[member.key] = square_sum(gradient)
+        found = [(member, gradient) for member, gradient in arrived if gradient is not None]
+        for (member, _), square in zip(found, square_sums([gradient for _, gradient in found]), strict=True):
+            self._squares[member.key] = square
+        del found
         self._following(arrived)
 
 
@@ -195,10 +201,10 @@ class ClipEach:
         """In place; autograd may share what was added to a marker, so that is copied."""
         if self._copies:
             arrived = [(member, _own(member, gradient)) for member, gradient in arrived]
-        usable = [(member.key, gradient) for member, gradient in arrived if gradient is not None]
-        norms = clip_by_norm_([gradient for _, gradient in usable], self._max_norm)
-        for (key, _), norm in zip(usable, norms, strict=True):
-            self._squares[key] = norm * norm
+        usable = [(member, gradient) for member, gradient in arrived if gradient is not None]
+        norms = clip_by_norm_([gradient for _, gradient in usable], [member.shard for member, _ in usable], self._max_norm)
+        for (member, _), norm in zip(usable, norms, strict=True):
+            self._squares[member.key] = norm * norm
         self._following(arrived)
 
 
@@ -247,32 +253,31 @@ class Update:
         else:
             square = self._optimizer.update(member.parameter, gradient, measure=True)
         self._squares[member.key] = square_sum(gradient) if square is None else square
-        self._ledger.arrive_and_free(member.parameter, member.nbytes)
+        self._ledger.arrive_and_free(member.key, member.nbytes)
         self._free(member)
 
     def __call__(self, arrived: Sequence[Arrived]) -> None:
         """Several gradients; what they need from other processes comes in one exchange."""
         with contextlib.nullcontext() if not torch.is_grad_enabled() else torch.no_grad():
-            member, gradient = arrived[0]
-            alone = len(arrived) == 1 and gradient is not None and member.key in self._step.released
-            if alone and not self._judges and type(gradient) is Tensor:
-                self._optimizer.update(member.parameter, gradient)
-                self._ledger.arrive_and_free(member.parameter, member.nbytes)
-                self._free(member)
-            else:
+            released = self._step.released
+            ready = [(m.parameter, gradient) for m, gradient in arrived if gradient is not None and m.key in released]
+            if len(ready) < len(arrived) or self._judges:
                 self._use(arrived)
+                return
+            self._optimizer.update_all(ready)
+            del ready
+            for member, _ in arrived:
+                self._ledger.arrive_and_free(member.key, member.nbytes)
+                self._free(member)
 
     def _use(self, arrived: Sequence[Arrived]) -> None:
         step = self._step
         decided = [(member, gradient, *action_for(step, member, gradient is not None)) for member, gradient in arrived]
-        if len(arrived) > 1:  # they are alive together
-            for member, _ in arrived:
-                step.ledger.arrive(member.parameter, member.nbytes)
         self.perform([(m.parameter, g, action) for m, g, action, _ in decided if action is not Action.DISCARD])
         for member, _, _, status in decided:
             step.set_status(member.key, status)
             self._free(member)
-            step.ledger.arrive_and_free(member.parameter, member.nbytes)
+            step.ledger.arrive_and_free(member.key, member.nbytes)
 
     def perform(self, tasks: Sequence[tuple[Tensor, Tensor | None, Action]]) -> None:
         """The optimizer's part: parameter, gradient, action."""

@@ -14,7 +14,7 @@ from ...core.release import Decision, Event, Ledger, Policy, Status, decide
 from ..autograd.passes import is_nested, pass_number
 from ..autograd.reentrant import still_to_come
 from ..communication.protocol import Purpose
-from ..communication.shards import is_released, is_sharded, local, placed_like
+from ..communication.shards import is_released, local, placed_like, shard_of
 from ..groups import UsedSettings
 from ..optimizers import ReleasableOptimizer
 from .marker import Disclosure, ReleasedGradient
@@ -23,11 +23,12 @@ from .marker import Disclosure, ReleasedGradient
 class Member:
     """A released parameter, and what its gradient leaves in `.grad`.
 
-    nbytes: of its gradient, of a sharded one the local part. marker: what refuses and answers. placed: what is put into
-    `.grad`: the marker, of a sharded parameter a DTensor around it; None where another hook must find the next gradient there.
+    shard: which part of a sharded parameter lies here. nbytes: of its gradient, of a sharded one the local part. marker: what
+    refuses and answers. placed: what is put into `.grad`: the marker, of a sharded parameter a DTensor around it; None where
+    another hook must find the next gradient there.
     """
 
-    __slots__ = ("key", "marker", "nbytes", "parameter", "placed")
+    __slots__ = ("key", "marker", "nbytes", "parameter", "placed", "shard")
 
     def __init__(self, parameter: Tensor, disclosure: Disclosure) -> None:
         self.key = id(parameter)
@@ -37,13 +38,13 @@ class Member:
 
     def renew(self, disclosure: Disclosure) -> None:
         """Make the marker anew, for what the parameter is now."""
-        here = local(self.parameter)
+        here, self.shard = local(self.parameter), shard_of(self.parameter)
         self.nbytes = here.numel() * here.element_size()
         self.marker = ReleasedGradient(here, disclosure, self.key)
         self.placed = self.marker
         if disclosure.takes_more and len(getattr(self.parameter, "_post_accumulate_grad_hooks", None) or ()) > 1:
             self.placed = None
-        elif is_sharded(self.parameter):
+        elif self.shard is not None:
             with torch.no_grad():
                 self.placed = placed_like(self.parameter.data, self.marker)
                 self.marker = local(self.placed)
@@ -206,16 +207,14 @@ class Step:
         if self.released or Status.ACCUMULATED in self._status.values():
             self.settings.check(self.optimizer.param_groups)
 
-    def arrive(self, parameter: Tensor, gradient: Tensor) -> None:
-        """The gradient exists and stays for a while."""
-        here = local(gradient)
-        nbytes = here.numel() * here.element_size()  # its own part, where gradients share a buffer
-        self.ledger.arrive(parameter, min(nbytes, here.untyped_storage().nbytes()))
+    def arrive(self, member: Member) -> None:
+        """Its gradient exists and stays for a while."""
+        self.ledger.arrive(member.key, member.nbytes)
 
     def free(self, parameter: Tensor) -> None:
         """Free its gradient unused."""
         parameter.grad = None
-        self.ledger.free(parameter)
+        self.ledger.free(id(parameter))
 
     def reject(self, parameter: Tensor) -> None:
         """Its gradient is refused: nothing of it stays. (It may be in the sum of what is held, where nobody could tell before
@@ -229,10 +228,10 @@ class Step:
     def remove_from_ledger(self) -> None:
         """No gradient is under way: what is in the ledger and does not wait will not come (of a backward that failed, or of a
         block of micro-batches, whose gradients are recorded together)."""
-        for parameter in self.ledger.booked:
-            assert isinstance(parameter, Tensor)
-            if self._status.get(id(parameter)) not in (Status.HELD, Status.QUEUED):
-                self.ledger.free(parameter)
+        for key in self.ledger.booked:
+            assert isinstance(key, int)
+            if self._status.get(key) not in (Status.HELD, Status.QUEUED):
+                self.ledger.free(key)
 
     def clear_markers(self) -> None:
         """Leave `.grad` of released parameters as if there had never been a gradient."""

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import traceback
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
@@ -16,8 +17,12 @@ import torch.multiprocessing as multiprocessing
 from tests.torch_frontend.distributed import fsdp2_on_cpus
 
 from penstock.parity.backends.triton_interpreter import correct_interpreter
+from penstock.torch_frontend.communication import protocol
 
 WORLD = 2
+BUCKET_BYTES = 240
+"""Of the layers of `models.Net`, which then take three buckets: of small tensors of several layers, and a large one alone."""
+
 COLLECTIVE_TIMEOUT = datetime.timedelta(seconds=20)
 CALL_TIMEOUT = 120.0
 
@@ -81,6 +86,16 @@ class Ranks:
         self._processes, self._pipes = [], []
 
 
+@contextlib.contextmanager
+def bucket_bytes(limit: int) -> Iterator[None]:
+    """Other buckets in this context, on this rank; 0: each gradient alone."""
+    before, protocol.BUCKET_BYTES = protocol.BUCKET_BYTES, limit
+    try:
+        yield
+    finally:
+        protocol.BUCKET_BYTES = before
+
+
 def _serve(pipe: Connection, rank: int, world: int, meeting: str) -> None:
     warnings.simplefilter("error")
     # Of torch 2.6 itself, in its checkpoints and in its tensor parallelism:
@@ -88,6 +103,7 @@ def _serve(pipe: Connection, rank: int, world: int, meeting: str) -> None:
     warnings.filterwarnings("ignore", "TypedStorage is deprecated", UserWarning, "torch.distributed.checkpoint")
     fsdp2_on_cpus.provide()
     correct_interpreter()
+    protocol.BUCKET_BYTES = BUCKET_BYTES
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{meeting}", rank=rank, world_size=world, timeout=COLLECTIVE_TIMEOUT)
     while True:

@@ -20,7 +20,7 @@ from tests.torch_frontend.distributed.models import (
     sharded,
     train,
 )
-from tests.torch_frontend.distributed.processes import Ranks
+from tests.torch_frontend.distributed.processes import Ranks, bucket_bytes
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
@@ -37,8 +37,13 @@ def stock(steps: int, rule: type = AdamW) -> list[torch.Tensor]:
     return parameters_of(model)
 
 
-def collectives(rule: type) -> int:
+def collectives(rule: type, limit: int) -> int:
     """All-reduces in one backward and step: FSDP2's own collectives are of other kinds."""
+    with bucket_bytes(limit):
+        return _collectives(rule)
+
+
+def _collectives(rule: type) -> int:
     model = sharded(Net())
     optimizer = rule(model.parameters(), **LR)
     release_gradients(model, optimizer)
@@ -55,10 +60,11 @@ def collectives(rule: type) -> int:
     return len(counted)
 
 
-def test_one_collective_a_parameter_group(ranks: Ranks) -> None:
-    """Three groups; one more all-reduce for the norm that is published."""
-    assert ranks.run(collectives, StableAdamW) == [3 + 1] * 2
-    assert ranks.run(collectives, AdamW) == [0 + 1] * 2
+@pytest.mark.parametrize(("limit", "deliveries"), [(0, 3), (256, 2), (2**20, 1)])
+def test_parameter_groups_share_a_collective_as_far_as_they_fit_a_bucket(ranks: Ranks, limit: int, deliveries: int) -> None:
+    """Three groups, of 32, 224 and 196 bytes; one more all-reduce for the norm that is published."""
+    assert ranks.run(collectives, StableAdamW, limit) == [deliveries + 1] * 2
+    assert ranks.run(collectives, AdamW, limit) == [0 + 1] * 2
 
 
 def groupings(how: str) -> None:
@@ -71,7 +77,7 @@ def groupings(how: str) -> None:
     else:
         fully_shard(model.middle, mesh=mesh())
         fully_shard(model, mesh=mesh())
-    sizes = sorted(len(group) for group in set(parameter_groups(model).values()))
+    sizes = sorted(len(group) for group in parameter_groups(model))
     assert sizes == {"one group for all": [6], "a list": [2, 4], "the rest in the root": [2, 4]}[how]
     optimizer = StableAdamW(model.parameters(), **LR)
     release_gradients(model, optimizer)
@@ -200,6 +206,11 @@ def test_when_parameters_are_gathered(ranks: Ranks, name: str) -> None:
 
 def peak() -> None:
     """One layer of gradients, of the part that lies here, by storage; the ledger says the same."""
+    with bucket_bytes(0):
+        _peak()
+
+
+def _peak() -> None:
     from torch.multiprocessing.reductions import StorageWeakRef
 
     layers = [nn.Linear(WIDTH, WIDTH) for _ in range(6)]

@@ -19,7 +19,7 @@ from tests.torch_frontend.distributed.models import (
     sharded,
     train,
 )
-from tests.torch_frontend.distributed.processes import Ranks
+from tests.torch_frontend.distributed.processes import Ranks, bucket_bytes
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
@@ -27,6 +27,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from penstock.core.errors import InvalidArgument, Refused
 from penstock.torch_frontend import AdamW, release_gradients
 from penstock.torch_frontend.communication import communication_name
+from penstock.torch_frontend.communication.process_group import IN_FLIGHT
 
 pytestmark = pytest.mark.xdist_group("distributed")
 
@@ -185,8 +186,13 @@ def test_zero_grad_closes_a_step(ranks: Ranks, engine: str) -> None:
     ranks.run(zero_grad_closes, engine)
 
 
-def in_flight() -> None:
+def in_flight(limit: int) -> None:
     """The bound, and the order: in the first pass, of a model used against its order, gradients wait for their turn."""
+    with bucket_bytes(limit):
+        _in_flight(limit)
+
+
+def _in_flight(limit: int) -> None:
     model = nn.ModuleList([nn.Linear(WIDTH, WIDTH) for _ in range(8)])
     with torch.no_grad():
         for parameter in model.parameters():
@@ -207,9 +213,11 @@ def in_flight() -> None:
 
     first, later = step(0), [step(number) for number in range(1, 4)]
     assert first >= 7 * layer
-    assert max(later) <= 2.5 * layer
+    largest = max(limit, WIDTH * WIDTH * 4)
+    assert max(later) <= (IN_FLIGHT + 1) * largest + limit  # the last one is being filled
     assert_ranks_equal(parameters_of(model), "process_group")
 
 
-def test_few_gradients_are_alive_once_the_order_is_learned(ranks: Ranks) -> None:
-    ranks.run(in_flight)
+@pytest.mark.parametrize("limit", [0, 240])
+def test_few_buckets_are_alive_once_the_order_is_learned(ranks: Ranks, limit: int) -> None:
+    ranks.run(in_flight, limit)

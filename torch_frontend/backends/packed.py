@@ -1,0 +1,120 @@
+"""Small tensors packed into one: the operations of the eager backend, called once for all of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._utils import _flatten_dense_tensors as _pack  # what DistributedDataParallel packs its buckets with
+from torch._utils import _unflatten_dense_tensors as _views
+
+from .backend import TensorSlot
+from .numbers import UpdateNumbers
+from .piece import Piece, clipped_rate
+
+SMALL = 2**14
+"""Elements of a small tensor, at most: calling an operation then costs about as much as the operation."""
+
+TOGETHER = 2**16
+"""Elements that are packed together, at most; a handful of copies of this size are alive, which stay in a core's cache."""
+
+Pair = tuple[TensorSlot, Tensor]
+Scratch = Callable[[Tensor, torch.dtype], tuple[Tensor, Tensor]]
+"""Two tensors of the shape of another, in this dtype."""
+
+
+class Batch:
+    """Small tensors that are updated together, as one `Piece`; every list is in the order of the slots.
+
+    Args:
+        pairs: slots and gradients, of one group, with the same dtypes, updated equally often.
+        numbers: of this update.
+        scratch: makes the scratch of the piece.
+    """
+
+    def __init__(self, pairs: Sequence[Pair], numbers: UpdateNumbers, scratch: Scratch) -> None:
+        self.slots = [slot for slot, _ in pairs]
+        self._gradients = [gradient for _, gradient in pairs]
+        self._numbers = numbers
+        self._scratch = scratch
+
+    def update(self, squares: Sequence[Tensor] | None = None) -> None:
+        """`core.update.update` of a first micro-batch. squares: the mean squares of the whole tensors, 0-d, if known."""
+        piece, numbers, rule = self._packed(), self._numbers, self.slots[0].rule
+        piece.accumulate(numbers, True)
+        eta = numbers.learning_rate
+        if rule.clips_update:
+            means = self._means(piece.ratios()) if squares is None else torch.stack(list(squares))
+            sizes = torch.tensor([slot.parameter.numel() for slot in self.slots], device=means.device)
+            eta = clipped_rate(eta, means).repeat_interleave(sizes, output_size=len(piece.a))
+        piece.descend(numbers, eta)
+        views: dict[torch.dtype, tuple[Tensor, list[Tensor]]] = {}
+        for name, packed in (("exp_avg", piece.exp_avg), ("exp_avg_sq", piece.exp_avg_sq), ("compensation", piece.kept)):
+            if packed is not None:
+                _unpack(packed, [slot.state[name] for slot in self.slots], views)
+        _unpack(piece.parameter, [slot.parameter for slot in self.slots], views)
+
+    def mean_squares(self) -> Sequence[Tensor]:
+        """What `update` will find, 0-d; nothing is written."""
+        return self._means(self._packed().ratios_before(self._numbers, True, None)).unbind()
+
+    def _packed(self) -> Piece:
+        slots = self.slots
+        gradient = _pack(self._gradients)
+        piece = Piece(slots[0], *self._scratch(gradient, slots[0].compute_dtype))
+        piece.gradient, piece.parameter = gradient, _pack([slot.parameter for slot in slots])
+        piece.exp_avg = _pack([slot.state["exp_avg"] for slot in slots])
+        piece.exp_avg_sq = _pack([slot.state["exp_avg_sq"] for slot in slots])
+        kept = slots[0].state.get("compensation")
+        piece.kept = None if kept is None else _pack([slot.state["compensation"] for slot in slots])
+        return piece
+
+    def _means(self, ratios: Tensor) -> Tensor:
+        """Of each tensor, [tensors]."""
+        parts = ratios.split([slot.parameter.numel() for slot in self.slots])
+        sizes = torch.tensor([part.numel() for part in parts], dtype=ratios.dtype, device=ratios.device)
+        return torch.stack([part.sum() for part in parts]).div_(sizes)
+
+
+def _unpack(packed: Tensor, tensors: list[Tensor], views: dict[torch.dtype, tuple[Tensor, list[Tensor]]]) -> None:
+    """Copy the parts of `packed` into these tensors. views: of what was unpacked before, by its dtype, to be used again."""
+    known = views.get(packed.dtype)
+    if known is None:
+        known = views[packed.dtype] = packed, list(_views(packed, tensors))
+    else:
+        known[0].copy_(packed)
+    torch._foreach_copy_(tensors, known[1])  # pyright: ignore[reportPrivateImportUsage]  (documented: Foreach Operations)
+
+
+def small_together(pairs: Iterable[Pair], scratch: Scratch) -> tuple[list[Batch], list[Pair]]:
+    """The small tensors in batches, and the others, which are updated one by one."""
+    others: list[Pair] = []
+    alike: dict[Any, list[Pair]] = {}
+    for pair in pairs:
+        slot, gradient = pair
+        parameter, state = slot.parameter, slot.state
+        if slot.capturable or not 0 < parameter.numel() <= SMALL:
+            others.append(pair)
+            continue
+        exp_avg, exp_avg_sq, kept = state["exp_avg"], state["exp_avg_sq"], state.get("compensation")
+        if not (
+            parameter.is_contiguous() and gradient.is_contiguous() and exp_avg.is_contiguous() and exp_avg_sq.is_contiguous()
+        ) or not (kept is None or kept.is_contiguous()):  # sums are taken in the order of memory
+            others.append(pair)
+            continue
+        dtypes = parameter.dtype, gradient.dtype, exp_avg.dtype, exp_avg_sq.dtype, slot.compensation
+        alike.setdefault((id(slot.settings), slot.step_number, parameter.device, *dtypes), []).append(pair)
+    batches = []
+    for group in alike.values():
+        lead = group[0][0]
+        numbers = lead.settings.numbers(lead.rule, lead.step_number, lead.compute_dtype)
+        start = elements = 0
+        for end, (slot, _) in enumerate(group):
+            elements += slot.parameter.numel()
+            if elements > TOGETHER:
+                batches.append(Batch(group[start:end], numbers, scratch))
+                start, elements = end, slot.parameter.numel()
+        batches.append(Batch(group[start:], numbers, scratch))
+    return batches, others
