@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from penstock.core.release import Action, Decision, Ledger, Policy, Status, machine
-from penstock.torch_frontend.backends import eager
+from penstock.torch_frontend.backends.piece import Piece
 from penstock.torch_frontend.clipping import clip_by_norm_
 from penstock.torch_frontend.release import boundaries, guard, marker, pipeline, stages, step
 from penstock.torch_frontend.release.marker import Disclosure, ReleasedGradient
@@ -31,12 +31,20 @@ def _counts_skipped(correct: Any, optimizer: Any, skipped: Any, count: int = 1) 
             state["step"] += 1
 
 
-def _finite_as_zeros(correct: Any, gradients: Any, norms: Any = None) -> Any:
-    gradients = list(gradients)
+def _finite_as_zeros(correct: Any, gradients: Any, shards: Any, norms: Any) -> Any:
+    _zero_what_is_not_finite(gradients)
+    return [True] * len(gradients)
+
+
+def _each_finite_as_zeros(correct: Any, ready: Any) -> Any:
+    _zero_what_is_not_finite([gradient for _, gradient in ready])
+    return correct(ready)
+
+
+def _zero_what_is_not_finite(gradients: Any) -> None:
     for gradient in gradients:
         if not bool(torch.isfinite(gradient).all()):
             gradient.zero_()
-    return correct(gradients)
 
 
 def _kept_alive(correct: Any, member: Any) -> None:
@@ -56,7 +64,7 @@ def _used_twice(correct: Any, self: Any, member: Any, gradient: Any) -> None:
 
 
 def _clipped_on_arrival(correct: Any, self: Any, parameter: Any) -> None:
-    clip_by_norm_([parameter.grad], 1.0)
+    clip_by_norm_([parameter.grad], [None], 1.0)
     correct(self, parameter)
 
 
@@ -68,7 +76,7 @@ def _l2_on_arrival(correct: Any, self: Any, parameter: Any) -> None:
 
 _L2_BEFORE_THE_REST: Plant = both(
     instead(Arrival, "__call__", _l2_on_arrival),
-    instead(eager._Piece, "prepare", lambda correct, self, first, squares: correct(self, False, squares)),
+    instead(Piece, "prepare", lambda correct, self, first, squares: correct(self, False, squares)),
 )
 
 
@@ -88,8 +96,8 @@ def _norm_of_another(correct: Any, self: Any) -> Any:
     return correct(self)
 
 
-def _norms_after_clipping(correct: Any, gradients: Any, max_norm: float) -> Any:
-    return [norm.clamp(max=max_norm) for norm in correct(gradients, max_norm)]
+def _norms_after_clipping(correct: Any, gradients: Any, shards: Any, max_norm: float) -> Any:
+    return [norm.clamp(max=max_norm) for norm in correct(gradients, shards, max_norm)]
 
 
 def _plant_additions_that_pass(patch: pytest.MonkeyPatch) -> None:
@@ -114,7 +122,7 @@ FAULTS = [
     ),
     Fault(
         "moments decayed by a waiting gradient that is skipped",
-        instead(boundaries, "all_finite", _finite_as_zeros),
+        instead(boundaries, "each_finite", _each_finite_as_zeros),
         "events/nonfinite-hold/adamw/float32",
         "eager",
     ),
@@ -156,7 +164,7 @@ FAULTS = [
     ),
     Fault(
         "held gradient not clipped by its own norm",
-        instead(boundaries, "clip_by_norm_", lambda correct, gradients, max_norm: []),
+        instead(boundaries, "clip_by_norm_", lambda correct, gradients, shards, max_norm: []),
         "events/clip-each-hold/stable_adamw/float32",
         "eager",
     ),
@@ -182,7 +190,7 @@ FAULTS = [
     ),
     Fault(
         "gradient kept by the backend",
-        instead(eager._Piece, "__exit__", lambda correct, self, *error: None),
+        instead(Piece, "__exit__", lambda correct, self, *error: None),
         "memory/release",
         "eager",
     ),

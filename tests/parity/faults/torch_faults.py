@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import types
 from typing import Any
 
 import pytest
@@ -12,12 +11,14 @@ import torch
 from penstock.core.release import Action
 from penstock.torch_frontend import state as saved_state
 from penstock.torch_frontend import updates
-from penstock.torch_frontend.backends import eager, foreach
+from penstock.torch_frontend.backends import eager, packed
 from penstock.torch_frontend.backends.eager import EagerBackend
 from penstock.torch_frontend.backends.numbers import GroupSettings
+from penstock.torch_frontend.backends.packed import Batch
+from penstock.torch_frontend.backends.piece import Piece
 from penstock.torch_frontend.updates import TensorUpdates
 
-from .planting import Fault, both, instead, value
+from .planting import Fault, both, instead
 
 RELEASED_ADAMW, RELEASED_STABLE = "events/release/adamw/float32", "events/release/stable_adamw/float32"
 B_ADAMW = "B/adamw/float32/none/state-default"
@@ -34,7 +35,7 @@ def _settings_of_the_first_group(correct: Any, self: Any, parameter: Any) -> Any
 
 def _plant_a_key_without_settings(patch: pytest.MonkeyPatch) -> None:
     """Tensors of different groups are updated together, with the numbers of the first."""
-    patch.setattr(foreach, "id", lambda settings: 0, raising=False)
+    patch.setattr(packed, "id", lambda settings: 0, raising=False)
 
 
 def _stays_current(correct: Any, self: Any, group: Any) -> bool:
@@ -92,13 +93,20 @@ def _ratios_of_one_element_less(correct: Any, self: Any) -> Any:
     return ratios * (ratios.numel() / max(1, ratios.numel() - 1))
 
 
-def _counts_of_the_largest(counts: Any, **like: Any) -> Any:
-    return torch.tensor([max(counts)] * len(counts), **like)
+def _means_over_the_largest(correct: Any, self: Any, ratios: Any) -> Any:
+    sizes = torch.tensor([float(slot.parameter.numel()) for slot in self.slots])
+    return correct(self, ratios) * sizes / sizes.max()
 
 
-def _without_l2(correct: Any, group: Any, numbers: Any) -> None:
-    rule = dataclasses.replace(group[0][0].rule, l2=False)
-    correct([(dataclasses.replace(slot, rule=rule), gradient) for slot, gradient in group], numbers)
+def _one_mean_for_all(correct: Any, self: Any, ratios: Any) -> Any:
+    means = correct(self, ratios)
+    return means.mean().expand_as(means)
+
+
+def _unpacked_without_a_copy(correct: Any, together: Any, tensors: Any, views: Any) -> None:
+    if together.dtype in views:
+        together = views[together.dtype][0]
+    correct(together, tensors, views)
 
 
 FAULTS = [
@@ -178,31 +186,43 @@ FAULTS = [
     ),
     Fault(
         "mean square over the wrong count",
-        instead(eager._Piece, "ratios", _ratios_of_one_element_less),
+        instead(Piece, "ratios", _ratios_of_one_element_less),
         RELEASED_STABLE,
         "eager",
     ),
     Fault(
         "small tensors: mean square over the wrong count",
-        value(foreach, "torch", types.SimpleNamespace(**{**vars(torch), "tensor": _counts_of_the_largest})),
+        instead(Batch, "_means", _means_over_the_largest),
         SMALL.format("stable_adamw"),
         "eager",
     ),
     Fault(
+        "small tensors: one mean square for all",
+        instead(Batch, "_means", _one_mean_for_all),
+        SMALL.format("stable_adamw"),
+        "eager",
+    ),
+    Fault(
+        "small tensors: what was unpacked before is unpacked again",
+        instead(packed, "_unpack", _unpacked_without_a_copy),
+        SMALL.format("adamw"),
+        "eager",
+    ),
+    Fault(
         "L2 added by every micro-batch",
-        instead(eager._Piece, "prepare", lambda correct, self, first, squares: correct(self, True, squares)),
+        instead(Piece, "prepare", lambda correct, self, first, squares: correct(self, True, squares)),
         "events/state/adam/float32",
         "eager",
     ),
     Fault(
-        "small tensors: L2 left out",
-        instead(foreach, "_update", _without_l2),
+        "L2 left out",
+        instead(Piece, "prepare", lambda correct, self, first, squares: correct(self, False, squares)),
         SMALL.format("adam"),
         "eager",
     ),
     Fault(
-        "small tensors: decay left out",
-        instead(foreach, "_update", lambda correct, group, numbers: correct(group, numbers._replace(decay=None))),
+        "decay left out",
+        instead(Piece, "descend", lambda correct, self, numbers, eta: correct(self, numbers._replace(decay=None), eta)),
         SMALL.format("adamw"),
         "eager",
         100,
