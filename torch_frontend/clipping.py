@@ -47,28 +47,31 @@ def is_finite(gradient: Tensor, norm: Tensor) -> Tensor:
     return torch.isfinite(local(gradient)).all()
 
 
-_EPS, _ONE = torch.tensor(NORM_EPS, dtype=torch.float64), torch.ones((), dtype=torch.float64)  # cheaper than numbers
+def clip_coefficient(norm: Tensor, max_norm: float) -> Tensor | float:
+    """min(1, max_norm / (norm + 1e-6)): a number of a norm on the CPU, otherwise 0-d, as nobody waits for a device.
 
-
-def clip_coefficient(norm: Tensor, max_norm: float | Tensor) -> Tensor:
-    """min(1, max_norm / (norm + 1e-6)), 0-d.
-
-    Args:
-        norm: 0-d.
-        max_norm: a number, or 0-d on the CPU.
+    norm: 0-d.
     """
-    limit = max_norm if isinstance(max_norm, Tensor) else torch.tensor(max_norm, dtype=torch.float64)
-    if norm.device.type == "cpu":
-        return torch.minimum(torch.div(limit, torch.add(norm, _EPS)), _ONE)
-    return torch.div(limit.to(norm.dtype), norm + NORM_EPS).clamp_(max=1.0)
+    if norm.device.type != "cpu":
+        return torch.div(max_norm, norm + NORM_EPS).clamp_(max=1.0)
+    coefficient = max_norm / (norm.item() + NORM_EPS)
+    return 1.0 if coefficient > 1.0 else coefficient  # min() would drop a NaN
 
 
-def clip_by_norm_(gradients: Sequence[Tensor], shards: Sequence[Shard | None], max_norm: float | Tensor) -> list[Tensor]:
+def multiply_(gradient: Tensor, factor: Tensor | float) -> None:
+    """In place, in the gradient's dtype; a sharded one where it lies."""
+    if isinstance(factor, Tensor):
+        local(gradient).mul_(factor.to(gradient.device))
+    elif factor != 1.0:
+        local(gradient).mul_(factor)
+
+
+def clip_by_norm_(gradients: Sequence[Tensor], shards: Sequence[Shard | None], max_norm: float) -> list[Tensor]:
     """Scale each gradient in place so that its own norm is at most `max_norm`; return the norms of the local parts, 0-d.
 
     shards: of their parameters.
     """
     here = [gradient_norm(gradient) for gradient in gradients]
     for gradient, norm in zip(gradients, norms_over_shards(shards, here), strict=True):
-        local(gradient).mul_(clip_coefficient(norm, max_norm))
+        multiply_(gradient, clip_coefficient(norm, max_norm))
     return here

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from ..core.errors import InvalidArgument, Refused
 from .optimizers import ReleasableOptimizer
-from .release import active_releases, lenient_release, remove_orphaned_hooks
+from .release import lenient_release, owner_of, remove_orphaned_hooks
 
 Modules = type[nn.Module] | Iterable[type[nn.Module]] | None
 NamesOrModules = str | type[nn.Module] | Iterable[str | type[nn.Module]] | None
@@ -42,7 +42,8 @@ def remove_gradient_release(model: nn.Module) -> None:
     Raises:
         Refused: the gradients of this model are not released.
     """
-    found = [release for release in active_releases() if release.model is model]
+    owners = {owner for owner in map(owner_of, model.parameters()) if owner is not None}
+    found = [owner.optimizer.release for owner in owners if owner.hooks.model is model]
     if not found and not remove_orphaned_hooks(model):
         raise Refused("the gradients of this model are not released; there is nothing to remove.")
     for release in found:

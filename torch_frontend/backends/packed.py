@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+import itertools
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -29,7 +30,7 @@ class Batch:
     """Small tensors that are updated together, as one `Piece`; every list is in the order of the slots.
 
     Args:
-        pairs: slots and gradients, of one group, with the same dtypes, updated equally often.
+        pairs: two at least: slots and gradients, of one group, with the same dtypes, updated equally often.
         numbers: of this update.
         scratch: makes the scratch of the piece.
     """
@@ -107,14 +108,22 @@ def small_together(pairs: Iterable[Pair], scratch: Scratch) -> tuple[list[Batch]
         dtypes = parameter.dtype, gradient.dtype, exp_avg.dtype, exp_avg_sq.dtype, slot.compensation
         alike.setdefault((id(slot.settings), slot.step_number, parameter.device, *dtypes), []).append(pair)
     batches = []
-    for group in alike.values():
+    for group in itertools.chain.from_iterable(map(_parts, alike.values())):
+        if len(group) == 1:
+            others += group
+            continue
         lead = group[0][0]
         numbers = lead.settings.numbers(lead.rule, lead.step_number, lead.compute_dtype)
-        start = elements = 0
-        for end, (slot, _) in enumerate(group):
-            elements += slot.parameter.numel()
-            if elements > TOGETHER:
-                batches.append(Batch(group[start:end], numbers, scratch))
-                start, elements = end, slot.parameter.numel()
-        batches.append(Batch(group[start:], numbers, scratch))
+        batches.append(Batch(group, numbers, scratch))
     return batches, others
+
+
+def _parts(group: list[Pair]) -> Iterator[list[Pair]]:
+    """The group in parts of at most `TOGETHER` elements."""
+    start = elements = 0
+    for end, (slot, _) in enumerate(group):
+        elements += slot.parameter.numel()
+        if elements > TOGETHER:
+            yield group[start:end]
+            start, elements = end, slot.parameter.numel()
+    yield group[start:]

@@ -12,7 +12,7 @@ from torch.func import functional_call
 
 from ...core.errors import Refused
 from ..autograd.graph import Graph
-from ..release.hooks import active_releases
+from ..release.hooks import owner_of
 from .division import Division, Outputs, outputs_of
 from .surroundings import Surroundings
 
@@ -256,6 +256,6 @@ def _require_own_leaves(outputs: Sequence[Tensor], leaves: Sequence[Tensor]) -> 
 
 def _book(parameter: Tensor, nbytes: int) -> None:
     """The gradient of a block's parameter exists from here on, though autograd delivers it later."""
-    for release in active_releases():
-        if nbytes and release.hooked(parameter):
-            release.ledger.arrive(id(parameter), nbytes)
+    owner = owner_of(parameter)
+    if nbytes and owner is not None:
+        owner.step.ledger.arrive(id(parameter), nbytes)

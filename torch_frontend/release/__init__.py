@@ -7,7 +7,7 @@ the whole gradient first; `queue` lets small updates share a launch.
 """
 
 from ..communication.shards import is_released
-from .hooks import active_releases, remove_orphaned_hooks
+from .hooks import owner_of, remove_orphaned_hooks
 from .release import Release, lenient_release, release_gradients
 
-__all__ = ["Release", "active_releases", "is_released", "lenient_release", "release_gradients", "remove_orphaned_hooks"]
+__all__ = ["Release", "is_released", "lenient_release", "owner_of", "release_gradients", "remove_orphaned_hooks"]

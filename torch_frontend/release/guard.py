@@ -109,7 +109,7 @@ def two_passes(pipeline: Pipeline, loss: Tensor, seed: Tensor, keep_bytes: int) 
     graph = Graph.of(loss)
     foreign = graph.leaves | graph.behind_checkpoints | set(() if hooks.model is None else hooks.model.parameters())
     foreign -= set(hooks.parameters)
-    check_ownership(foreign, mine=pipeline.optimizer.release)
+    check_ownership(foreign, mine=pipeline)
     if graph.has(CheckpointFunction):  # it cannot run in a pass that leaves anything out
         keep_bytes = 0
     aside = SetAside(foreign)

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from ...core.errors import Refused
 from ..communication.shards import is_sharded
 
-ACTIVE: weakref.WeakSet[Any] = weakref.WeakSet()
-"""Every release in force: a parameter belongs to at most one of them."""
+_OWNERS: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
+"""By the id of a released parameter, the pipeline that its gradients go through; it holds the parameter."""
 
 _HANDLES: weakref.WeakKeyDictionary[nn.Module, list[tuple[weakref.ref[Any], Any]]] = weakref.WeakKeyDictionary()
 """The hooks on each model, and whose they are, so that they can be taken off when that optimizer is gone."""
@@ -45,9 +45,6 @@ class Hooks:
         """Those that have a hook, in the optimizer's order."""
         return list(self._handles)
 
-    def __contains__(self, parameter: Tensor) -> bool:
-        return parameter in self._handles
-
     def attach(self, parameters: Iterable[Tensor]) -> list[Tensor] | None:
         """Hook those of the parameters that are the model's, require a gradient, and have no hook yet.
 
@@ -68,10 +65,12 @@ class Hooks:
         wanted = set(map(id, given))
         for parameter in [parameter for parameter in self._handles if id(parameter) not in wanted]:
             self._handles.pop(parameter).remove()
+            _OWNERS.pop(id(parameter), None)
         hook = functools.partial(_on_gradient, self._owner)
         for parameter in fresh:
             self._handles[parameter] = parameter.register_post_accumulate_grad_hook(torch.compiler.disable(hook))
             self._names[id(parameter)] = names[id(parameter)]
+            _OWNERS[id(parameter)] = self._owner()
         self._handles = {p: self._handles[p] for p in given if p in self._handles}
         self._all, self._without = [*map(id, given)], [p for p in given if p not in self._handles]
         _HANDLES.setdefault(model, []).extend((self._owner, self._handles[p]) for p in fresh)
@@ -79,8 +78,9 @@ class Hooks:
 
     def remove(self) -> None:
         """Take all of them off."""
-        for handle in self._handles.values():
+        for parameter, handle in self._handles.items():
             handle.remove()
+            _OWNERS.pop(id(parameter), None)
         self._handles.clear()
         model = self.model
         if model is not None:
@@ -134,16 +134,15 @@ def _on_gradient(reference: weakref.ref[Any], parameter: Tensor) -> None:
     owner.arrive(parameter)
 
 
-def active_releases() -> list[Any]:
-    """Every release in force."""
-    return list(ACTIVE)
+def owner_of(parameter: Tensor) -> Any:
+    """The pipeline that the gradients of this parameter go through; None where they are not released."""
+    return _OWNERS.get(id(parameter))
 
 
 def check_ownership(parameters: Iterable[Tensor], mine: Any = None) -> None:
-    """Raise `Refused` if another release than `mine` has one of these parameters already."""
-    for release in active_releases():
-        if release is not mine and any(release.hooked(parameter) for parameter in parameters):
-            raise Refused("a parameter is in another optimizer's release already; call remove() on that release first.")
+    """Raise `Refused` if the gradients of one of these parameters go through another pipeline than `mine` already."""
+    if any(owner_of(parameter) not in (None, mine) for parameter in parameters):
+        raise Refused("a parameter is in another optimizer's release already; call remove() on that release first.")
 
 
 def remove_orphaned_hooks(model: nn.Module) -> bool:

@@ -39,6 +39,7 @@ from .stages import (
     Skip,
     Stage,
     Update,
+    Use,
     leave_marker,
     one_by_one,
 )
@@ -107,16 +108,19 @@ class Pipeline:
         free = getattr(self.communication, "free_after_pass", leave_marker)  # DistributedDataParallel uses `.grad` itself
         self.update = Update(step, self.skip_count, free)
         stage: Stage = self.update
+        one: Use | None = self.update.one
         if self.optimizer.launches_together:
             if self.queue is None:
                 self.queue = SmallUpdateQueue(step, self.update, free, self._watch_pass)
-            stage = self.queue
+            stage, one = self.queue, None
         if self.max_norm_of_each is not None:
-            stage = ClipEach(self.disclosure, self.max_norm_of_each, stage)
+            stage = clip = ClipEach(self.disclosure, self.max_norm_of_each, stage, self.update)
+            one = one and clip.one
         self._rescale = Rescale(stage)
         if self.optimizer.on_nonfinite != "propagate":
-            stage = Skip(step, self.skip_count, stage)
-        base = self.alone and stage is self.update
+            one = None if stage is not self.update or self.optimizer.may_check_on_device else one
+            stage = skip = Skip(step, self.skip_count, stage, self.update)
+            one = one and skip.one
         if self.disclosure.tells_norms and not isinstance(stage, (ClipEach, Skip)):
             stage = Norm(self.disclosure, stage)
         self.use = stage  # what averaged gradients go on to
@@ -127,7 +131,7 @@ class Pipeline:
             self.arrive = kept
         elif step.policy is Policy.RELEASE:
             check = self._refuse_unguarded if self.needs_guard else before
-            self.arrive = Arrival(step, self.update.one if base else after_arrival, check)
+            self.arrive = Arrival(step, one if one is not None and self.alone else after_arrival, check)
         else:
             keep = functools.partial(self._keep, averages=True)
             self.arrive = AccumulatingArrival(step, after_arrival, before, self._begin_micro_batch, keep=keep)

@@ -20,7 +20,7 @@ from ..communication import communication_name, select_communication
 from ..optimizers import ReleasableOptimizer
 from . import boundaries
 from .guard import guarded, two_passes
-from .hooks import ACTIVE, check_ownership
+from .hooks import check_ownership
 from .pipeline import Pipeline
 
 ACCUMULATIONS = (None, "hold", "state")
@@ -38,7 +38,6 @@ class Release:
         self.optimizer = pipeline.optimizer
         self.pipeline = pipeline
         self._keep_bytes = keep_bytes
-        ACTIVE.add(self)
         self.optimizer.release = self
         pipeline.attach()
 
@@ -133,7 +132,6 @@ class Release:
         step.clear_markers()
         pipeline.communication.detach()
         pipeline.hooks.remove()
-        ACTIVE.discard(self)
         if self.optimizer.release is self:
             self.optimizer.release = None
 
@@ -155,11 +153,7 @@ class Release:
 
     def check_ownership(self, parameters: Iterable[Tensor]) -> None:
         """Raise `Refused` if another release has one of these parameters already."""
-        check_ownership(parameters, mine=self)
-
-    def hooked(self, parameter: Tensor) -> bool:
-        """Whether a hook of this release is on the parameter."""
-        return parameter in self.pipeline.hooks
+        check_ownership(parameters, mine=self.pipeline)
 
     def require_closed(self, call: str) -> None:
         """Raise `Refused` unless no update is under way."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -12,7 +13,7 @@ from torch import Tensor
 from ...core.errors import PenstockError
 from ...core.release import Action, GradientReady, Policy, Status
 from ..autograd.passes import pass_number
-from ..clipping import clip_by_norm_, gradient_norm, square_sum, square_sums
+from ..clipping import clip_by_norm_, clip_coefficient, gradient_norm, multiply_, square_sum, square_sums
 from ..communication.shards import local, placed_like
 from ..finiteness import SkipCount, finite
 from ..groups import PLAIN_GRADIENT, check_gradient
@@ -137,11 +138,21 @@ def one_by_one(stage: Stage) -> Use:
 class Skip:
     """Gradients that are not finite are counted instead of used. Synchronises, unless the device itself leaves them out."""
 
-    def __init__(self, step: Step, skipped: SkipCount, following: Stage) -> None:
+    def __init__(self, step: Step, skipped: SkipCount, following: Stage, update: Update) -> None:
         self._step = step
         self._squares = step.disclosure.squares
         self._skipped = skipped
         self._following = following
+        self._update = update
+
+    def one(self, member: Member, gradient: Tensor) -> None:
+        """The base case, as `Update.one`, where only the host can skip."""
+        norm = gradient_norm(gradient)
+        if math.isfinite(norm):
+            self._squares[member.key] = norm * norm
+            self._update.one(member, gradient, measure=False)
+        else:  # its elements may be finite all the same
+            self([(member, gradient)])
 
     def __call__(self, arrived: Sequence[Arrived]) -> None:
         """Go on with None instead of them."""
@@ -191,11 +202,19 @@ class Norm:
 class ClipEach:
     """Each gradient is clipped by its own norm, which its marker tells: clipping="per_tensor"."""
 
-    def __init__(self, disclosure: Disclosure, max_norm: float, following: Stage) -> None:
+    def __init__(self, disclosure: Disclosure, max_norm: float, following: Stage, update: Update) -> None:
         self._squares = disclosure.squares
         self._copies = disclosure.takes_more
-        self._max_norm = torch.tensor(max_norm, dtype=torch.float64)
+        self._max_norm = max_norm
         self._following = following
+        self._update = update
+
+    def one(self, member: Member, gradient: Tensor) -> None:
+        """The base case, as `Update.one`."""
+        norm = gradient_norm(gradient)
+        multiply_(gradient, clip_coefficient(norm, self._max_norm))
+        self._squares[member.key] = norm * norm
+        self._update.one(member, gradient, measure=False)
 
     def __call__(self, arrived: Sequence[Arrived]) -> None:
         """In place; autograd may share what was added to a marker, so that is copied."""
@@ -226,7 +245,7 @@ def rescale_(gradient: Tensor | None, factors: Sequence[Tensor | float]) -> None
     """Multiply a gradient by each factor, in place."""
     if gradient is not None:
         for factor in factors:
-            local(gradient).mul_(factor.to(gradient.device) if isinstance(factor, Tensor) else factor)
+            multiply_(gradient, factor)
 
 
 class Update:
@@ -245,14 +264,15 @@ class Update:
         self._free = free
         self._judges = step.optimizer.may_check_on_device
 
-    def one(self, member: Member, gradient: Tensor) -> None:
-        """The base case: one gradient, the whole of it, of a tensor that is not sharded."""
+    def one(self, member: Member, gradient: Tensor, *, measure: bool = True) -> None:
+        """The base case: one gradient, the whole of it, of a tensor that is not sharded. measure: its norm is not known yet."""
         if torch.is_grad_enabled():  # create_graph=True
             with torch.no_grad():
-                square = self._optimizer.update(member.parameter, gradient, measure=True)
+                square = self._optimizer.update(member.parameter, gradient, measure=measure)
         else:
-            square = self._optimizer.update(member.parameter, gradient, measure=True)
-        self._squares[member.key] = square_sum(gradient) if square is None else square
+            square = self._optimizer.update(member.parameter, gradient, measure=measure)
+        if measure:
+            self._squares[member.key] = square_sum(gradient) if square is None else square
         self._ledger.arrive_and_free(member.key, member.nbytes)
         self._free(member)
 
