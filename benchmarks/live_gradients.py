@@ -29,7 +29,7 @@ from penstock.parity.live_storages import LiveStorageMeter
 from penstock.parity.memory_plan.plan import InPlaceKernels
 from penstock.torch_frontend import AdamW, microbatch_blocks, release_gradients
 
-LAYERS, WIDTH, BATCH, MICRO_BATCHES, RANKS = 16, 64, 8, 4, 2
+LAYERS, WIDTH, BATCH, MICRO_BATCHES, RANKS = 16, 512, 8, 4, 2  # a layer fills a bucket
 ONE = WIDTH * WIDTH * 4
 """Bytes of one layer's gradient."""
 
@@ -183,7 +183,8 @@ def markdown(rows: Sequence[Row]) -> str:
         "- `keep_bytes` keeps that much between the two passes of `guard`, which shortens the second.",
         "- `microbatch_blocks`: the sums of one block (one layer here) and the gradient of one tensor of the chunk at work.",
         "- A plain module over several processes: two all-reduces are under way while the next gradient is computed, and each",
-        "  carries eight numbers behind its gradient.",
+        "  carries a few numbers behind its gradient. Smaller gradients travel together, up to 1 MiB; so do those of small",
+        "  modules under `fully_shard`.",
         "- DistributedDataParallel keeps its buckets, of all gradients, and copies of them: release saves none of that.",
         "  Release the plain module instead, which averages by itself, or use `fully_shard`.",
         f"- `fully_shard`: a process owns 1/{RANKS} of each gradient. Measured are also the whole parameters of the layers at",

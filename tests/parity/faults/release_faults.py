@@ -96,8 +96,9 @@ def _norm_of_another(correct: Any, self: Any) -> Any:
     return correct(self)
 
 
-def _norms_after_clipping(correct: Any, gradients: Any, shards: Any, max_norm: float) -> Any:
-    return [norm.clamp(max=max_norm) for norm in correct(gradients, shards, max_norm)]
+def _norm_after_clipping(correct: Any, self: Any, member: Any, gradient: Any) -> None:
+    correct(self, member, gradient)
+    self._squares[member.key].clamp_(max=self._max_norm**2)
 
 
 def _plant_additions_that_pass(patch: pytest.MonkeyPatch) -> None:
@@ -150,7 +151,7 @@ FAULTS = [
     ),
     Fault(
         "gradient not clipped by its own norm",
-        instead(ClipEach, "__call__", _left_out),
+        instead(stages, "multiply_", lambda correct, gradient, factor: None),
         "events/clip-each/stable_adamw/float32",
         "eager",
     ),
@@ -210,7 +211,7 @@ FAULTS = [
     ),
     Fault(
         "marker tells the norm of the clipped gradient",
-        instead(stages, "clip_by_norm_", _norms_after_clipping),
+        instead(ClipEach, "one", _norm_after_clipping),
         "marker/clip-each/adamw/float32",
         "eager",
     ),
