@@ -64,7 +64,7 @@ def jax_section(given: argparse.Namespace, workloads: Sequence[Workload]) -> Sec
 
     found, reached, tables = {}, [], []
     for leaves in (6,) if given.quick else jax_update.LEAVES:
-        rows = jax_update.measure(leaves, given.rounds)
+        rows = jax_update.measure(leaves, given.rounds, 1 if given.quick else jax_update.PROCESSES)
         found[f"{leaves} leaves"] = rows
         reached += jax_update.goals(leaves, rows)
         table = Table("update", "first (s)", "median (ms)", "ratio", title=f"JAX, {leaves} leaves of 16x16")
