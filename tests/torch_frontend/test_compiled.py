@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 import subprocess
 import sys
+import types
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -14,7 +17,7 @@ from torch._dynamo.utils import counters
 
 from penstock.torch_frontend import Adam, AdamW, StableAdamW, release_gradients
 from penstock.torch_frontend.array_ops import compiled_ops, torch_ops
-from penstock.torch_frontend.backends import compiled
+from penstock.torch_frontend.backends import compiler
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -141,7 +144,7 @@ def test_a_float32_trajectory_of_2000_steps(optimizer_class) -> None:
 def test_auto_starts_at_once_whatever_the_size_of_the_model() -> None:
     assert StableAdamW(layers(2).parameters()).backend == "eager"
     assert StableAdamW([torch.nn.Parameter(torch.zeros(2**24))]).backend == "eager"
-    assert compiled.why_not("cpu") is None
+    assert compiler.why_not("cpu") is None
 
 
 def test_without_a_compiler_an_explicit_request_raises_and_auto_is_eager(tmp_path: Path) -> None:
@@ -179,3 +182,45 @@ def test_layouts_that_are_no_vectors_need_no_graph_each() -> None:
         results.append(parameters)
     for p, q in zip(*results, strict=True):
         assert torch.equal(p, q)
+
+
+@pytest.fixture
+def fresh_answers() -> Iterator[None]:
+    """The compiler is asked again, and once more after the test."""
+    compiler.takes_vector_flags.cache_clear()
+    yield
+    compiler.takes_vector_flags.cache_clear()
+
+
+@pytest.mark.usefixtures("fresh_answers")
+@pytest.mark.parametrize("taken", [True, False])
+def test_torch_is_spared_its_search_for_vector_instructions_if_the_compiler_takes_their_flags(taken: bool, monkeypatch) -> None:
+    isa = importlib.import_module("torch._inductor.cpu_vec_isa")
+    monkeypatch.setattr(isa, "x86_isa_checker", lambda: ["avx2"])
+    asked = []
+
+    def run(command, **how):
+        asked.append(command)
+        return types.SimpleNamespace(returncode=0 if taken else 1)
+
+    monkeypatch.setattr(compiler.subprocess, "run", run)
+    assert compiler.options("cpu", keep_casts=False) == ({"cpp.vec_isa_ok": True} if taken else None)
+    assert compiler.options("cpu", keep_casts=True) == compiler.KEEP_CASTS | ({"cpp.vec_isa_ok": True} if taken else {})
+    assert compiler.options("cuda", keep_casts=False) is None
+    (command,) = asked
+    assert "-mavx2" in command
+    assert "-mavx512f" not in command
+
+
+@pytest.mark.usefixtures("fresh_answers")
+@pytest.mark.parametrize("how", ["set by the user", "names that torch does not have", "another processor"])
+def test_the_search_for_vector_instructions_is_left_to_torch(how: str, monkeypatch) -> None:
+    isa = importlib.import_module("torch._inductor.cpu_vec_isa")
+    config = importlib.import_module("torch._inductor.config")
+    if how == "set by the user":
+        monkeypatch.setattr(config.cpp, "vec_isa_ok", False)
+    elif how == "another processor":
+        monkeypatch.setattr(isa, "x86_isa_checker", list)
+    else:
+        monkeypatch.delattr(isa, "x86_isa_checker")
+    assert compiler.options("cpu", keep_casts=False) is None

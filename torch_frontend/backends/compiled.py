@@ -10,10 +10,7 @@ same arithmetic.
 from __future__ import annotations
 
 import functools
-import importlib
-import math
 import types
-import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -25,8 +22,9 @@ from ...core.hyperparameters import Hyperparameters
 from ...core.moments import Complements, is_zero
 from ...core.rules import RULES
 from ...core.update import TensorState
-from ..array_ops import compiled_ops, dtype_name, torch_ops
+from ..array_ops import compiled_ops, torch_ops
 from .backend import TensorSlot
+from .compiler import keeps_casts, options
 from .eager import EagerBackend
 from .memory_order import along_memory
 from .packed import SMALL
@@ -34,9 +32,6 @@ from .piece import sum_of
 
 PIECE = 2**22
 """Elements in one call, at most: what a graph allocates besides its results is not larger than a piece."""
-
-KEEP_CASTS: dict[str, str | int | bool | Callable[..., Any]] = {"emulate_precision_casts": True}
-"""Without this option Inductor deletes casts to a low precision and back, and every kahan compensation would be zero."""
 
 Vectors = tuple[Any, ...]  # tensors; None where there is none
 
@@ -158,7 +153,7 @@ def _compiled(
     """One graph; `dtypes` and `device` only keep it separate: each is compiled once."""
     rule = RULES[rule_name]
     kahan = compensation == "kahan"
-    ops = compiled_ops if kahan and not _keeps_casts(dtypes[0], device.type) else torch_ops
+    ops = compiled_ops if kahan and not keeps_casts(dtypes[0], device.type) else torch_ops
     beta1, beta2 = 0.0 if beta1_is_zero else 0.5, 0.0 if beta2_is_zero else 0.5  # the bias-corrected numbers say the rest
 
     def step(tensors: Vectors, scalars: Tensor) -> tuple[Tensor | None, Any]:
@@ -191,37 +186,4 @@ def _compiled(
     # torch.compile keeps graphs with the code object, and gives up after a number of them: each needs a code of its own.
     code = step.__code__.replace(co_name=f"{rule_name}_{kind}")
     own = types.FunctionType(code, step.__globals__, code.co_name, step.__defaults__, step.__closure__)
-    return torch.compile(own, dynamic=True, fullgraph=True, options=KEEP_CASTS if kahan else None)
-
-
-@functools.cache
-def _keeps_casts(dtype: torch.dtype, device_type: str) -> bool:
-    """Whether the compiler, when asked to, keeps a cast to this dtype and back: found out by compiling, once a process."""
-    probe = torch.compile(lambda x: x - torch_ops.round_to(x, dtype_name(dtype)), fullgraph=True, options=KEEP_CASTS)
-    return bool(probe(torch.full((8,), 1 + 2.0**-12, device=device_type)).all())
-
-
-@functools.cache
-def why_not(device_type: str) -> str | None:
-    """Why nothing can be compiled for this device, or None; looked up once a process.
-
-    On a CPU a C++ compiler is all that may be missing; elsewhere, and where torch does not tell, a small graph is compiled.
-    """
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)  # torch's own, when it imports its compiler
-        try:
-            importlib.import_module("torch.utils.mkldnn")
-            find_compiler = _cpp_compiler_of_torch() if device_type == "cpu" else None
-            if find_compiler is not None:
-                find_compiler()
-            else:
-                torch.compile(lambda x: torch.sqrt(x) + math.e, fullgraph=True)(torch.ones(8, device=device_type))
-        except Exception as error:  # whatever a compiler, a driver or a full disk may raise
-            return " ".join(str(error).split()[:40]) or type(error).__name__
-    return None
-
-
-def _cpp_compiler_of_torch() -> Callable[[], str] | None:
-    """What finds a working C++ compiler, or raises; not public: None where torch does not have it."""
-    builder = importlib.import_module("torch._inductor.cpp_builder")
-    return getattr(builder, "get_cpp_compiler", None)
+    return torch.compile(own, dynamic=True, fullgraph=True, options=options(device.type, keep_casts=kahan))

@@ -8,7 +8,8 @@ from torch import Tensor
 
 from ...core.errors import InvalidArgument, Refused
 from .backend import Backend
-from .compiled import CompiledBackend, why_not
+from .compiled import CompiledBackend
+from .compiler import why_not
 from .eager import EagerBackend
 from .triton import availability as triton
 
