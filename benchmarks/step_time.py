@@ -18,6 +18,7 @@ from rich.console import Console
 from rich.table import Table
 from torch import nn
 
+from benchmarks import peers
 from benchmarks.record import write_result
 from penstock.torch_frontend import AdamW, StableAdamW
 
@@ -30,19 +31,17 @@ def candidates(dtype: torch.dtype) -> dict[str, Callable[[list[nn.Parameter]], t
     found: dict[str, Callable[[list[nn.Parameter]], torch.optim.Optimizer]] = {
         BASELINE: lambda p: torch.optim.AdamW(p, fused=True),
         "torch AdamW(foreach=True)": lambda p: torch.optim.AdamW(p, foreach=True),
+        "penstock StableAdamW": StableAdamW,
+        "penstock AdamW": AdamW,
         "penstock StableAdamW compiled": lambda p: StableAdamW(p, backend="compiled", compensation="none"),
-        "penstock StableAdamW eager": lambda p: StableAdamW(p, backend="eager", compensation="none"),
         "penstock AdamW compiled": lambda p: AdamW(p, backend="compiled", compensation="none"),
-        "penstock AdamW eager": lambda p: AdamW(p, backend="eager", compensation="none"),
     }
     if dtype is torch.bfloat16:
         found["penstock StableAdamW compiled, split"] = lambda p: StableAdamW(p, backend="compiled", compensation="split")
         found["penstock StableAdamW compiled, kahan"] = lambda p: StableAdamW(p, backend="compiled", compensation="kahan")
-    try:
-        import optimi
-    except ImportError:
-        return found
-    found["optimi StableAdamW"] = lambda p: optimi.StableAdamW(p, lr=1e-3)
+    if peers.optimi() is not None:
+        found["optimi StableAdamW"] = lambda p: peers.optimi_optimizer("StableAdamW", p, lr=1e-3)
+        found["optimi AdamW"] = lambda p: peers.optimi_optimizer("AdamW", p, lr=1e-3)
     return found
 
 

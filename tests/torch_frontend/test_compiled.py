@@ -9,6 +9,7 @@ import sys
 import types
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -184,43 +185,49 @@ def test_layouts_that_are_no_vectors_need_no_graph_each() -> None:
         assert torch.equal(p, q)
 
 
+class VectorInstructions:
+    """What torch has of them, on a processor that has avx2 only; a search is noticed."""
+
+    def __init__(self, patch: pytest.MonkeyPatch) -> None:
+        self.told: list[bool | None] = []
+        self.asked: list[list[str]] = []
+        self.taken = True
+        self.config = importlib.import_module("torch._inductor.config")
+        self.module = importlib.import_module("torch._inductor.cpu_vec_isa")
+        patch.setattr(self.module, "x86_isa_checker", lambda: ["avx2"])
+        patch.setattr(self.module, "valid_vec_isa_list", lambda: self.told.append(self.config.cpp.vec_isa_ok))
+        patch.setattr(compiler.subprocess, "run", self._run)
+
+    def _run(self, command: list[str], **how: Any) -> Any:
+        self.asked.append(command)
+        return types.SimpleNamespace(returncode=0 if self.taken else 1)
+
+
 @pytest.fixture
-def fresh_answers() -> Iterator[None]:
-    """The compiler is asked again, and once more after the test."""
-    compiler.takes_vector_flags.cache_clear()
-    yield
-    compiler.takes_vector_flags.cache_clear()
+def vectors(monkeypatch: pytest.MonkeyPatch) -> Iterator[VectorInstructions]:
+    compiler.spare_search.cache_clear()
+    yield VectorInstructions(monkeypatch)
+    compiler.spare_search.cache_clear()
 
 
-@pytest.mark.usefixtures("fresh_answers")
-@pytest.mark.parametrize("taken", [True, False])
-def test_torch_is_spared_its_search_for_vector_instructions_if_the_compiler_takes_their_flags(taken: bool, monkeypatch) -> None:
-    isa = importlib.import_module("torch._inductor.cpu_vec_isa")
-    monkeypatch.setattr(isa, "x86_isa_checker", lambda: ["avx2"])
-    asked = []
-
-    def run(command, **how):
-        asked.append(command)
-        return types.SimpleNamespace(returncode=0 if taken else 1)
-
-    monkeypatch.setattr(compiler.subprocess, "run", run)
-    assert compiler.options("cpu", keep_casts=False) == ({"cpp.vec_isa_ok": True} if taken else None)
-    assert compiler.options("cpu", keep_casts=True) == compiler.KEEP_CASTS | ({"cpp.vec_isa_ok": True} if taken else {})
-    assert compiler.options("cuda", keep_casts=False) is None
-    (command,) = asked
+def test_torch_is_spared_its_search_if_the_compiler_takes_the_flags_of_this_processor(vectors: VectorInstructions) -> None:
+    assert compiler.spare_search()
+    (command,) = vectors.asked
     assert "-mavx2" in command
     assert "-mavx512f" not in command
+    assert vectors.told == [True]
+    assert vectors.config.cpp.vec_isa_ok is None
 
 
-@pytest.mark.usefixtures("fresh_answers")
-@pytest.mark.parametrize("how", ["set by the user", "names that torch does not have", "another processor"])
-def test_the_search_for_vector_instructions_is_left_to_torch(how: str, monkeypatch) -> None:
-    isa = importlib.import_module("torch._inductor.cpu_vec_isa")
-    config = importlib.import_module("torch._inductor.config")
-    if how == "set by the user":
-        monkeypatch.setattr(config.cpp, "vec_isa_ok", False)
+@pytest.mark.parametrize("how", ["flags refused", "set by the user", "names that torch does not have", "another processor"])
+def test_the_search_is_left_to_torch(how: str, vectors: VectorInstructions, monkeypatch: pytest.MonkeyPatch) -> None:
+    if how == "flags refused":
+        vectors.taken = False
+    elif how == "set by the user":
+        monkeypatch.setattr(vectors.config.cpp, "vec_isa_ok", False)
     elif how == "another processor":
-        monkeypatch.setattr(isa, "x86_isa_checker", list)
+        monkeypatch.setattr(vectors.module, "x86_isa_checker", list)
     else:
-        monkeypatch.delattr(isa, "x86_isa_checker")
-    assert compiler.options("cpu", keep_casts=False) is None
+        monkeypatch.delattr(vectors.module, "x86_isa_checker")
+    assert not compiler.spare_search()
+    assert vectors.told == []

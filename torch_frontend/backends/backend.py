@@ -15,7 +15,7 @@ from ...core.moments import Complements, debiased_complements
 from ...core.rules import Rule
 from ..array_ops import DTYPES, dtype_name
 from ..communication.shards import Shard
-from .numbers import GroupSettings, UpdateNumbers, numbers_of
+from .numbers import GroupSettings, UpdateNumbers, numbers_of, vector_of
 
 _ONE = torch.ones(())
 
@@ -96,6 +96,13 @@ class TensorSlot:
         if self.capturable:
             return numbers_of(self.hyperparameters, self.rule, self.complements, self.compute_dtype)
         return self.settings.numbers(self.rule, self.step_number, self.compute_dtype)
+
+    def vector(self) -> Tensor:
+        """`numbers` as one tensor on the parameter's device, [4]; see `vector_of`."""
+        device = self.parameter.device
+        if self.capturable:
+            return vector_of(self.hyperparameters, self.rule, self.numbers(), device)
+        return self.settings.vector(self.rule, self.step_number, self.compute_dtype, device)
 
 
 class Backend(Protocol):

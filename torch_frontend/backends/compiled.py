@@ -24,7 +24,7 @@ from ...core.rules import RULES
 from ...core.update import TensorState
 from ..array_ops import compiled_ops, torch_ops
 from .backend import TensorSlot
-from .compiler import keeps_casts, options
+from .compiler import KEEP_CASTS, keeps_casts, spare_search
 from .eager import EagerBackend
 from .memory_order import along_memory
 from .packed import SMALL
@@ -46,7 +46,7 @@ class CompiledBackend(EagerBackend):
         pieces = list(_pieces(slot, gradient))
         if not pieces:
             return super().update(slot, gradient, first=first, measure=measure)
-        total = None if first else slot.state["mean_square"]
+        total = None if first or not slot.rule.clips_update else slot.state["mean_square"]
         if len(pieces) > 1 and slot.rule.clips_update:
             total = self.mean_square(slot, gradient, first)
             results = [_run("write", slot, first, piece, total, measure) for piece in pieces]
@@ -86,8 +86,9 @@ class CompiledBackend(EagerBackend):
         if not pieces:
             super().apply(slot)
             return
+        total = slot.state["mean_square"] if slot.rule.clips_update else None
         for piece in pieces:
-            _run("apply", slot, False, piece, slot.state["mean_square"])
+            _run("apply", slot, False, piece, total)
         slot.state.pop("mean_square")
 
 
@@ -103,8 +104,12 @@ def _pieces(slot: TensorSlot, gradient: Tensor | None) -> Iterator[Vectors]:
     flat = along_memory({name: tensor for name, tensor in named.items() if tensor is not None})
     if flat is None:
         return
+    vectors = [flat.get(name) for name in named]
+    if slot.parameter.numel() <= PIECE:
+        yield tuple(vectors)
+        return
     for start in range(0, slot.parameter.numel(), PIECE):
-        yield tuple(None if name not in flat else flat[name][start : start + PIECE] for name in named)
+        yield tuple(None if vector is None else vector[start : start + PIECE].detach() for vector in vectors)
 
 
 def _run(
@@ -123,16 +128,9 @@ def _run(
     dtypes = (slot.parameter.dtype, state["exp_avg"].dtype, state["exp_avg_sq"].dtype)
     settings = (current.eps, current.maximize, is_zero(current.beta1), is_zero(current.beta2))
     graph = _compiled(kind, first, measured, slot.rule.name, slot.compensation, *settings, dtypes, slot.parameter.device)
-    numbers = slot.numbers()
-    decay: Any = numbers.decay
-    if decay is None:
-        decay = torch.as_tensor(current.weight_decay if slot.rule.l2 else 0.0, dtype=slot.compute_dtype)
-    given = torch.as_tensor(0.0 if total is None else total, dtype=slot.compute_dtype)
-    scalars = [numbers.first, numbers.second, numbers.learning_rate, decay, given]
-    device = slot.parameter.device
-    if device.type != "cpu":
-        scalars = [scalar.to(device, non_blocking=True) for scalar in scalars]
-    found: tuple[Tensor | None, Any] = graph(piece, torch.stack(scalars))
+    if total is not None:
+        total = torch.as_tensor(total, dtype=slot.compute_dtype, device=slot.parameter.device)
+    found: tuple[Tensor | None, Any] = graph(piece, slot.vector(), total)
     return found
 
 
@@ -151,23 +149,25 @@ def _compiled(
     device: torch.device,
 ) -> Callable[..., Any]:
     """One graph; `dtypes` and `device` only keep it separate: each is compiled once."""
+    if device.type == "cpu":
+        spare_search()
     rule = RULES[rule_name]
     kahan = compensation == "kahan"
     ops = compiled_ops if kahan and not keeps_casts(dtypes[0], device.type) else torch_ops
     beta1, beta2 = 0.0 if beta1_is_zero else 0.5, 0.0 if beta2_is_zero else 0.5  # the bias-corrected numbers say the rest
 
-    def step(tensors: Vectors, scalars: Tensor) -> tuple[Tensor | None, Any]:
+    def step(tensors: Vectors, scalars: Tensor, total: Tensor | None) -> tuple[Tensor | None, Any]:
         parameter, gradient, exp_avg, exp_avg_sq, kept = tensors
         complements = Complements(scalars[0], scalars[1])
         current = Hyperparameters(scalars[2], beta1, beta2, eps, scalars[3], maximize=maximize)
-        state = TensorState(exp_avg, exp_avg_sq, kept, scalars[4] if kind in ("update", "apply") else 0.0)
+        state = TensorState(exp_avg, exp_avg_sq, kept, 0.0 if total is None else total)
         given = (complements, compensation, parameter, gradient, state)
         squares = gradient.to(scalars.dtype).square().sum() if measured else None
         new = parameter
         if kind == "apply":
             new, after = core_update.apply(ops, rule, current, compensation, parameter, state)
         elif kind == "write":
-            new, after = core_update.update(ops, rule, current, *given, first=first, mean_square=scalars[4])
+            new, after = core_update.update(ops, rule, current, *given, first=first, mean_square=total)
         elif kind == "update":
             new, after = core_update.update(ops, rule, current, *given, first=first)
         else:
@@ -186,4 +186,4 @@ def _compiled(
     # torch.compile keeps graphs with the code object, and gives up after a number of them: each needs a code of its own.
     code = step.__code__.replace(co_name=f"{rule_name}_{kind}")
     own = types.FunctionType(code, step.__globals__, code.co_name, step.__defaults__, step.__closure__)
-    return torch.compile(own, dynamic=True, fullgraph=True, options=options(device.type, keep_casts=kahan))
+    return torch.compile(own, dynamic=True, fullgraph=True, options=KEEP_CASTS if kahan else None)

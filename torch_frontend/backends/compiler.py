@@ -14,9 +14,7 @@ import torch
 
 from ..array_ops import dtype_name, torch_ops
 
-Options = dict[str, str | int | bool | Callable[..., Any]]
-
-KEEP_CASTS: Options = {"emulate_precision_casts": True}
+KEEP_CASTS: dict[str, str | int | bool | Callable[..., Any]] = {"emulate_precision_casts": True}
 """Without this option Inductor deletes casts to a low precision and back, and every kahan compensation would be zero."""
 
 
@@ -40,43 +38,38 @@ def why_not(device_type: str) -> str | None:
     return None
 
 
-def options(device_type: str, *, keep_casts: bool) -> Options | None:
-    """What torch.compile is to be told besides its defaults."""
-    found = dict(KEEP_CASTS) if keep_casts else {}
-    if device_type == "cpu" and takes_vector_flags():
-        found["cpp.vec_isa_ok"] = True
-    return found or None
-
-
 @functools.cache
 def keeps_casts(dtype: torch.dtype, device_type: str) -> bool:
     """Whether the compiler, when asked to, keeps a cast to this dtype and back: found out by compiling, once a process."""
-    probe = torch.compile(
-        lambda x: x - torch_ops.round_to(x, dtype_name(dtype)), fullgraph=True, options=options(device_type, keep_casts=True)
-    )
+    probe = torch.compile(lambda x: x - torch_ops.round_to(x, dtype_name(dtype)), fullgraph=True, options=KEEP_CASTS)
     return bool(probe(torch.full((8,), 1 + 2.0**-12, device=device_type)).all())
 
 
 @functools.cache
-def takes_vector_flags() -> bool:
-    """Whether the C++ compiler takes the flags of all vector instructions that this processor has.
+def spare_search() -> bool:
+    """Spare torch the search for this processor's vector instructions, once a process; whether that was done.
 
-    torch finds that out with a program for each kind of them, which takes ten seconds where its cache is empty; this asks the
-    compiler once. False leaves it to torch, also where torch does not have the names that are used here, which are not public.
+    torch compiles a program for each kind of them, which takes ten seconds where its cache is empty. Here the C++ compiler is
+    asked once whether it takes all of their flags; if it does, torch is told that it can use them. Otherwise nothing is done,
+    also where torch does not have the names that are used here, which are not public.
     """
     find_compiler = _cpp_compiler_of_torch()
     try:
         isa: Any = importlib.import_module("torch._inductor.cpu_vec_isa")
         config: Any = importlib.import_module("torch._inductor.config")
-        here, kinds = isa.x86_isa_checker(), isa.supported_vec_isa_list
-        flags = [flag for kind in kinds if set(str(kind).split()) <= set(here) for flag in kind.build_arch_flags().split()]
+        here, kinds = set(isa.x86_isa_checker()), isa.supported_vec_isa_list
+        flags = [flag for kind in kinds if set(str(kind).split()) <= here for flag in kind.build_arch_flags().split()]
         if find_compiler is None or not flags or config.cpp.vec_isa_ok is not None:
             return False
         command = [find_compiler(), "-fsyntax-only", "-x", "c++", "-", *dict.fromkeys(flags)]
         asked = subprocess.run(command, input=b"#include <immintrin.h>", capture_output=True, timeout=60, check=False)
+        if asked.returncode != 0:
+            return False
+        with config.patch({"cpp.vec_isa_ok": True}):
+            isa.valid_vec_isa_list()  # which keeps what it finds
     except (AttributeError, ImportError, OSError, RuntimeError, subprocess.SubprocessError):
         return False
-    return asked.returncode == 0
+    return True
 
 
 def _cpp_compiler_of_torch() -> Callable[[], str] | None:

@@ -58,12 +58,14 @@ class GroupSettings:
         self.hyperparameters = current
         self._numbers: dict[Any, UpdateNumbers] = {}
         self._complements: dict[float, Complements] = {}
+        self._vectors: dict[Any, Tensor] = {}
 
     def change(self, current: Hyperparameters) -> None:
         """Take other hyperparameters from now on."""
         self.hyperparameters = current
         self._numbers.clear()
         self._complements.clear()
+        self._vectors.clear()
 
     def complements(self, step: float) -> Complements:
         """c1 and c2 of update number `step`, from 1 on."""
@@ -82,3 +84,22 @@ class GroupSettings:
                 self._numbers.clear()
             found = self._numbers[step, dtype] = numbers_of(self.hyperparameters, rule, self.complements(step), dtype)
         return found
+
+    def vector(self, rule: Rule, step: float, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """`vector_of` the numbers of update number `step`, from 1 on."""
+        found = self._vectors.get((step, dtype, device))
+        if found is None:
+            if len(self._vectors) >= KEPT:
+                self._vectors.clear()
+            numbers = self.numbers(rule, step, dtype)
+            found = self._vectors[step, dtype, device] = vector_of(self.hyperparameters, rule, numbers, device)
+        return found
+
+
+def vector_of(current: Hyperparameters, rule: Rule, numbers: UpdateNumbers, device: torch.device) -> Tensor:
+    """c1, c2, the learning rate and the decay as one tensor, [4]. The decay is that of the rule: of the step, or L2."""
+    decay: Any = numbers.decay
+    if decay is None:
+        decay = torch.as_tensor(current.weight_decay if rule.l2 else 0.0, dtype=numbers.first.dtype)
+    together = [numbers.first, numbers.second, numbers.learning_rate, decay]
+    return torch.stack([number.to(device, non_blocking=True) for number in together])
