@@ -21,7 +21,7 @@ from ..autograd.passes import at_end_of_pass, is_nested, pass_number, weakly
 from ..communication import Communication
 from ..communication.held_average import HeldAverage
 from ..communication.protocol import Purpose
-from ..communication.shards import Shard, local, shard_of, sum_over_shards
+from ..communication.shards import local, shard_of, sum_over_shards
 from ..finiteness import SkipCount
 from ..optimizers import ReleasableOptimizer
 from .hooks import Hooks
@@ -39,7 +39,6 @@ from .stages import (
     Skip,
     Stage,
     Update,
-    Use,
     leave_marker,
     one_by_one,
 )
@@ -107,20 +106,18 @@ class Pipeline:
         step = self.step
         free = getattr(self.communication, "free_after_pass", leave_marker)  # DistributedDataParallel uses `.grad` itself
         self.update = Update(step, self.skip_count, free)
-        stage: Stage = self.update
-        one: Use | None = self.update.one
+        stage: Any = self.update
         if self.optimizer.launches_together:
             if self.queue is None:
                 self.queue = SmallUpdateQueue(step, self.update, free, self._watch_pass)
-            stage, one = self.queue, None
+            stage = self.queue
         if self.max_norm_of_each is not None:
-            stage = clip = ClipEach(self.disclosure, self.max_norm_of_each, stage, self.update)
-            one = one and clip.one
+            stage = ClipEach(self.disclosure, self.max_norm_of_each, stage)
         self._rescale = Rescale(stage)
         if self.optimizer.on_nonfinite != "propagate":
-            one = None if stage is not self.update or self.optimizer.may_check_on_device else one
-            stage = skip = Skip(step, self.skip_count, stage, self.update)
-            one = one and skip.one
+            stage = Skip(step, self.skip_count, stage)
+        short = self.alone and self.update in (stage, getattr(stage, "following", None))
+        one = stage.one if short and not self.optimizer.may_check_on_device else None
         if self.disclosure.tells_norms and not isinstance(stage, (ClipEach, Skip)):
             stage = Norm(self.disclosure, stage)
         self.use = stage  # what averaged gradients go on to
@@ -131,7 +128,7 @@ class Pipeline:
             self.arrive = kept
         elif step.policy is Policy.RELEASE:
             check = self._refuse_unguarded if self.needs_guard else before
-            self.arrive = Arrival(step, one if one is not None and self.alone else after_arrival, check)
+            self.arrive = Arrival(step, one or after_arrival, check)
         else:
             keep = functools.partial(self._keep, averages=True)
             self.arrive = AccumulatingArrival(step, after_arrival, before, self._begin_micro_batch, keep=keep)
@@ -179,7 +176,7 @@ class Pipeline:
         self._watch_pass()
         if member.shard is None and parameter.grad is not gradient:  # it was added to a marker
             parameter.grad = gradient
-        self.step.arrive(member)
+        self.step.ledger.arrive(member.key, member.nbytes)
         self.communication.gradient_ready(parameter)
 
     @torch.no_grad()
@@ -195,7 +192,7 @@ class Pipeline:
                 if gradient is None or member is None:  # it has left its group
                     continue
                 arrived.append((member, gradient if member.shard is None else local(gradient)))
-                step.arrive(member)
+                step.ledger.arrive(member.key, member.nbytes)
                 if step.policy is Policy.RELEASE and not self._measures:
                     step.released[member.key] = member  # this process may have had no gradient
             if arrived:
@@ -203,7 +200,7 @@ class Pipeline:
 
     def _keep(self, member: Member, gradient: Tensor, averages: bool = False) -> None:
         """A gradient stays in `.grad`."""
-        self.step.arrive(member)
+        self.step.ledger.arrive(member.key, member.nbytes)
         self.communication.held(member.parameter)
         if averages:
             self.held_average.gradient_held()
@@ -305,18 +302,14 @@ class Pipeline:
         squares = self.disclosure.squares
         if not self.disclosure.tells_norms:
             return None
-        members, found = self.step.members, list[tuple[Shard | None, Tensor]]()
-        for group in self.optimizer.param_groups:
-            for parameter in group["params"]:
-                square = squares.get(id(parameter))
-                if square is not None:
-                    member = members.get(id(parameter))
-                    found.append((shard_of(parameter) if member is None else member.shard, square))
+        found = [p for group in self.optimizer.param_groups for p in group["params"] if id(p) in squares]
         if not found:
             return torch.zeros((), dtype=torch.float64) if self.disclosure.judged else None
-        device = found[0][1].device
+        members = self.step.members
+        shards = [members[id(p)].shard if id(p) in members else shard_of(p) for p in found]
+        device = squares[id(found[0])].device
         wide = torch.float32 if device.type == "mps" else torch.float64
-        totals = sum_over_shards([shard for shard, _ in found], [square.to(device, wide) for _, square in found])
+        totals = sum_over_shards(shards, [squares[id(p)].to(device, wide) for p in found])
         self._norm = torch.stack(totals).sum().sqrt()
         return self._norm
 

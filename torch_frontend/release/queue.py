@@ -71,7 +71,7 @@ class SmallUpdateQueue:
         step, device = self._step, gradient.device
         if device in self._queues and self._queues[device].nbytes + gradient.nbytes > self.room:
             self.flush(device)
-        step.arrive(member)
+        step.ledger.arrive(member.key, member.nbytes)
         self._queues.setdefault(device, _Queue(device, pass_number())).add(member, gradient)
         step.set_status(member.key, Status.QUEUED)
         self._free(member)

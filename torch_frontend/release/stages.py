@@ -138,19 +138,18 @@ def one_by_one(stage: Stage) -> Use:
 class Skip:
     """Gradients that are not finite are counted instead of used. Synchronises, unless the device itself leaves them out."""
 
-    def __init__(self, step: Step, skipped: SkipCount, following: Stage, update: Update) -> None:
+    def __init__(self, step: Step, skipped: SkipCount, following: Any) -> None:
         self._step = step
         self._squares = step.disclosure.squares
         self._skipped = skipped
-        self._following = following
-        self._update = update
+        self.following = following
 
     def one(self, member: Member, gradient: Tensor) -> None:
-        """The base case, as `Update.one`, where only the host can skip."""
+        """The base case, as `Update.one`, which follows, where only the host can skip."""
         norm = gradient_norm(gradient)
         if math.isfinite(norm):
             self._squares[member.key] = norm * norm
-            self._update.one(member, gradient, measure=False)
+            self.following.one(member, gradient, measure=False)
         else:  # its elements may be finite all the same
             self([(member, gradient)])
 
@@ -167,7 +166,7 @@ class Skip:
             if not all(usable.values()):
                 count_skipped(self._step.optimizer, self._skipped, list(usable.values()).count(False))
                 arrived = [(member, gradient if usable.get(member) else None) for member, gradient in arrived]
-        self._following(arrived)
+        self.following(arrived)
 
 
 def updates_on_device(step: Step, members: Sequence[Member]) -> bool:
@@ -188,7 +187,7 @@ class Norm:
 
     def __init__(self, disclosure: Disclosure, following: Stage) -> None:
         self._squares = disclosure.squares
-        self._following = following
+        self.following = following
 
     def __call__(self, arrived: Sequence[Arrived]) -> None:
         """Before anything is clipped."""
@@ -196,35 +195,34 @@ class Norm:
         for (member, _), square in zip(found, square_sums([gradient for _, gradient in found]), strict=True):
             self._squares[member.key] = square
         del found
-        self._following(arrived)
+        self.following(arrived)
 
 
 class ClipEach:
     """Each gradient is clipped by its own norm, which its marker tells: clipping="per_tensor"."""
 
-    def __init__(self, disclosure: Disclosure, max_norm: float, following: Stage, update: Update) -> None:
+    def __init__(self, disclosure: Disclosure, max_norm: float, following: Any) -> None:
         self._squares = disclosure.squares
         self._copies = disclosure.takes_more
         self._max_norm = max_norm
-        self._following = following
-        self._update = update
+        self.following = following
 
     def one(self, member: Member, gradient: Tensor) -> None:
-        """The base case, as `Update.one`."""
+        """The base case, as `Update.one`, which follows."""
         norm = gradient_norm(gradient)
         multiply_(gradient, clip_coefficient(norm, self._max_norm))
         self._squares[member.key] = norm * norm
-        self._update.one(member, gradient, measure=False)
+        self.following.one(member, gradient, measure=False)
 
     def __call__(self, arrived: Sequence[Arrived]) -> None:
         """In place; autograd may share what was added to a marker, so that is copied."""
         if self._copies:
-            arrived = [(member, _own(member, gradient)) for member, gradient in arrived]
+            arrived = [(m, g if g is None or m.parameter.grad is g else g.clone()) for m, g in arrived]
         usable = [(member, gradient) for member, gradient in arrived if gradient is not None]
         norms = clip_by_norm_([gradient for _, gradient in usable], [member.shard for member, _ in usable], self._max_norm)
         for (member, _), norm in zip(usable, norms, strict=True):
             self._squares[member.key] = norm * norm
-        self._following(arrived)
+        self.following(arrived)
 
 
 class Rescale:
@@ -232,13 +230,13 @@ class Rescale:
 
     def __init__(self, following: Stage) -> None:
         self.factors: Sequence[Tensor | float] = ()
-        self._following = following
+        self.following = following
 
     def __call__(self, arrived: Sequence[Arrived]) -> None:
         """Each factor is rounded to the gradient's dtype by itself, as GradScaler and clip_grad_norm_ have it."""
         for _, gradient in arrived:
             rescale_(gradient, self.factors)
-        self._following(arrived)
+        self.following(arrived)
 
 
 def rescale_(gradient: Tensor | None, factors: Sequence[Tensor | float]) -> None:
@@ -304,12 +302,9 @@ class Update:
         if not tasks:
             return
         optimizer = self._optimizer
-        steps, all_update = False, True
-        for _, _, action in tasks:
-            steps |= action.steps
-            all_update &= action is Action.UPDATE
-        self._step.settings.remember(optimizer.param_groups, stepped=steps)
-        checks = all_update and optimizer.checks_on_device(parameter for parameter, _, _ in tasks)
+        actions = {action for _, _, action in tasks}
+        self._step.settings.remember(optimizer.param_groups, stepped=any(action.steps for action in actions))
+        checks = actions == {Action.UPDATE} and optimizer.checks_on_device(parameter for parameter, _, _ in tasks)
         applied = optimizer.perform_all(tasks, if_finite=checks)
         if applied:
             self._skipped.add_unapplied(applied)
@@ -327,8 +322,3 @@ def action_for(step: Step, member: Member, finite: bool) -> tuple[Action, Status
 def leave_marker(member: Member) -> None:
     """Free the gradient: `.grad` says that it was used."""
     member.parameter.grad = member.placed
-
-
-def _own(member: Member, gradient: Tensor | None) -> Tensor | None:
-    shared = gradient is not None and member.parameter.grad is not gradient
-    return gradient.clone() if shared and gradient is not None else gradient

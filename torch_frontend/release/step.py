@@ -207,10 +207,6 @@ class Step:
         if self.released or Status.ACCUMULATED in self._status.values():
             self.settings.check(self.optimizer.param_groups)
 
-    def arrive(self, member: Member) -> None:
-        """Its gradient exists and stays for a while."""
-        self.ledger.arrive(member.key, member.nbytes)
-
     def free(self, parameter: Tensor) -> None:
         """Free its gradient unused."""
         parameter.grad = None

@@ -21,7 +21,7 @@ RELEASED_ADAMW = "events/release/adamw/float32"
 
 def _left_out(correct: Any, self: Any, arrived: Any) -> None:
     """A stage that hands gradients on as they are."""
-    self._following(arrived)
+    self.following(arrived)
 
 
 def _counts_skipped(correct: Any, optimizer: Any, skipped: Any, count: int = 1) -> None:
