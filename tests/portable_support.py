@@ -11,7 +11,7 @@ import numpy as np
 
 from penstock.core.array_ops import numpy_dtype
 from penstock.core.compensation import compensation_dtype
-from penstock.core.portable_state import ParameterState, PortableGroup, PortableState
+from penstock.core.portable.state import ParameterState, PortableGroup, PortableState
 
 KINDS = [
     ("float64", "none"),

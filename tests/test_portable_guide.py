@@ -12,9 +12,9 @@ from tests.guide_support import ROOT, examples, run
 from tests.portable_support import taken_apart
 
 from penstock.__main__ import main
-from penstock.core.portable_file import describe
-from penstock.core.portable_safetensors import VERSION
-from penstock.core.portable_state import ARRAYS
+from penstock.core.portable.file import describe
+from penstock.core.portable.safetensors import VERSION
+from penstock.core.portable.state import ARRAYS
 from penstock.core.rules import RULES
 
 TEXT = (ROOT / "docs" / "portable_state.md").read_text()

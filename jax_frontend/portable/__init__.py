@@ -1,4 +1,4 @@
-"""State that crosses frameworks: an optimizer's state to and from the files of `core.portable_file`."""
+"""State that crosses frameworks: an optimizer's state to and from the files of `core.portable.file`."""
 
 from .transfer import export_state, import_state
 

@@ -12,9 +12,9 @@ import optax
 
 from ...core.dtypes import StateDtypes
 from ...core.errors import InvalidArgument, Refused
-from ...core.portable_match import Expected
-from ...core.portable_names import Names, Target, table_of
-from ...core.portable_state import PortableGroup
+from ...core.portable.match import Expected
+from ...core.portable.names import Names, Target, table_of
+from ...core.portable.state import PortableGroup
 from ...core.rules import Rule
 from ..direct import as_transformation
 from ..enquiry import Answer, Settings, enquire

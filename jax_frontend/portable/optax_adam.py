@@ -1,6 +1,6 @@
 r"""Optax's own Adam: whether it is one, which rule it follows, and its betas.
 
-Its state has *biased* moments; `core.portable_bias` says how they become debiased ones. For that its betas have to be known,
+Its state has *biased* moments; `core.portable.bias` says how they become debiased ones. For that its betas have to be known,
 which neither the state nor the transform tells: they are arguments. And other transforms have a state of the same type
 (adamax, nadam, radam, yogi, adopt). So a transform is tried on numbers, and must do what Adam does with these betas.
 """

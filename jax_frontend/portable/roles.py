@@ -15,7 +15,7 @@ import jax
 import optax
 
 from ...core.errors import InvalidArgument, Refused
-from ...core.portable_names import LAYER
+from ...core.portable.names import LAYER
 from ..state import AdamState, CompensatedState, PyTree
 from ..train_state import LayeredState, check_train_state
 from ..walk.layer_stack import looks_stacked

@@ -11,15 +11,15 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from ...core import portable_file
 from ...core.dtypes import StateDtypes
 from ...core.errors import InvalidArgument
 from ...core.moments import Moments
-from ...core.portable_bias import with_bias, without_bias
-from ...core.portable_match import check_own, matched
-from ...core.portable_names import Names
-from ...core.portable_rename import rename, rename_back
-from ...core.portable_state import ParameterState, PortableState
+from ...core.portable import file as portable_file
+from ...core.portable.bias import with_bias, without_bias
+from ...core.portable.match import check_own, matched
+from ...core.portable.names import Names
+from ...core.portable.rename import rename, rename_back
+from ...core.portable.state import ParameterState, PortableState
 from ..state import PyTree
 from ..train_state import LayeredState, TrainState
 from .arrays import placed, to_host
@@ -59,7 +59,7 @@ def export_state(
             "layers.1.w" and so on of {"layers": {"w": ...}}. Arrays on devices of several processes are gathered one by one:
             every process must call this, and the first writes.
         parameters: write the parameters, too.
-        names: from the names here to those in the file: a mapping, or a function; see `core.portable_names`. A stack of layers
+        names: from the names here to those in the file: a mapping, or a function; see `core.portable.names`. A stack of layers
             is "layers.w" here and "blocks.{layer}.w", or the like, in the file.
         betas: (b1, b2) of optax.adam or optax.adamw, which do not tell theirs; penstock's transforms do.
 

@@ -12,8 +12,8 @@ import pytest
 from tests.portable_support import contents, parameter, state
 
 from penstock.__main__ import main
-from penstock.core.portable_file import load, save
-from penstock.core.portable_state import PortableState
+from penstock.core.portable.file import load, save
+from penstock.core.portable.state import PortableState
 
 ROOT = Path(__file__).resolve().parents[2]
 

@@ -17,7 +17,7 @@ import pytest
 from tests.portable_support import contents, parameter, put_together, signed, state, taken_apart, with_header
 
 from penstock.core.errors import InvalidArgument
-from penstock.core.portable_file import describe, load, save
+from penstock.core.portable.file import describe, load, save
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -252,7 +252,7 @@ CLAIMED = """
 import sys
 from pathlib import Path
 from penstock.core.errors import InvalidArgument
-from penstock.core.portable_file import describe, load
+from penstock.core.portable.file import describe, load
 
 def peak():  # resource's counts the parent's, too
     rows = dict(row.split(":") for row in Path("/proc/self/status").read_text().splitlines())

@@ -12,8 +12,8 @@ from safetensors import safe_open
 from tests.portable_support import KINDS, contents, parameter, put_together, state, taken_apart
 
 from penstock.core.errors import InvalidArgument, UnsupportedTensor
-from penstock.core.portable_file import describe, load, save
-from penstock.core.portable_state import (
+from penstock.core.portable.file import describe, load, save
+from penstock.core.portable.state import (
     ARRAYS,
     PortableGroup,
     PortableState,

@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 from tests.portable_support import KINDS, contents, parameter, state
 
 from penstock.core.errors import InvalidArgument
-from penstock.core.portable_names import Names, Target, Transposed, inverted, parse_table, table_of
-from penstock.core.portable_rename import rename
-from penstock.core.portable_state import PortableGroup, PortableState
+from penstock.core.portable.names import Names, Target, Transposed, inverted, parse_table, table_of
+from penstock.core.portable.rename import rename
+from penstock.core.portable.state import PortableGroup, PortableState
 
 SPLIT = ("bfloat16", "split")
 KAHAN = ("float16", "kahan")

@@ -18,8 +18,8 @@ import safetensors.numpy
 from tests.portable_support import contents, parameter, state
 
 from penstock.core.errors import InvalidArgument, Refused
-from penstock.core.portable_file import load, save
-from penstock.core.portable_safetensors import write
+from penstock.core.portable.file import load, save
+from penstock.core.portable.safetensors import write
 
 ROOT = Path(__file__).resolve().parents[2]
 EARLIER, LATER = state({"w": parameter((3000,), seed=1)}), state({"w": parameter((3000,), seed=2, step=4)})
@@ -136,7 +136,7 @@ def test_the_file_has_the_usual_permissions(tmp_path: Path, mask: int, mode: int
 KILLED = """
 import os, resource, signal, sys, time
 from pathlib import Path
-from penstock.core.portable_file import load, save
+from penstock.core.portable.file import load, save
 from tests.core.test_portable_write import EARLIER, LATER, STEPS
 
 def kill(*arguments, **settings):

@@ -16,8 +16,8 @@ from tests.portable_support import KINDS
 from tests.walk_support import LAYERS, STACK, TX, batch, parameters
 
 from penstock.core.errors import InvalidArgument, Refused
-from penstock.core.portable_file import describe, load, save
-from penstock.core.portable_names import Transposed
+from penstock.core.portable.file import describe, load, save
+from penstock.core.portable.names import Transposed
 from penstock.jax_frontend import (
     LayerStack,
     TrainState,

@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 
 from penstock.core.errors import InvalidArgument
-from penstock.core.portable_file import load
-from penstock.core.portable_names import Transposed
+from penstock.core.portable.file import load
+from penstock.core.portable.names import Transposed
 from penstock.jax_frontend import TrainState, adamw, export_state, import_state, init_train_state, make_update
 
 

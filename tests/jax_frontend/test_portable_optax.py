@@ -16,7 +16,7 @@ import pytest
 from tests.jax_support import float64, tree
 
 from penstock.core.errors import InvalidArgument, Refused
-from penstock.core.portable_file import describe, load
+from penstock.core.portable.file import describe, load
 from penstock.jax_frontend import (
     TrainState,
     adam,

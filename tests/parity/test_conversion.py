@@ -17,7 +17,7 @@ from tests.jax_support import float64
 from tests.portable_support import KINDS
 
 from penstock import jax_frontend, torch_frontend
-from penstock.core.portable_names import Transposed
+from penstock.core.portable.names import Transposed
 from penstock.core.rules import RULES
 from penstock.jax_frontend.portable import transfer
 from penstock.parity import backends

@@ -13,8 +13,8 @@ from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
 from penstock.core.errors import InvalidArgument, Refused
-from penstock.core.portable_file import load, save
-from penstock.core.portable_names import Transposed
+from penstock.core.portable.file import load, save
+from penstock.core.portable.names import Transposed
 from penstock.torch_frontend import Adam, AdamW, StableAdamW, export_state, import_state, release_gradients
 from penstock.torch_frontend.portable import arrays, layouts
 

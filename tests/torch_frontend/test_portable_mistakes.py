@@ -10,7 +10,7 @@ from tests.torch_support import batches, layers, snapshot, train, unchanged
 from torch import nn
 
 from penstock.core.errors import InvalidArgument, Refused
-from penstock.core.portable_names import Transposed
+from penstock.core.portable.names import Transposed
 from penstock.torch_frontend import StableAdamW, export_state, import_state
 
 

@@ -14,7 +14,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from penstock.core.errors import InvalidArgument, Refused
-from penstock.core.portable_file import load
+from penstock.core.portable.file import load
 from penstock.torch_frontend import Adam, AdamW, StableAdamW, export_state, import_state, release_gradients
 
 SETTINGS = {"lr": 3e-3, "betas": (0.8, 0.99), "weight_decay": 0.1, "eps": 1e-7}

@@ -17,9 +17,9 @@ from ...core.dtypes import StateDtypes, state_dtypes
 from ...core.errors import InvalidArgument, Refused
 from ...core.hyperparameters import RANGES, check_number
 from ...core.moments import Moments
-from ...core.portable_bias import with_bias, without_bias
-from ...core.portable_match import Expected
-from ...core.portable_state import ParameterState
+from ...core.portable.bias import with_bias, without_bias
+from ...core.portable.match import Expected
+from ...core.portable.state import ParameterState
 from ..array_ops import dtype_name
 from ..groups import NAMES, Group, check_group, check_parameter, hyperparameters, moment_dtypes
 from ..optimizers import ReleasableOptimizer

@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor
 
 from ...core.errors import InvalidArgument
-from ...core.portable_state import PortableGroup
+from ...core.portable.state import PortableGroup
 from ..groups import Group
 
 Portable = Mapping[str, float | bool | None]

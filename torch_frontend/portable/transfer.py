@@ -11,13 +11,13 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from ...core import portable_file
 from ...core.errors import InvalidArgument, Refused
 from ...core.moments import Moments
-from ...core.portable_match import check_own, matched
-from ...core.portable_names import Names, table_of
-from ...core.portable_rename import rename, rename_back
-from ...core.portable_state import ParameterState, PortableGroup, PortableState, listed
+from ...core.portable import file as portable_file
+from ...core.portable.match import check_own, matched
+from ...core.portable.names import Names, table_of
+from ...core.portable.rename import rename, rename_back
+from ...core.portable.state import ParameterState, PortableGroup, PortableState, listed
 from ..communication.shards import is_sharded
 from ..groups import Group
 from .arrays import fill, holds, to_array
@@ -52,7 +52,7 @@ def export_state(
             and the first writes. Of a replicated model one process calls it.
         parameters: write the optimizer's parameters, too. Buffers, and parameters that the optimizer does not have, are in the
             model's own checkpoint only.
-        names: from the names here to those in the file: a mapping, or a function; see `core.portable_names`.
+        names: from the names here to those in the file: a mapping, or a function; see `core.portable.names`.
 
     Raises:
         Refused: in the middle of a step under release; amsgrad; the file cannot be written.

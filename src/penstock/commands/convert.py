@@ -11,8 +11,8 @@ from ..core.errors import PenstockError
 from . import refuse, require
 
 if TYPE_CHECKING:
-    from ..core.portable_file import Description
-    from ..core.portable_names import Target
+    from ..core.portable.file import Description
+    from ..core.portable.names import Target
 
 WIDTH = 160  # characters, where the output is no terminal
 
@@ -51,9 +51,10 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _convert(arguments: argparse.Namespace) -> int:
-    from ..core import portable_file, portable_state
-    from ..core.portable_names import inverted
-    from ..core.portable_rename import rename
+    from ..core.portable import file as portable_file
+    from ..core.portable import state as portable_state
+    from ..core.portable.names import inverted
+    from ..core.portable.rename import rename
 
     table = {} if arguments.names is None else _table(arguments.names)
     state = portable_file.load(arguments.input)
@@ -71,7 +72,7 @@ def _convert(arguments: argparse.Namespace) -> int:
 
 def _table(path: pathlib.Path) -> dict[str, Target]:
     from ..core.errors import InvalidArgument
-    from ..core.portable_names import parse_table
+    from ..core.portable.names import parse_table
 
     try:
         text = path.read_text(encoding="utf-8")
@@ -85,7 +86,7 @@ def _show(path: pathlib.Path) -> int:
     require("rich")
     from rich.console import Console
 
-    from ..core.portable_file import describe
+    from ..core.portable.file import describe
 
     description = describe(path)
     console = Console(highlight=False, width=None if sys.stdout.isatty() else WIDTH)

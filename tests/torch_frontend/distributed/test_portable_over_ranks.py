@@ -17,7 +17,7 @@ from torch.distributed.tensor import Replicate
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
 from penstock.core.errors import InvalidArgument, PenstockError, Refused
-from penstock.core.portable_file import load
+from penstock.core.portable.file import load
 from penstock.torch_frontend import AdamW, StableAdamW, export_state, import_state, release_gradients
 
 pytestmark = pytest.mark.xdist_group("distributed")

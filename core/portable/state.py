@@ -8,7 +8,7 @@ Every parameter has an entry of its own, whatever the framework's grouping or st
     parameter             the parameter itself, or None where the state was exported without
 
 The header says of which rule the moments are, and by groups the hyperparameters as they were; a stacked layer is one entry a
-layer. There are no Python objects in it: a file of it (`core.portable_file`) can be read without executing anything.
+layer. There are no Python objects in it: a file of it (`core.portable.file`) can be read without executing anything.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ from typing import Any
 
 import numpy as np
 
-from .compensation import compensation_dtype, resolve
-from .dtypes import PARAMETER_DTYPES, check_parameter_dtype
-from .errors import InvalidArgument
-from .rules import RULES
+from ..compensation import compensation_dtype, resolve
+from ..dtypes import PARAMETER_DTYPES, check_parameter_dtype
+from ..errors import InvalidArgument
+from ..rules import RULES
 
 ARRAYS = ("exp_avg", "exp_avg_sq", "compensation", "parameter")
 """The fields of a `ParameterState` that are arrays of the parameter's shape."""

@@ -22,9 +22,9 @@ from typing import Any, NamedTuple, NoReturn
 
 import numpy as np
 
-from .array_ops import numpy_dtype
-from .errors import InvalidArgument, Refused
-from .portable_state import listed
+from ..array_ops import numpy_dtype
+from ..errors import InvalidArgument, Refused
+from .state import listed
 
 VERSION = 1
 """Of the document and of the arrays' names."""

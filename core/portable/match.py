@@ -10,11 +10,11 @@ from collections.abc import Callable, Collection, Mapping
 
 import numpy as np
 
-from .array_ops import numpy_dtype
-from .compensation import compensation_dtype
-from .errors import InvalidArgument
-from .portable_rename import is_square
-from .portable_state import ParameterState, PortableState, listed
+from ..array_ops import numpy_dtype
+from ..compensation import compensation_dtype
+from ..errors import InvalidArgument
+from .rename import is_square
+from .state import ParameterState, PortableState, listed
 
 WIDER = {
     "bfloat16": ("bfloat16", "float32", "float64"),

@@ -17,10 +17,10 @@ import math
 
 import numpy as np
 
-from .array_ops import numpy_dtype
-from .dtypes import StateDtypes
-from .errors import InvalidArgument
-from .moments import Moments
+from ..array_ops import numpy_dtype
+from ..dtypes import StateDtypes
+from ..errors import InvalidArgument
+from ..moments import Moments
 
 
 def bias_correction(beta: float, step: int) -> float:

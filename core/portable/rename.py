@@ -9,9 +9,9 @@ from typing import Any
 
 import numpy as np
 
-from .errors import InvalidArgument
-from .portable_names import LAYER, Names, Table, Target, Transposed, inverted, layers_of, name_of, refuse_equal, table_of
-from .portable_state import ARRAYS, ParameterState, PortableGroup, PortableState, listed
+from ..errors import InvalidArgument
+from .names import LAYER, Names, Table, Target, Transposed, inverted, layers_of, name_of, refuse_equal, table_of
+from .state import ARRAYS, ParameterState, PortableGroup, PortableState, listed
 
 CONVENTIONS = (("kernel", "weight"), ("weight", "kernel"))
 """Last parts of names of which the one side's lies transposed: flax has kernels [in, out], torch weights [out, in]."""

@@ -2,7 +2,7 @@
 
 Of every parameter NAME the file has the tensors "exp_avg/NAME", "exp_avg_sq/NAME" and "step/NAME" (int64, 0-d), and where
 there are any "compensation/NAME" and "parameter/NAME". The document says the rest: the rule, the groups, and each parameter's
-dtype, shape and compensation. `core.portable_safetensors` has the bytes.
+dtype, shape and compensation. `core.portable.safetensors` has the bytes.
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ from typing import Any
 
 import numpy as np
 
-from .errors import PenstockError
-from .portable_safetensors import Path, Reader, shown, write
-from .portable_state import ARRAYS, Layout, ParameterState, PortableGroup, PortableState, check_groups
+from ..errors import PenstockError
+from .safetensors import Path, Reader, shown, write
+from .state import ARRAYS, Layout, ParameterState, PortableGroup, PortableState, check_groups
 
 
 @dataclasses.dataclass(frozen=True)

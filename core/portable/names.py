@@ -22,8 +22,8 @@ from typing import Any
 
 import numpy as np
 
-from .errors import InvalidArgument
-from .portable_state import listed
+from ..errors import InvalidArgument
+from .state import listed
 
 LAYER = "{layer}"
 
