@@ -17,9 +17,9 @@ from ..core.compensation import resolve
 from ..core.dtypes import PARAMETER_DTYPES
 from ..core.rules import RULES
 from .backends.calls import FAILURES
-from .backends.jax_transforms import float64
+from .backends.jax_arguments import float64
 from .backends.protocol import Backend, Held, converted
-from .backends.torch_optimizers import to_numpy
+from .backends.torch_arguments import to_numpy
 from .bounds import Bound
 from .cases import Case, Problem, Storage
 from .compare import Finding, Refusal, Row, differing, differing_elements, failed_from, identical, numbers, rows

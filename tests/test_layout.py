@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import graphlib
 import subprocess
 import sys
 import tomllib
@@ -25,6 +26,29 @@ OUTSIDE = {
     "jax_frontend": {"jax", "jaxlib", "optax"},
     "parity": FRAMEWORKS,
 }
+
+
+MODULES = {
+    ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): path
+    for folder in FOLDERS
+    for path in (ROOT / folder).rglob("*.py")
+}
+
+
+def own_modules(name: str) -> set[str]:
+    """The modules of this house that a module imports, at its top or in a function; not those that only type checkers see."""
+    path = MODULES[name]
+    package = name.split(".") if path.name == "__init__.py" else name.split(".")[:-1]
+    tree = ast.parse(path.read_text())
+    for node in ast.walk(tree):
+        if isinstance(node, ast.If) and isinstance(node.test, ast.Name) and node.test.id == "TYPE_CHECKING":
+            node.body = []
+    found = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom) and node.level:
+            base = ".".join([*package[: len(package) - node.level + 1], *filter(None, [node.module])])
+            found |= {each for alias in node.names if (each := f"{base}.{alias.name}") in MODULES} or {base} & set(MODULES)
+    return found - {name}
 
 
 def imports(path: Path) -> set[str]:
@@ -54,6 +78,12 @@ def test_imports_point_the_right_way(folder: str) -> None:
         assert found & FRAMEWORKS <= OUTSIDE[folder], f"{path} imports {found & FRAMEWORKS}"
         assert not found & set(FOLDERS), f"{path} imports a root folder as a top-level package"
         assert "penstock" not in found, f"{path} imports a sibling absolutely; use `from ..core import ...`"
+
+
+def test_no_modules_import_each_other_in_a_circle() -> None:
+    graph = {name: own_modules(name) for name in MODULES}
+    order = graphlib.TopologicalSorter(graph)
+    order.prepare()  # raises CycleError, which names the modules
 
 
 def test_every_package_is_declared() -> None:

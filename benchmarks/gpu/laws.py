@@ -15,7 +15,8 @@ from penstock.core.dtypes import PARAMETER_DTYPES
 from penstock.core.moments import debiased_complements
 from penstock.core.update import TensorState, accumulate, apply, update
 from penstock.parity.backends import choose
-from penstock.parity.backends.torch_optimizers import TorchBackend, to_numpy
+from penstock.parity.backends.torch_arguments import to_numpy
+from penstock.parity.backends.torch_optimizers import TorchBackend
 from penstock.parity.cases import QUICK_STEP_COUNTS, STEP_COUNTS
 from penstock.parity.sections import select
 from penstock.parity.suite import run_sections

@@ -15,7 +15,8 @@ import numpy as np
 
 from ...core.compensation import resolve
 from ..cases import Case, Storage
-from .jax_transforms import JaxBackend, Recipe, float64, held_of
+from .jax_arguments import Recipe, float64, held_of
+from .jax_transforms import JaxBackend
 from .protocol import Held
 
 if TYPE_CHECKING:

@@ -14,7 +14,7 @@ from ...core.errors import InvalidArgument
 from ...core.hyperparameters import Hyperparameters
 from ..cases import Case
 from .declaration import Declaration, check
-from .jax_transforms import float64
+from .jax_arguments import float64
 from .protocol import Held
 
 Make = Callable[[Hyperparameters], Any]

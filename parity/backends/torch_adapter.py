@@ -13,7 +13,7 @@ from ...core.hyperparameters import Hyperparameters
 from ..cases import Case
 from .declaration import Declaration, check
 from .protocol import Held
-from .torch_optimizers import to_numpy, to_torch
+from .torch_arguments import to_numpy, to_torch
 
 if TYPE_CHECKING:
     import torch

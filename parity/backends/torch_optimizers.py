@@ -7,21 +7,16 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ...core.array_ops import numpy_dtype
 from ...core.errors import PenstockError
-from ...core.hyperparameters import Hyperparameters
 from ..cases import Case
 from .protocol import Held, converted
+from .torch_arguments import CLASSES, group_of, to_numpy, to_torch
 
 if TYPE_CHECKING:
-    from torch import Tensor
-
     from ..events import EventCase, EventRun
     from ..markers import MarkerCase, TorchMarkers
     from ..memory import Measured, MemoryCase
     from ..trajectories import Trajectory, TrajectoryRun
-
-CLASSES = {"stable_adamw": "StableAdamW", "adamw": "AdamW", "adam": "Adam"}
 
 
 class TorchRun:
@@ -71,17 +66,6 @@ class TorchRun:
             }
             for name, parameter in self.parameters.items()
         }
-
-
-def group_of(given: Hyperparameters) -> dict[str, Any]:
-    """Hyperparameters as a torch parameter group spells them."""
-    group = {
-        "lr": given.learning_rate,
-        "betas": (given.beta1, given.beta2),
-        "eps": given.eps,
-        "weight_decay": given.weight_decay,
-    }
-    return group | {"decouple_lr": True, "max_lr": given.max_lr} if given.decouple_lr else group
 
 
 class TorchBackend:
@@ -168,22 +152,3 @@ class TorchBackend:
         from ..trajectories.torch_runs import TorchTrajectory
 
         return TorchTrajectory(case, self.name, self.device)
-
-
-def to_torch(array: np.ndarray) -> Tensor:
-    """A copy as a CPU tensor; bfloat16, which numpy and torch do not share, by its bits."""
-    import torch
-
-    if array.dtype.name == "bfloat16":
-        return torch.from_numpy(array.view(np.int16).copy()).view(torch.bfloat16)
-    return torch.from_numpy(array.copy())
-
-
-def to_numpy(tensor: Tensor) -> np.ndarray:
-    """A copy as a numpy array of the same dtype."""
-    import torch
-
-    tensor = tensor.detach().cpu()
-    if tensor.dtype == torch.bfloat16:
-        return tensor.view(torch.int16).numpy().copy().view(numpy_dtype("bfloat16"))
-    return tensor.numpy().copy()

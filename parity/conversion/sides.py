@@ -17,9 +17,9 @@ import numpy as np
 
 from ...core.hyperparameters import Hyperparameters
 from ...core.rules import Rule
-from ..backends.jax_transforms import float64, transform_of
+from ..backends.jax_arguments import float64, transform_of
 from ..backends.protocol import Held
-from ..backends.torch_optimizers import CLASSES, group_of, to_numpy, to_torch
+from ..backends.torch_arguments import CLASSES, group_of, to_numpy, to_torch
 from ..cases import Case, Storage
 
 FACTORS = (1.0, -0.5)

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from ..backends.jax_transforms import float64, held_of
+from ..backends.jax_arguments import float64, held_of
 from ..backends.protocol import Held
 from .recorded import SHAPES, WEIGHT_DECAY, Backward, Event, EventCase, EventSequence, Step
 

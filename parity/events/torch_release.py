@@ -8,7 +8,7 @@ import weakref
 from typing import TYPE_CHECKING, Any
 
 from ..backends.protocol import Held
-from ..backends.torch_optimizers import CLASSES, group_of, to_numpy, to_torch
+from ..backends.torch_arguments import CLASSES, group_of, to_numpy, to_torch
 from .recorded import TIED, Backward, Event, EventCase, LearningRate, Step
 
 if TYPE_CHECKING:

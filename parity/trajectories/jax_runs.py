@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from ... import jax_frontend
-from ..backends.jax_transforms import Recipe, float64, held_of
+from ..backends.jax_arguments import Recipe, float64, held_of
 from ..backends.protocol import Held
 from ..cases import Storage
 from ..demonstration.jax_model import apply_layer, cross_entropy, embedded, make_loss

@@ -11,7 +11,7 @@ from torch import Tensor
 from ... import torch_frontend
 from ...torch_frontend.clipping import NORM_EPS
 from ..backends.protocol import Held
-from ..backends.torch_optimizers import CLASSES, group_of, to_numpy
+from ..backends.torch_arguments import CLASSES, group_of, to_numpy
 from ..demonstration.torch_model import Transformer
 from .cases import SHAPE, Trajectory, start
 

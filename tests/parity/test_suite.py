@@ -6,7 +6,7 @@ import pytest
 from penstock.core.errors import InvalidArgument, Refused
 from penstock.parity import Case, Held, register, run, unregister
 from penstock.parity.backends import PEERS, choose
-from penstock.parity.backends.jax_transforms import float64
+from penstock.parity.backends.jax_arguments import float64
 from penstock.parity.backends.specification import NumpyBackend
 from penstock.parity.cases import all_cases, select
 from penstock.parity.sections import SECTIONS

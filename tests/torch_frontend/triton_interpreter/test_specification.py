@@ -11,7 +11,8 @@ from penstock.core.array_ops import numpy_ops
 from penstock.core.hyperparameters import Hyperparameters
 from penstock.core.moments import Complements, debiased_complements
 from penstock.core.update import TensorState, accumulate, apply, update
-from penstock.parity.backends.torch_optimizers import TorchBackend, to_numpy
+from penstock.parity.backends.torch_arguments import to_numpy
+from penstock.parity.backends.torch_optimizers import TorchBackend
 from penstock.parity.cases import select
 from penstock.parity.updates import run_cases
 from penstock.torch_frontend import AdamW, StableAdamW

@@ -1,0 +1,122 @@
+"""Settings and arrays of a case as JAX and Optax take them, and back."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import numpy as np
+
+from ...core.hyperparameters import Hyperparameters
+from ...core.rules import Rule
+from ..cases import Case, Storage
+from ..settings import Schedule
+from .protocol import Held, converted
+
+
+def transform_of(rule: Rule, given: Hyperparameters, storage: Storage, **scheduled: Any) -> Any:
+    """The transform of a group; `scheduled` are arguments that a schedule takes the place of."""
+    from ... import jax_frontend
+
+    transform: Any = getattr(jax_frontend, rule.name)
+    arguments = {
+        "learning_rate": given.learning_rate,
+        "b1": given.beta1,
+        "b2": given.beta2,
+        "eps": given.eps,
+        "weight_decay": given.weight_decay,
+        "mu_dtype": storage.state_dtype,
+        "nu_dtype": storage.state_dtype,
+        "compensation": storage.compensation,
+    }
+    if given.decouple_lr:
+        arguments |= {"decouple_lr": True, "max_lr": given.max_lr}
+    return transform(**arguments | scheduled)
+
+
+@dataclasses.dataclass(frozen=True)
+class Recipe:
+    """What the transform of a case is made of: equal ones share what is compiled, whatever their gradients are.
+
+    groups, given: the names of the tensors of each group, and their hyperparameters before the schedule.
+    """
+
+    rule: Rule
+    groups: tuple[tuple[str, ...], ...]
+    given: tuple[Hyperparameters, ...]
+    schedule: Schedule | None
+    longest: int | None
+    storage: Storage
+
+    @classmethod
+    def of(cls, case: Case) -> Recipe:
+        """The recipe of a case."""
+        problem, setting = case.problem, case.problem.setting
+        longest = None if setting.schedule is None else setting.longest
+        return cls(problem.rule, setting.groups, problem.group_hyperparameters(), setting.schedule, longest, case.storage)
+
+    def transform(self) -> Any:
+        """One transform, or `optax.multi_transform` of one for each group."""
+        import optax
+
+        made = [self._of_group(number) for number in range(len(self.groups))]
+        if len(made) == 1:
+            return made[0]
+        label = {name: str(number) for number, names in enumerate(self.groups) for name in names}
+        of_groups: dict[Any, Any] = {str(number): each for number, each in enumerate(made)}
+        return optax.multi_transform(of_groups, lambda params: {name: label[name] for name in params})
+
+    def _of_group(self, number: int) -> Any:
+        given, schedule, scheduled = self.given[number], self.schedule, {}
+        if schedule is not None:
+            scheduled["learning_rate"] = self._table(given.learning_rate, schedule.learning_rate)
+            if schedule.decay_rises:
+                scheduled["weight_decay"] = self._table(given.weight_decay, schedule.weight_decay)
+        return transform_of(self.rule, given, self.storage, **scheduled)
+
+    def _table(self, highest: float, factor: Callable[[int], float]) -> Callable[[Any], Any]:
+        """A schedule of Optax, a function of the 0-based count; looked up, so that its numbers are rounded just once."""
+        import jax.numpy as jnp
+
+        assert self.longest is not None
+        values = np.array([highest * factor(step) for step in range(1, self.longest + 1)])
+        return lambda count: jnp.asarray(values)[count]
+
+
+def arrays_of(parameters: Mapping[str, Any], state: Any) -> dict[str, dict[str, Any]]:
+    """JAX's own arrays of parameters by name and the state of their transform: by tensor, then by field of `Held`."""
+    found = {}
+    for adam in _adam_states(state):
+        for name, exp_avg in adam.mu.items():
+            if hasattr(exp_avg, "dtype"):  # the others are masked: another group's
+                kept = None if adam.compensation is None else adam.compensation[name]
+                found[name] = {"compensation": kept, "exp_avg": exp_avg, "exp_avg_sq": adam.nu[name]}
+    return {name: {"parameter": parameter, **found[name]} for name, parameter in parameters.items()}
+
+
+def held_of(parameters: Mapping[str, Any], state: Any) -> dict[str, Held]:
+    """The same, in numpy."""
+    return {name: converted(arrays, np.array) for name, arrays in arrays_of(parameters, state).items()}
+
+
+def _adam_states(state: Any) -> Iterator[Any]:
+    """The states of penstock's transforms: one alone or inside a chain, or one for each group, where others are masked."""
+    if hasattr(state, "mu"):
+        yield state
+    elif isinstance(state, tuple | dict):
+        for part in state.values() if isinstance(state, dict) else state:
+            yield from _adam_states(part)
+
+
+def float64() -> contextlib.AbstractContextManager[Any]:
+    """64-bit arrays inside. Older versions of JAX have it among the experimental functions."""
+    import jax
+
+    if hasattr(jax, "enable_x64"):
+        return jax.enable_x64(True)
+    from jax import experimental
+
+    older: Any = experimental
+    return older.enable_x64(True)
