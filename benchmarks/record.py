@@ -12,6 +12,8 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+from penstock.core.atomic_write import replacing
+
 PACKAGES = ("penstock", "torch", "jax", "jaxlib", "optax", "numpy", "triton", "torch-optimi", "flashoptim", "torchao")
 
 
@@ -48,8 +50,7 @@ def processor_name() -> str:
 
 
 def write_result(path: Path, result: dict[str, Any]) -> None:
-    """Write a result as JSON, under a temporary name first, so that no half of one is ever there."""
+    """Write a result as JSON, whole or not at all."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_suffix(".tmp")
-    temporary.write_text(json.dumps({**circumstances(), **result}, indent=2) + "\n")
-    temporary.replace(path)
+    with replacing(path) as temporary:
+        temporary.write_text(json.dumps({**circumstances(), **result}, indent=2) + "\n")

@@ -48,11 +48,11 @@ def is_finite(gradient: Tensor, norm: Tensor) -> Tensor:
 
 
 def clip_coefficient(norm: Tensor, max_norm: float) -> Tensor | float:
-    """min(1, max_norm / (norm + 1e-6)): a number of a norm on the CPU, otherwise 0-d, as nobody waits for a device.
+    """min(1, max_norm / (norm + 1e-6)): a number if the norm is a number on the CPU, otherwise 0-d: nothing waits for a device.
 
     norm: 0-d.
     """
-    if norm.device.type != "cpu":
+    if type(norm) is not Tensor or norm.device.type != "cpu":  # a fake tensor has no number
         return torch.div(max_norm, norm + NORM_EPS).clamp_(max=1.0)
     coefficient = max_norm / (norm.item() + NORM_EPS)
     return 1.0 if coefficient > 1.0 else coefficient  # min() would drop a NaN

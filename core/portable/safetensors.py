@@ -9,13 +9,11 @@ file's metadata has one entry, since the library gives several no order:
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import json
 import os
 import pathlib
 import stat
-import tempfile
 from collections.abc import Mapping
 from types import TracebackType
 from typing import Any, NamedTuple, NoReturn
@@ -23,6 +21,7 @@ from typing import Any, NamedTuple, NoReturn
 import numpy as np
 
 from ..array_ops import numpy_dtype
+from ..atomic_write import replacing
 from ..errors import InvalidArgument, Refused
 from .state import listed
 
@@ -83,29 +82,14 @@ def write(path: Path, arrays: Mapping[str, np.ndarray], document: Mapping[str, A
 
 
 def _replace(target: pathlib.Path, arrays: Mapping[str, np.ndarray], text: str) -> None:
-    """Write a new file in a folder beside `target`, see that it can be read and has reached the disk, and rename it."""
+    """Write a new file, check that it can be read, and put it in the place of `target`."""
     from safetensors import safe_open
     from safetensors.numpy import save_file
 
-    beside = tempfile.TemporaryDirectory(prefix=f"{target.name}.", suffix=".tmp", dir=target.parent, ignore_cleanup_errors=True)
-    with beside as folder:
-        temporary = pathlib.Path(folder, "file")
-        temporary.touch()
-        mode = stat.S_IMODE(temporary.stat().st_mode)  # the usual one; the library makes another file, for its owner only
+    with replacing(target) as temporary:
         save_file(dict(arrays), temporary, metadata={"penstock": text})
         with safe_open(temporary, framework="np"):  # before 0.7 the library writes longer headers than it reads
             pass
-        with temporary.open("r+b") as file:
-            temporary.chmod(mode)
-            os.fsync(file.fileno())
-        os.replace(temporary, target)
-    # Without this a power cut could bring the old file back. Not every file system can; the file is whole either way.
-    with contextlib.suppress(OSError):
-        parent = os.open(target.parent, os.O_RDONLY)
-        try:
-            os.fsync(parent)
-        finally:
-            os.close(parent)
 
 
 def _little(array: np.ndarray) -> np.ndarray:

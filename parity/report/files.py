@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import itertools
 import json
-import os
 import pathlib
 import tempfile
-import uuid
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
+from ...core.atomic_write import replacing
 from ...core.errors import InvalidArgument, Refused
 from .page import page
 
@@ -79,13 +78,9 @@ def _holds_table(value: Any) -> bool:
 
 
 def _write(target: pathlib.Path, pieces: Iterable[str]) -> pathlib.Path:
-    temporary = target.with_name(f"{target.stem}.{uuid.uuid4().hex}.tmp")  # a plain file, so that it has the usual permissions
     try:
-        with temporary.open("x", encoding="utf-8") as file:
+        with replacing(target) as temporary, temporary.open("w", encoding="utf-8") as file:
             file.writelines(pieces)
-        os.replace(temporary, target)
     except (OSError, ValueError) as error:
         raise Refused(f"the report {str(target)!r} could not be written: {error}") from error
-    finally:
-        temporary.unlink(missing_ok=True)
     return target
