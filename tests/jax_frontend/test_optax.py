@@ -10,7 +10,7 @@ import pytest
 from tests.jax_support import TRANSFORMS, assert_close, assert_equal, gradients, train, train_directly, tree
 
 from penstock.core.errors import Refused
-from penstock.jax_frontend import adamw, make_update, stable_adamw
+from penstock.jax_frontend import adam, adamw, make_update, scale_by_stable_adam, stable_adamw
 from penstock.jax_frontend.direct import apply_directly
 
 WAYS = pytest.mark.parametrize("way", [train, train_directly])
@@ -179,3 +179,17 @@ def test_quadratic_converges(rule, dtype) -> None:
     for _ in range(200):
         params, state = update(params - target, state, params)
     np.testing.assert_allclose(np.asarray(params, np.float32), np.asarray(target, np.float32), atol=0.03)
+
+
+@pytest.mark.parametrize("make", [stable_adamw, adamw, adam])
+def test_arguments_after_eps_are_given_by_name(make) -> None:
+    """optax.adamw's fifth argument is another one: by position it would be taken for weight_decay."""
+    make(1e-3, 0.9, 0.99, 1e-8)
+    with pytest.raises(TypeError, match="positional"):
+        make(1e-3, 0.9, 0.99, 1e-8, 0.0)
+
+
+def test_arguments_after_eps_of_the_scaling_are_given_by_name() -> None:
+    scale_by_stable_adam(0.9, 0.99, 1e-8)
+    with pytest.raises(TypeError, match="positional"):
+        scale_by_stable_adam(0.9, 0.99, 1e-8, None)
