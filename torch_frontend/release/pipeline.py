@@ -123,7 +123,7 @@ class Pipeline:
             one = one and skip.one
         if self.disclosure.tells_norms and not isinstance(stage, (ClipEach, Skip)):
             stage = Norm(self.disclosure, stage)
-        self.use = stage  # what averaged gradients go on to
+        self.use = self._rescale if self.needs_guard else stage  # what averaged gradients go on to
         after_arrival = one_by_one(stage) if self.alone else self._average
         before = None if self.queue is None else self.queue.before
         kept = Keeping(step, self._keep, begin=lambda parameter: None)
@@ -151,13 +151,13 @@ class Pipeline:
 
     @contextlib.contextmanager
     def updating(self, factors: Sequence[Tensor | float]) -> Iterator[None]:
-        """Gradients in this context were measured: each is multiplied by these factors and used."""
+        """Gradients in this context were measured: each is multiplied by these factors and used.
+
+        So are those that are delivered after it: what has waited in a pass that failed.
+        """
         self._rescale.factors = factors
-        try:
-            with self._instead(Arrival, self._rescale, None if self.queue is None else self.queue.before):
-                yield
-        finally:
-            self._rescale.factors = ()
+        with self._instead(Arrival, self._rescale, None if self.queue is None else self.queue.before):
+            yield
 
     @contextlib.contextmanager
     def _instead(self, arrival: type[Arrival], stage: Stage, check: Any, begin: Any = None) -> Iterator[None]:
