@@ -90,7 +90,9 @@ class Pipeline:
         one_pass = strict and policy is Policy.RELEASE
         self.step = Step(optimizer, self.disclosure, policy, strict=strict, one_pass=one_pass)
         self.skip_count = SkipCount()
-        self.held_average = HeldAverage(communication, held=weakly(self._held), due=averages, lock=self.step.lock)
+        self.held_average = HeldAverage(
+            communication, held=weakly(self._held), attach=weakly(self.attach), due=averages, lock=self.step.lock
+        )
         self.decided_scale: float | None = None  # of the loss whose gradient guard() has judged in this step
         self.queue: SmallUpdateQueue | None = None
         self._norm: Tensor | None = None
