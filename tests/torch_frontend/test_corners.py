@@ -211,6 +211,18 @@ def test_create_graph() -> None:
     assert same_parameters(*two_ways(run))
 
 
+@pytest.mark.filterwarnings("ignore:Using backward.. with create_graph=True")
+@pytest.mark.parametrize("skips", [False, True])
+@pytest.mark.parametrize("arguments", [{}, {"max_norm": 1.0, "clipping": "per_tensor"}])
+def test_the_norms_of_create_graph_hold_no_graph(arguments, skips: bool) -> None:
+    model = layers()
+    optimizer = AdamW(model.parameters(), on_nonfinite="skip" if skips else "propagate")
+    release = release_gradients(model, optimizer, **arguments)
+    loss_of(model, batches(1)[0]).backward(create_graph=True)
+    assert not any(square.requires_grad for square in release.pipeline.disclosure.squares.values())
+    assert not release.last_norm.requires_grad
+
+
 @pytest.mark.parametrize("arguments", [{}, {"max_norm": 1e9}, {"max_norm": 1e9, "keep_bytes": 500}])
 def test_a_compiled_model_is_compiled_once_and_equals_itself_without_release(arguments) -> None:
     compilations = []

@@ -299,3 +299,24 @@ def test_betas_of_zero_keep_nothing_of_gradients_before(kind, backend: str) -> N
     torch.testing.assert_close(parameter.detach(), before - 1e-2, rtol=1e-3, atol=0)
     assert torch.equal(optimizer.state[parameter]["exp_avg"], parameter.grad)
     assert torch.equal(optimizer.state[parameter]["exp_avg_sq"], parameter.grad.square())
+
+
+@pytest.mark.parametrize("optimizer_class", OPTIMIZERS)
+def test_parameters_that_share_memory_are_updated_one_after_the_other(optimizer_class) -> None:
+    """Tied through `.data`, or views that overlap: every update arrives, as with torch's optimizers."""
+
+    def overlapping() -> tuple[torch.Tensor, list[nn.Parameter]]:
+        memory = torch.linspace(-1, 1, 12)
+        return memory, [nn.Parameter(part) for part in (memory[2:], memory[:4], memory[:4], memory.view(3, 4)[:, 1])]
+
+    together, parameters = overlapping()
+    optimizer = optimizer_class([*parameters, torch.ones(3, requires_grad=True)], lr=0.1)
+    apart, alone = overlapping()
+    optimizers = [optimizer_class([parameter], lr=0.1) for parameter in alone]
+    for _ in range(3):
+        for parameter, other, single in zip(parameters, alone, optimizers, strict=True):
+            parameter.grad, other.grad = torch.ones(parameter.shape), torch.ones(parameter.shape)
+            single.step()
+        optimizer.param_groups[0]["params"][-1].grad = torch.ones(3)
+        optimizer.step()
+    assert torch.equal(together, apart)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -89,14 +89,15 @@ def _unpack(packed: Tensor, tensors: list[Tensor], views: dict[torch.dtype, tupl
     torch._foreach_copy_(tensors, known[1])  # pyright: ignore[reportPrivateImportUsage]  (documented: Foreach Operations)
 
 
-def small_together(pairs: Iterable[Pair], scratch: Scratch) -> tuple[list[Batch], list[Pair]]:
+def small_together(pairs: Sequence[Pair], scratch: Scratch) -> tuple[list[Batch], list[Pair]]:
     """The small tensors in batches, and the others, which are updated one by one."""
     others: list[Pair] = []
     alike: dict[Any, list[Pair]] = {}
-    for pair in pairs:
+    sharing = _sharing_memory([slot.parameter for slot, _ in pairs])
+    for position, pair in enumerate(pairs):
         slot, gradient = pair
         parameter, state = slot.parameter, slot.state
-        if slot.capturable or not 0 < parameter.numel() <= SMALL:
+        if slot.capturable or not 0 < parameter.numel() <= SMALL or position in sharing:
             others.append(pair)
             continue
         exp_avg, exp_avg_sq, kept = state["exp_avg"], state["exp_avg_sq"], state.get("compensation")
@@ -116,6 +117,30 @@ def small_together(pairs: Iterable[Pair], scratch: Scratch) -> tuple[list[Batch]
         numbers = lead.settings.numbers(lead.rule, lead.step_number, lead.compute_dtype)
         batches.append(Batch(group, numbers, scratch))
     return batches, others
+
+
+def _sharing_memory(parameters: Sequence[Tensor]) -> set[int]:
+    """The positions of those that lie where another may lie as well, as two that were tied through `.data`.
+
+    They are updated one after the other: of two copies in a packed tensor, one update would be lost.
+    """
+    found: set[int] = set()
+    furthest, end = 0, 0  # which of those so far reaches furthest, and how far
+    for start, position in sorted((parameter.data_ptr(), position) for position, parameter in enumerate(parameters)):
+        if start < end:
+            found.update((position, furthest))
+        reach = start + _extent(parameters[position])
+        if reach > end:
+            furthest, end = position, reach
+    return found
+
+
+def _extent(tensor: Tensor) -> int:
+    """Bytes from its first element to the end of its last."""
+    if tensor.is_contiguous():
+        return tensor.nbytes
+    steps = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return (steps + 1) * tensor.element_size() if tensor.numel() else 0
 
 
 def _parts(group: list[Pair]) -> Iterator[list[Pair]]:

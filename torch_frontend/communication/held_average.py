@@ -20,6 +20,7 @@ class HeldAverage:
     Args:
         communication: averages.
         held: the parameters whose gradients are held.
+        attach: makes what was unfrozen since known to `communication`.
         due: is this the last micro-batch, after whose backward others than step() look at the gradients and must see the same
             on every process? None: step() averages.
         lock: of the release.
@@ -30,11 +31,13 @@ class HeldAverage:
         communication: Communication,
         *,
         held: Callable[[], list[Tensor]],
+        attach: Callable[[], None],
         due: Callable[[], bool] | None,
         lock: contextlib.AbstractContextManager[Any],
     ) -> None:
         self._communication = communication
         self._held = held
+        self._attach = attach
         self._due = due
         self._lock = lock
         self._done = False  # in this step
@@ -53,6 +56,7 @@ class HeldAverage:
     def _after_pass(self) -> None:
         with self._lock:
             self._watched = None
+            self._attach()  # its gradient is averaged with the others
             self._communication.average([parameter for parameter in self._held() if parameter.grad is not None])
             self._done = True
 

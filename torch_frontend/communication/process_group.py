@@ -251,7 +251,7 @@ class _Bucket:
 def _in_buckets(order: Sequence[Tensor]) -> list[list[Tensor]]:
     """The parameters in order, cut into buckets of at most `BUCKET_BYTES`, each of one dtype and device."""
     found: list[list[Tensor]] = []
-    room = 0
+    room = -1  # for nothing yet, not even a tensor without elements
     for parameter in order:
         lead = found[-1][0] if found else parameter
         if parameter.nbytes <= room and parameter.dtype is lead.dtype and parameter.device == lead.device:

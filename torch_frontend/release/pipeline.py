@@ -89,7 +89,9 @@ class Pipeline:
         one_pass = strict and policy is Policy.RELEASE
         self.step = Step(optimizer, self.disclosure, policy, strict=strict, one_pass=one_pass)
         self.skip_count = SkipCount()
-        self.held_average = HeldAverage(communication, held=weakly(self._held), due=averages, lock=self.step.lock)
+        self.held_average = HeldAverage(
+            communication, held=weakly(self._held), attach=weakly(self.attach), due=averages, lock=self.step.lock
+        )
         self.decided_scale: float | None = None  # of the loss whose gradient guard() has judged in this step
         self.queue: SmallUpdateQueue | None = None
         self._norm: Tensor | None = None
@@ -120,7 +122,7 @@ class Pipeline:
         one = stage.one if short and not self.optimizer.may_check_on_device else None
         if self.disclosure.tells_norms and not isinstance(stage, (ClipEach, Skip)):
             stage = Norm(self.disclosure, stage)
-        self.use = stage  # what averaged gradients go on to
+        self.use = self._rescale if self.needs_guard else stage  # what averaged gradients go on to
         after_arrival = one_by_one(stage) if self.alone else self._average
         before = None if self.queue is None else self.queue.before
         kept = Keeping(step, self._keep, begin=lambda parameter: None)
@@ -148,13 +150,13 @@ class Pipeline:
 
     @contextlib.contextmanager
     def updating(self, factors: Sequence[Tensor | float]) -> Iterator[None]:
-        """Gradients in this context were measured: each is multiplied by these factors and used."""
+        """Gradients in this context were measured: each is multiplied by these factors and used.
+
+        So are those that are delivered after it: what has waited in a pass that failed.
+        """
         self._rescale.factors = factors
-        try:
-            with self._instead(Arrival, self._rescale, None if self.queue is None else self.queue.before):
-                yield
-        finally:
-            self._rescale.factors = ()
+        with self._instead(Arrival, self._rescale, None if self.queue is None else self.queue.before):
+            yield
 
     @contextlib.contextmanager
     def _instead(self, arrival: type[Arrival], stage: Stage, check: Any, begin: Any = None) -> Iterator[None]:

@@ -48,6 +48,10 @@ class Arrival:
 
     def __call__(self, parameter: Tensor) -> None:
         """The local gradient of `parameter` has been accumulated into `.grad`."""
+        if torch.is_grad_enabled():  # create_graph=True
+            with torch.no_grad():
+                self(parameter)
+            return
         step = self._step
         with step.lock:
             try:
@@ -264,11 +268,7 @@ class Update:
 
     def one(self, member: Member, gradient: Tensor, *, measure: bool = True) -> None:
         """The base case: one gradient, the whole of it, of a tensor that is not sharded. measure: its norm is not known yet."""
-        if torch.is_grad_enabled():  # create_graph=True
-            with torch.no_grad():
-                square = self._optimizer.update(member.parameter, gradient, measure=measure)
-        else:
-            square = self._optimizer.update(member.parameter, gradient, measure=measure)
+        square = self._optimizer.update(member.parameter, gradient, measure=measure)
         if measure:
             self._squares[member.key] = square_sum(gradient) if square is None else square
         self._ledger.arrive_and_free(member.key, member.nbytes)

@@ -158,6 +158,37 @@ def test_a_paused_backward_finds_no_published_norm_in_its_shards(ranks: Ranks) -
     ranks.run(paused_after_release)
 
 
+def guarded_pass_fails(limit: int) -> None:
+    """What waits then is used as the rest of the pass was, clipped, however late it is delivered."""
+    bound = 1e-6
+    with bucket_bytes(limit):
+        model = sharded(Net())
+        optimizer = AdamW(model.parameters(), lr=0.0)
+        release = release_gradients(model, optimizer, max_norm=bound)
+        calls = [0]
+
+        def fail(*_: object) -> None:
+            calls[0] += 1
+            if calls[0] == 2:
+                raise ValueError("planted")
+
+        handle = model.middle.register_full_backward_hook(fail)
+        with pytest.raises(ValueError, match="planted"):
+            release.guard(loss_of(model, data(0))).backward()
+        handle.remove()
+        optimizer.zero_grad()
+        used = [state["exp_avg"].full_tensor() for state in optimizer.state.values()]
+        assert len(used) >= 2
+        assert all(moment.norm() <= bound for moment in used)
+        train(model, optimizer, range(1, 3), guard=release.guard)
+        assert_ranks_equal(parameters_of(model), "after a guarded pass that failed")
+
+
+@pytest.mark.parametrize("limit", [0, 2**20])
+def test_what_waits_in_a_guarded_pass_that_fails_is_clipped(ranks: Ranks, limit: int) -> None:
+    ranks.run(guarded_pass_fails, limit)
+
+
 def mixed_precision(reduce_dtype: torch.dtype | None) -> None:
     """Computed in bfloat16: the parameters, their gradients and their moments stay float32. As without release."""
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=reduce_dtype)

@@ -139,6 +139,46 @@ def test_a_layer_that_is_unfrozen_is_averaged_at_once(ranks: Ranks) -> None:
     ranks.run(unfrozen, "process_group")
 
 
+def unfrozen_while_held() -> None:
+    """The same where all of it is averaged after the last micro-batch, and clipped by step()."""
+    model = Net()
+    model.middle.requires_grad_(False)
+    optimizer = AdamW(model.parameters(), **LR)
+    release_gradients(model, optimizer, accumulation="hold", max_norm=0.3, sync=lambda: True)
+    train(model, optimizer, range(2))
+    model.middle.requires_grad_(True)
+    train(model, optimizer, range(2, 4))
+    assert_ranks_equal(parameters_of(model), "unfrozen while held")
+
+
+def test_a_layer_that_is_unfrozen_is_averaged_with_what_is_held(ranks: Ranks) -> None:
+    ranks.run(unfrozen_while_held)
+
+
+def without_elements(limit: int) -> None:
+    """It is handed over like any other, wherever it comes in the order."""
+    with bucket_bytes(limit):
+        stock = Net()
+        model = nn.Module()
+        model.before, model.net = nn.Parameter(torch.ones(0, 3)), Net()
+        model.after = nn.Parameter(torch.ones(0))
+        optimizer = AdamW(model.parameters(), **LR)
+        release_gradients(model, optimizer)
+        for step in range(3):
+            (loss_of(model.net, data(step)) + model.before.sum() + model.after.sum()).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        optimizer = AdamW(stock.parameters(), **LR)
+        release_gradients(stock, optimizer)
+        train(stock, optimizer, range(3))
+        assert_bitwise(parameters_of(model.net), parameters_of(stock), "beside parameters without elements")
+
+
+@pytest.mark.parametrize("limit", [0, 2**20])
+def test_a_parameter_without_elements(ranks: Ranks, limit: int) -> None:
+    ranks.run(without_elements, limit)
+
+
 def comes_and_goes(engine: str) -> None:
     """Released, plain, paused, released again: DDP's hook stays for ever, and averages plainly without a release."""
     stock = ddp(Net())
