@@ -52,7 +52,6 @@ class Decoder:
         return jax.random.randint(key, (rows, self.context + 1), 0, self.vocabulary)
 
     def embed(self, outer: Params, batch: Array) -> Array:
-        """See `LayerStack`."""
         return outer["embedding"][batch[:, :-1]] * math.sqrt(self.width)
 
     def layer(self, params: Params, x: Array) -> Array:

@@ -175,11 +175,9 @@ class ShardedDecoder(Decoder):
     """A decoder whose activations keep their rows on their devices, so that weights are gathered layer by layer (FSDP)."""
 
     def embed(self, outer: Any, batch: Any) -> Any:
-        """See `Decoder`."""
         return lax.with_sharding_constraint(super().embed(outer, batch), over_devices(0))
 
     def layer(self, params: Any, x: Any) -> Any:
-        """See `Decoder`."""
         return lax.with_sharding_constraint(super().layer(params, x), over_devices(0))
 
 

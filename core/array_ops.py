@@ -54,24 +54,20 @@ class NumpyOps:
     xp = np
 
     def dtype_name(self, x: Array) -> str:
-        """See `ArrayOps`."""
         return np.asarray(x).dtype.name
 
     def cast(self, x: Array, dtype: str) -> Array:
-        """See `ArrayOps`. A value beyond the range of `dtype` becomes an infinity, as on every device."""
+        """A value beyond the range of `dtype` becomes an infinity, as on every device."""
         with np.errstate(over="ignore"):
             return np.asarray(x).astype(numpy_dtype(dtype))
 
     def round_to(self, x: Array, dtype: str) -> Array:
-        """See `ArrayOps`."""
         return self.cast(x, dtype).astype(np.asarray(x).dtype)
 
     def bitcast(self, x: Array, dtype: str) -> Array:
-        """See `ArrayOps`."""
         return np.asarray(x).view(numpy_dtype(dtype))
 
     def zeros_like(self, x: Array, dtype: str) -> Array:
-        """See `ArrayOps`."""
         return np.zeros(np.shape(x), numpy_dtype(dtype))
 
 

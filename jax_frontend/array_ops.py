@@ -21,15 +21,13 @@ class JaxOps:
     xp = jnp
 
     def dtype_name(self, x: Array) -> str:
-        """See `ArrayOps`."""
         return jnp.result_type(x).name
 
     def cast(self, x: Array, dtype: str) -> Array:
-        """See `ArrayOps`."""
         return jnp.asarray(x).astype(dtype)
 
     def round_to(self, x: Array, dtype: str) -> Array:
-        """See `ArrayOps`. XLA removes a pair of casts, but never these operations."""
+        """XLA removes a pair of casts, but never these operations."""
         if dtype == "bfloat16":
             return lax.reduce_precision(x, exponent_bits=8, mantissa_bits=7)
         if dtype == "float16":
@@ -40,11 +38,10 @@ class JaxOps:
         return x.astype(dtype).astype(x.dtype)
 
     def bitcast(self, x: Array, dtype: str) -> Array:
-        """See `ArrayOps`."""
         return lax.bitcast_convert_type(x, jnp.dtype(dtype))
 
     def zeros_like(self, x: Array, dtype: str) -> Array:
-        """See `ArrayOps`. A sharded x gives zeros with the same sharding."""
+        """A sharded x gives zeros with the same sharding."""
         return jnp.zeros_like(x, dtype=dtype)
 
 

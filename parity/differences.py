@@ -46,23 +46,21 @@ class Comparison:
 
 
 class Differences:
-    """See `parity.sections.Section`."""
+    """The section "differences" of the suite."""
 
     name = "differences"
     title = "Elements that differ in their bits between each pair of backends, in float32"
 
     def cases(self, *, quick: bool) -> list[Comparison]:
-        """See `Section`."""
         return [Comparison(rule) for rule in RULES.values()]
 
     def parts(self, cases: Sequence[Comparison], backends: Sequence[Backend]) -> int:
-        """See `Section`."""
         return len(cases) * len(backends)
 
     def run(
         self, backends: Sequence[Backend], cases: Sequence[Comparison], steps: Sequence[int], progress: Progress
     ) -> Iterator[Finding]:
-        """See `Section`. The numbers of steps are the section's own."""
+        """The numbers of steps are the section's own."""
         for comparison in cases:
             case, stored = comparison.case, {}
             for backend in backends:

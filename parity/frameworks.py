@@ -45,13 +45,12 @@ class Pair:
 
 
 class Frameworks:
-    """See `parity.sections.Section`."""
+    """The section "frameworks" of the suite."""
 
     name = "frameworks"
     title = "PyTorch and JAX against each other, arrays handed over through DLPack"
 
     def cases(self, *, quick: bool) -> Sequence[Pair]:
-        """See `Section`."""
         setting = QUICK_SETTING if quick else SETTING
         return [
             Pair(Case(Problem(setting, rule, dtype), Storage(resolve("auto", dtype), None)))
@@ -60,13 +59,11 @@ class Frameworks:
         ]
 
     def parts(self, cases: Sequence[Pair], backends: Sequence[Backend]) -> int:
-        """See `Section`."""
         return 2 * len(cases)
 
     def run(
         self, backends: Sequence[Backend], cases: Sequence[Pair], steps: Sequence[int], progress: Progress
     ) -> Iterator[Finding]:
-        """See `Section`."""
         chosen = {backend.name: backend for backend in backends}
         for pair in cases:
             progress(pair.name, "reference")

@@ -74,13 +74,13 @@ class IdentityCase:
 
 
 class Identity:
-    """See `parity.sections.Section`."""
+    """The section "identity" of the suite."""
 
     name = "identity"
     title = "Promised to the bit: a repeat, release = step, a resumed run, a skipped step, a learning rate of zero"
 
     def cases(self, *, quick: bool) -> list[IdentityCase]:
-        """See `Section`. Every law for every rule and dtype; in a quick run for one dtype of each rule, that take turns.
+        """Every law for every rule and dtype; in a quick run for one dtype of each rule, that take turns.
 
         None of those is one for which backends compile.
         """
@@ -95,13 +95,11 @@ class Identity:
         return found
 
     def parts(self, cases: Sequence[IdentityCase], backends: Sequence[Backend]) -> int:
-        """See `Section`."""
         return len(cases) * len(backends)
 
     def run(
         self, backends: Sequence[Backend], cases: Sequence[IdentityCase], steps: Sequence[int], progress: Progress
     ) -> Iterator[Finding]:
-        """See `Section`."""
         for case in cases:
             for backend in backends:
                 progress(case.name, backend.name)

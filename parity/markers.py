@@ -147,26 +147,24 @@ USES: Mapping[str, tuple[Callable[[TorchMarkers], Any], Callable[[str], bool]]] 
 
 
 class Markers:
-    """See `parity.sections.Section`."""
+    """The section "marker" of the suite."""
 
     name = "marker"
     title = "What a released gradient tells of its norm, and which uses of it are refused"
 
     def cases(self, *, quick: bool) -> list[MarkerCase]:
-        """See `Section`. Every way for every rule and dtype; in a quick run for one pair each, that take turns."""
+        """Every way for every rule and dtype; in a quick run for one pair each, that take turns."""
         pairs = [(rule, dtype) for dtype in DTYPES for rule in RULES.values()]
         if quick:
             return [MarkerCase(way, *pairs[2 * number]) for number, way in enumerate(WAYS)]
         return [MarkerCase(way, *pair) for way in WAYS for pair in pairs]
 
     def parts(self, cases: Sequence[MarkerCase], backends: Sequence[Backend]) -> int:
-        """See `Section`."""
         return len(cases) * len(backends)
 
     def run(
         self, backends: Sequence[Backend], cases: Sequence[MarkerCase], steps: Sequence[int], progress: Progress
     ) -> Iterator[Finding]:
-        """See `Section`."""
         for case in cases:
             for backend in backends:
                 progress(case.name, backend.name)

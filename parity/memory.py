@@ -37,7 +37,7 @@ ONE = WIDTH * WIDTH * 4
 """Bytes of one layer's gradient in the torch model."""
 
 SLICES = 4 + 3
-"""See the module: layers' worth of bytes that the walk may need, without the gradient's second copy."""
+"""Layers' worth of bytes that the walk may need, without the gradient's second copy; the module says why."""
 
 ACTIVATIONS = 8
 """Of one layer: its input and output, what is between them, and their cotangents."""
@@ -92,23 +92,20 @@ class ShowsMemory(Protocol):
 
 
 class Memory:
-    """See `parity.sections.Section`."""
+    """The section "memory" of the suite."""
 
     name = "memory"
     title = "Live gradient bytes: measured against the ledger in PyTorch, XLA's own account against a bound in JAX"
 
     def cases(self, *, quick: bool) -> list[MemoryCase]:
-        """See `Section`."""
         return list(CASES)
 
     def parts(self, cases: Sequence[MemoryCase], backends: Sequence[Backend]) -> int:
-        """See `Section`."""
         return len(cases) * len(backends)
 
     def run(
         self, backends: Sequence[Backend], cases: Sequence[MemoryCase], steps: Sequence[int], progress: Progress
     ) -> Iterator[Finding]:
-        """See `Section`."""
         for case in cases:
             for backend in backends:
                 progress(case.name, backend.name)

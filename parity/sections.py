@@ -32,12 +32,12 @@ class Section(Protocol):
 
     @property
     def name(self) -> str:
-        """See the class."""
+        """First part of the names of its cases."""
         ...
 
     @property
     def title(self) -> str:
-        """See the class."""
+        """One line for the report."""
         ...
 
     def cases(self, *, quick: bool) -> Sequence[Any]:

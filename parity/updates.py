@@ -14,23 +14,21 @@ from .truth import Truth, truths
 
 
 class Updates:
-    """See `parity.sections.Section`."""
+    """The section "updates" of the suite."""
 
     name = "updates"
     title = "Plain updates against the float64 reference: every rule, dtype, compensation and state dtype"
 
     def cases(self, *, quick: bool) -> list[Case]:
-        """See `Section`."""
         return select(None, quick=quick)
 
     def parts(self, cases: Sequence[Case], backends: Sequence[Backend]) -> int:
-        """See `Section`."""
         return len({case.problem for case in cases}) + len(cases) * len(backends)
 
     def run(
         self, backends: Sequence[Backend], cases: Sequence[Case], steps: Sequence[int], progress: Progress
     ) -> Iterator[Finding]:
-        """See `Section`. Cases of one problem stand next to each other and share its truth."""
+        """Cases of one problem stand next to each other and share its truth."""
         for problem, group in itertools.groupby(cases, key=lambda case: case.problem):
             reasons = {case: [refusal(backend, case) for backend in backends] for case in group}
             progress(next(iter(reasons)).name, "reference")

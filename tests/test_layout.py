@@ -86,6 +86,20 @@ def test_no_modules_import_each_other_in_a_circle() -> None:
     order.prepare()  # raises CycleError, which names the modules
 
 
+def documented(node: ast.ClassDef | ast.FunctionDef) -> bool:
+    return ast.get_docstring(node) is not None
+
+
+def test_a_public_method_without_a_docstring_has_one_in_what_it_implements() -> None:
+    """In a protocol or base class of this house, or in PyTorch's own (forward, backward, step)."""
+    trees = [ast.parse(path.read_text()) for path in MODULES.values()]
+    classes = [node for tree in trees for node in ast.walk(tree) if isinstance(node, ast.ClassDef)]
+    methods = [(each, method) for each in classes for method in each.body if isinstance(method, ast.FunctionDef)]
+    described = {method.name for _, method in methods if documented(method)} | {"forward", "backward"}
+    silent = [(each.name, method.name) for each, method in methods if not documented(method)]
+    assert not [pair for pair in silent if pair[1] not in described and not any(name.startswith("_") for name in pair)]
+
+
 def test_every_package_is_declared() -> None:
     setuptools = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]
     found = {

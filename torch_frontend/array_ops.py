@@ -22,23 +22,20 @@ class TorchOps:
     xp: Any = torch
 
     def dtype_name(self, x: Tensor) -> str:
-        """See `ArrayOps`."""
         return dtype_name(x.dtype)
 
     def cast(self, x: Tensor, dtype: str) -> Tensor:
-        """See `ArrayOps`. x itself where it has this dtype already."""
+        """x itself where it has this dtype already."""
         return x.to(DTYPES[dtype])
 
     def round_to(self, x: Tensor, dtype: str) -> Tensor:
-        """See `ArrayOps`."""
         return x.to(DTYPES[dtype]).to(x.dtype)
 
     def bitcast(self, x: Tensor, dtype: str) -> Tensor:
-        """See `ArrayOps`."""
         return x.view(DTYPES[dtype])
 
     def zeros_like(self, x: Tensor, dtype: str) -> Tensor:
-        """See `ArrayOps`. A dense permuted layout is kept, so that state and parameter can be walked side by side."""
+        """A dense permuted layout is kept, so that state and parameter can be walked side by side."""
         return torch.zeros_like(x, dtype=DTYPES[dtype], memory_format=torch.preserve_format)
 
 
@@ -46,7 +43,7 @@ class CompiledOps(TorchOps):
     """For a compiler that deletes a cast to a low precision and back, and bit views of the result as well."""
 
     def round_to(self, x: Tensor, dtype: str) -> Tensor:
-        """See `ArrayOps`. To nearest, ties to even, on the bits of float32: half a spacing is added, the rest cut off."""
+        """To nearest, ties to even, on the bits of float32: half a spacing is added, the rest cut off."""
         dropped = {"bfloat16": 16, "float16": 13}[dtype]
         bits = x.view(torch.int32)
         rounded = (bits + ((1 << (dropped - 1)) - 1) + ((bits >> dropped) & 1)) & -(1 << dropped)

@@ -64,14 +64,12 @@ class Saved(Recomputed):
         return y, auxiliary, leaves
 
     def forward(self, layer: PyTree, x: PyTree, given: Given) -> tuple[PyTree, PyTree, PyTree]:
-        """See `Recomputed`."""
         y, auxiliary, residuals = self._residuals(layer, x, given)
         return y, auxiliary, [leaf for leaf, saved in zip(residuals, self._is_saved, strict=True) if saved]
 
     def backward(
         self, layer: PyTree, saved: PyTree, given: Given, dx: PyTree, d_auxiliary: PyTree
     ) -> tuple[PyTree, PyTree, PyTree]:
-        """See `Recomputed`."""
         anything = jax.tree.map(lambda kind: jnp.zeros(kind.shape, kind.dtype), self._x)
         _, _, again = self._residuals(layer, anything, given)
         kept = iter(saved)

@@ -36,7 +36,6 @@ class Declaration:
         self._rules, self._compensations, self._requires = tuple(rules), dict(compensations), tuple(requires)
 
     def unavailable(self) -> str | None:
-        """See `Backend`."""
         for module in self._requires:
             try:
                 importlib.import_module(module)
@@ -45,7 +44,6 @@ class Declaration:
         return None
 
     def refuses(self, case: Case) -> str | None:
-        """See `Backend`."""
         rule, dtype = case.problem.rule.name, case.problem.dtype
         if rule not in self._rules:
             return f"it was registered for {', '.join(self._rules)} only"

@@ -82,16 +82,14 @@ class InterpretedRun:
         worker().call("start", case)
 
     def step(self, gradients: Mapping[str, np.ndarray]) -> None:
-        """See `Run`."""
         worker().call("step", dict(gradients))
 
     def held(self) -> Mapping[str, Held]:
-        """See `Run`."""
         return worker().call("held")
 
 
 class TritonBackend:
-    """See the module."""
+    """The backend "triton", in the interpreter where there is no GPU."""
 
     name = "triton"
     norm_eps = TorchBackend.norm_eps
@@ -99,12 +97,11 @@ class TritonBackend:
 
     @property
     def flushes_subnormals(self) -> bool:
-        """See `Backend`."""
+        """Whether the device that runs the kernels does; the interpreter does not."""
         here = self._here()
         return here is not None and here.flushes_subnormals
 
     def unavailable(self) -> str | None:
-        """See `Backend`."""
         try:
             from ...torch_frontend.backends.triton.availability import installed
         except (ImportError, PenstockError) as error:
@@ -118,41 +115,32 @@ class TritonBackend:
         return "there is no CUDA device, and Triton's interpreter takes minutes; name it with --backend triton --quick"
 
     def refuses(self, case: Case) -> str | None:
-        """See `Backend`."""
         return TorchBackend(self.name).refuses(case)
 
     def start(self, case: Case) -> Run:
-        """See `Backend`."""
         here = self._here()
         return InterpretedRun(case) if here is None else here.start(case)
 
     def refuses_events(self, case: EventCase) -> str | None:
-        """See `parity.events.RunsEvents`."""
         here = self._here()
         return INTERPRETED_EVENTS if here is None else here.refuses_events(case)
 
     def start_events(self, case: EventCase) -> EventRun:
-        """See `parity.events.RunsEvents`."""
         return self._in_this_process().start_events(case)
 
     def start_plain(self, case: EventCase) -> EventRun:
-        """See `parity.identity.StepsPlainly`."""
         return self._in_this_process().start_plain(case)
 
     def refuses_memory(self, case: MemoryCase) -> str | None:
-        """See `parity.memory.ShowsMemory`."""
         return INTERPRETED_EVENTS if self._here() is None else None
 
     def measure_memory(self, case: MemoryCase) -> Measured:
-        """See `parity.memory.ShowsMemory`."""
         return self._in_this_process().measure_memory(case)
 
     def refuses_trajectory(self, case: Trajectory) -> str | None:
-        """See `parity.trajectories.RunsTrajectories`."""
         return "Triton's interpreter would take minutes a case" if self._here() is None else None
 
     def start_trajectory(self, case: Trajectory) -> TrajectoryRun:
-        """See `parity.trajectories.RunsTrajectories`."""
         here = self._here()
         if here is None:
             raise Refused("backend='triton' trains the model only where there is a GPU, or inside its interpreter.")

@@ -41,7 +41,6 @@ class JaxRun:
             self.state = tx.init(self.parameters)
 
     def step(self, gradients: Mapping[str, np.ndarray]) -> None:
-        """See `Run`."""
         import jax.numpy as jnp
 
         with self._precision():
@@ -49,7 +48,6 @@ class JaxRun:
             self.parameters, self.state = self.update(given, self.state, self.parameters)
 
     def held(self) -> dict[str, Held]:
-        """See `Run`."""
         return held_of(self.parameters, self.state)
 
     def arrays(self) -> dict[str, dict[str, Any]]:
@@ -61,7 +59,7 @@ class JaxRun:
 
 
 class JaxBackend:
-    """See the module."""
+    """The backend "jax"."""
 
     name = "jax"
     norm_eps = 0.0
@@ -69,7 +67,6 @@ class JaxBackend:
     abilities = frozenset({"schedules", "groups", "decoupled decay"})
 
     def unavailable(self) -> str | None:
-        """See `Backend`."""
         try:
             from ... import jax_frontend  # noqa: F401
         except ImportError as error:
@@ -77,30 +74,25 @@ class JaxBackend:
         return None
 
     def refuses(self, case: Case) -> str | None:
-        """See `Backend`."""
         from ... import jax_frontend
 
         rule = case.problem.rule.name
         return None if hasattr(jax_frontend, rule) else f"the JAX frontend has no {rule}"
 
     def start(self, case: Case) -> JaxRun:
-        """See `Backend`."""
         return JaxRun(case)
 
     def refuses_events(self, case: EventCase) -> str | None:
-        """See `parity.events.RunsEvents`."""
         from ..events.jax_steps import refusal
 
         return refusal(case, walk=False)
 
     def start_events(self, case: EventCase) -> EventRun:
-        """See `parity.events.RunsEvents`."""
         from ..events.jax_steps import JaxEvents
 
         return JaxEvents(case, walk=False)
 
     def refuses_trajectory(self, case: Trajectory) -> str | None:
-        """See `parity.trajectories.RunsTrajectories`."""
         if case.mode == "release":
             return "an unrolled model has no release of its own: XLA frees its gradients in the plain step"
         if case.mode == "state":
@@ -108,7 +100,6 @@ class JaxBackend:
         return case.program_skipped(self.name)
 
     def start_trajectory(self, case: Trajectory) -> TrajectoryRun:
-        """See `parity.trajectories.RunsTrajectories`."""
         from ..trajectories.jax_runs import UnrolledTrajectory
 
         return UnrolledTrajectory(case)

@@ -78,7 +78,6 @@ class WalkRun:
             self.state = jax_frontend.init_train_state(tx, {"outer": {}, "layers": layers})
 
     def step(self, gradients: Mapping[str, np.ndarray]) -> None:
-        """See `Run`."""
         self.count += 1
         calm = 1.0 if self.count % SPIKE_EVERY == 0 else CALM
         factors = [factor if layer == MIDDLE else factor * calm for layer, factor in enumerate(FACTORS)]
@@ -90,7 +89,6 @@ class WalkRun:
             self.state, _ = self.release(self.state, batch)
 
     def held(self) -> dict[str, Held]:
-        """See `Run`."""
         import jax
 
         parameters, state = jax.tree.map(
@@ -103,7 +101,7 @@ class WalkRun:
 
 
 class WalkBackend(JaxBackend):
-    """See the module.
+    """The backend "walk": `make_release_step`, layer by layer.
 
     Args:
         takes: of plain updates, whose cases compile a program each, "all"; "usual": those with the default dtypes of the
@@ -125,7 +123,6 @@ class WalkBackend(JaxBackend):
         return self.takes == "quick"
 
     def refuses(self, case: Case) -> str | None:
-        """See `Backend`."""
         if self.takes == "usual" and not self._is_usual(case):
             return NOT_USUAL
         if self.quick and not self._is_quick(case):
@@ -150,11 +147,9 @@ class WalkBackend(JaxBackend):
         return plain and default and taken
 
     def start(self, case: Case) -> Any:
-        """See `Backend`."""
         return WalkRun(case)
 
     def refuses_events(self, case: EventCase) -> str | None:
-        """See `parity.events.RunsEvents`."""
         from ..events.jax_steps import refusal
 
         if self.quick and case.sequence.accumulation != "state":
@@ -162,13 +157,11 @@ class WalkBackend(JaxBackend):
         return refusal(case, walk=True)
 
     def start_events(self, case: EventCase) -> EventRun:
-        """See `parity.events.RunsEvents`."""
         from ..events.jax_steps import JaxEvents
 
         return JaxEvents(case, walk=True)
 
     def refuses_memory(self, case: MemoryCase) -> str | None:
-        """See `parity.memory.ShowsMemory`."""
         from ..memory import walk_refusal
 
         if self.quick and case.policy != "clip":
@@ -176,19 +169,16 @@ class WalkBackend(JaxBackend):
         return walk_refusal(case)
 
     def measure_memory(self, case: MemoryCase) -> Measured:
-        """See `parity.memory.ShowsMemory`."""
         from ..memory import walk_memory
 
         return walk_memory(case)
 
     def refuses_trajectory(self, case: Trajectory) -> str | None:
-        """See `parity.trajectories.RunsTrajectories`."""
         if case.mode == "step":
             return "the walk always releases"
         return case.program_skipped(self.name)
 
     def start_trajectory(self, case: Trajectory) -> TrajectoryRun:
-        """See `parity.trajectories.RunsTrajectories`."""
         from ..trajectories.jax_runs import StackedTrajectory
 
         return StackedTrajectory(case)

@@ -70,7 +70,6 @@ class TransformRun:
             self.state = tx.init(self.parameters)
 
     def step(self, gradients: Mapping[str, np.ndarray]) -> None:
-        """See `Run`."""
         import jax.numpy as jnp
 
         self.count += 1
@@ -82,7 +81,6 @@ class TransformRun:
             self.parameters, self.state = self.update(given, self.state, self.parameters, scalars)
 
     def held(self) -> dict[str, Held]:
-        """See `Run`."""
         return {name: Held(np.array(parameter)) for name, parameter in self.parameters.items()}
 
     def _precision(self) -> contextlib.AbstractContextManager[Any]:
@@ -90,7 +88,7 @@ class TransformRun:
 
 
 class TransformBackend(Declaration):
-    """See `optax_transform`."""
+    """The backend that `optax_transform` registers."""
 
     flushes_subnormals = True  # XLA does, on a CPU
 
@@ -99,7 +97,6 @@ class TransformBackend(Declaration):
         self._make = make
 
     def start(self, case: Case) -> TransformRun:
-        """See `Backend`."""
         return TransformRun(case, self._make[case.problem.rule.name])
 
 

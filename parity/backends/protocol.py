@@ -14,7 +14,7 @@ import numpy as np
 from ..cases import Case
 
 ABILITIES = ("schedules", "groups", "decoupled decay")
-"""See `Backend`."""
+"""What a backend may be able to do besides plain updates; see `Backend`."""
 
 
 class Held(NamedTuple):

@@ -31,7 +31,6 @@ class NumpyRun:
         }
 
     def step(self, gradients: Mapping[str, np.ndarray]) -> None:
-        """See `Run`."""
         self.count += 1
         problem = self.case.problem
         given = problem.hyperparameters_at(self.count)
@@ -49,7 +48,6 @@ class NumpyRun:
                 )
 
     def held(self) -> dict[str, Held]:
-        """See `Run`."""
         held = {}
         for name, parameter in self.parameters.items():
             state = self.states[name]
@@ -58,30 +56,25 @@ class NumpyRun:
 
 
 class NumpyBackend:
-    """See the module."""
+    """The backend "numpy"."""
 
     name = "numpy"
     norm_eps = 0.0
     abilities = frozenset({"schedules", "groups", "decoupled decay"})
 
     def unavailable(self) -> str | None:
-        """See `Backend`."""
         return None
 
     def refuses(self, case: Case) -> str | None:
-        """See `Backend`."""
         return None
 
     def start(self, case: Case) -> NumpyRun:
-        """See `Backend`."""
         return NumpyRun(case)
 
     def refuses_events(self, case: EventCase) -> str | None:
-        """See `parity.events.RunsEvents`."""
         return None
 
     def start_events(self, case: EventCase) -> EventRun:
-        """See `parity.events.RunsEvents`."""
         from ..events.specification import NumpyEvents
 
         return NumpyEvents(case)

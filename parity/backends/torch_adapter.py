@@ -47,7 +47,6 @@ class OptimizerRun:
                 self.optimizer.add_param_group(made.param_groups[0])
 
     def step(self, gradients: Mapping[str, np.ndarray]) -> None:
-        """See `Run`."""
         self.count += 1
         if "schedules" in self.case.problem.needs:
             given = self.case.problem.hyperparameters_at(self.count)
@@ -63,7 +62,6 @@ class OptimizerRun:
                 raise InvalidArgument(f"the optimizer has changed the gradient of {name!r}; work on a copy of it.")
 
     def held(self) -> dict[str, Held]:
-        """See `Run`."""
         held = {}
         for name, parameter in self.parameters.items():
             kept = {} if self.kept is None else self.kept(self.optimizer, parameter)
@@ -72,7 +70,7 @@ class OptimizerRun:
 
 
 class OptimizerBackend(Declaration):
-    """See `torch_optimizer`."""
+    """The backend that `torch_optimizer` registers."""
 
     def __init__(self, make: Mapping[str, Make], kept: Kept | None, device: str, **declared: Any) -> None:
         super().__init__(rules=make, **declared)
@@ -80,7 +78,6 @@ class OptimizerBackend(Declaration):
         self.flushes_subnormals = device != "cpu"
 
     def start(self, case: Case) -> OptimizerRun:
-        """See `Backend`."""
         make = self._make[case.problem.rule.name]
         return OptimizerRun(case, make, self._kept, self._device, keeps_gradients=not self.peer)  # optimi's change in place
 

@@ -43,7 +43,6 @@ class TorchRun:
         )
 
     def step(self, gradients: Mapping[str, np.ndarray]) -> None:
-        """See `Run`."""
         self.count += 1
         if self.problem.setting.schedule is not None:
             given = self.problem.group_hyperparameters(self.count)
@@ -54,7 +53,6 @@ class TorchRun:
         self.optimizer.step()
 
     def held(self) -> dict[str, Held]:
-        """See `Run`."""
         return {name: converted(tensors, to_numpy) for name, tensors in self.arrays().items()}
 
     def arrays(self) -> dict[str, dict[str, Any]]:
@@ -86,7 +84,7 @@ class TorchBackend:
         self.flushes_subnormals = device != "cpu"
 
     def unavailable(self) -> str | None:
-        """See `Backend`. The optimizer itself is asked."""
+        """The optimizer itself is asked."""
         try:
             import torch
 
@@ -98,57 +96,46 @@ class TorchBackend:
         return None
 
     def refuses(self, case: Case) -> str | None:
-        """See `Backend`."""
         return None if case.problem.rule.name in CLASSES else f"the torch frontend has no {case.problem.rule.name}"
 
     def start(self, case: Case) -> TorchRun:
-        """See `Backend`."""
         return TorchRun(case, self.name, self.device)
 
     def refuses_events(self, case: EventCase) -> str | None:
-        """See `parity.events.RunsEvents`."""
         if case.rule.name not in CLASSES:
             return f"the torch frontend has no {case.rule.name}"
         return case.not_compiled if self.name == "compiled" else None
 
     def start_events(self, case: EventCase) -> EventRun:
-        """See `parity.events.RunsEvents`."""
         from ..events.torch_release import TorchEvents
 
         return TorchEvents(case, self.name, self.device)
 
     def start_plain(self, case: EventCase) -> EventRun:
-        """See `parity.identity.StepsPlainly`."""
         from ..events.torch_release import TorchEvents
 
         return TorchEvents(case, self.name, self.device, released=False)
 
     def refuses_memory(self, case: MemoryCase) -> str | None:
-        """See `parity.memory.ShowsMemory`."""
         return None
 
     def measure_memory(self, case: MemoryCase) -> Measured:
-        """See `parity.memory.ShowsMemory`."""
         from ..memory import torch_memory
 
         return torch_memory(case, self.name, self.device)
 
     def refuses_markers(self, case: MarkerCase) -> str | None:
-        """See `parity.markers.LeavesMarkers`."""
         return "compiling takes seconds a case, and a marker does not depend on it" if self.name == "compiled" else None
 
     def start_markers(self, case: MarkerCase) -> TorchMarkers:
-        """See `parity.markers.LeavesMarkers`."""
         from ..markers import TorchMarkers
 
         return TorchMarkers(case.events, self.name, self.device)
 
     def refuses_trajectory(self, case: Trajectory) -> str | None:
-        """See `parity.trajectories.RunsTrajectories`."""
         return None
 
     def start_trajectory(self, case: Trajectory) -> TrajectoryRun:
-        """See `parity.trajectories.RunsTrajectories`."""
         from ..trajectories.torch_runs import TorchTrajectory
 
         return TorchTrajectory(case, self.name, self.device)

@@ -26,13 +26,13 @@ QUICK = ("conversion/torch-jax/adam/float32/none", "conversion/jax-torch/stable_
 
 
 class Conversion:
-    """See `parity.sections.Section`."""
+    """The section "conversion" of the suite."""
 
     name = "conversion"
     title = "State that crosses frameworks: the same bits there and back, and a run that goes on within its bounds"
 
     def cases(self, *, quick: bool) -> list[ConversionCase]:
-        """See `Section`. Every rule, dtype and compensation between plain steps, the defaults between releases; or `QUICK`."""
+        """Every rule, dtype and compensation between plain steps, the defaults between releases; or `QUICK`."""
         found = []
         for dtype in PARAMETER_DTYPES:
             for rule in RULES.values():
@@ -43,13 +43,12 @@ class Conversion:
         return [each for each in found if each.name in QUICK] if quick else found
 
     def parts(self, cases: Sequence[ConversionCase], backends: Sequence[Backend]) -> int:
-        """See `Section`."""
         return len({each.case.problem for each in cases}) + len(cases)
 
     def run(
         self, backends: Sequence[Backend], cases: Sequence[ConversionCase], steps: Sequence[int], progress: Progress
     ) -> Iterator[Finding]:
-        """See `Section`. A route runs where the backends of both its ends were chosen; the report has it under the second's."""
+        """A route runs where the backends of both its ends were chosen; the report has it under the second's."""
         chosen = {backend.name for backend in backends}
         for problem, group in itertools.groupby(cases, key=lambda each: each.case.problem):
             members = list(group)

@@ -82,7 +82,7 @@ class TorchSide:
             torch_frontend.release_gradients(self.model, self.optimizer)
 
     def step(self, gradients: Gradients) -> None:
-        """See `Side`. The gradient of sum(p*g) is g."""
+        """The gradient of sum(p*g) is g."""
         import torch
 
         products = [
@@ -95,19 +95,16 @@ class TorchSide:
         self.optimizer.zero_grad()
 
     def save(self, path: Path) -> None:
-        """See `Side`."""
         from ... import torch_frontend
 
         torch_frontend.export_state(path, self.optimizer, self.model, parameters=True)
 
     def load(self, path: Path) -> None:
-        """See `Side`."""
         from ... import torch_frontend
 
         torch_frontend.import_state(path, self.optimizer, self.model, parameters=True)
 
     def held(self) -> dict[str, Held]:
-        """See `Side`."""
         held = {}
         for name, parameter in self.model.named_parameters():
             state = self.optimizer.state[parameter]
@@ -137,7 +134,6 @@ class JaxSide:
             self.state = jax_frontend.init_train_state(self.tx, params)
 
     def step(self, gradients: Gradients) -> None:
-        """See `Side`."""
         import jax.numpy as jnp
 
         from ... import jax_frontend
@@ -154,21 +150,18 @@ class JaxSide:
                 self.state = jax_frontend.TrainState(params, opt_state)
 
     def save(self, path: Path) -> None:
-        """See `Side`."""
         from ... import jax_frontend
 
         with self._precision():
             jax_frontend.export_state(path, self.tx, self.state, parameters=True)
 
     def load(self, path: Path) -> None:
-        """See `Side`."""
         from ... import jax_frontend
 
         with self._precision():
             self.state = jax_frontend.import_state(path, self.tx, self.state, parameters=True)
 
     def held(self) -> dict[str, Held]:
-        """See `Side`."""
         params = self.state.params["layers"]
         state = self.state.opt_state.layers if self.stacked else self.state.opt_state
         trees = {"parameter": params, "compensation": state.compensation, "exp_avg": state.mu, "exp_avg_sq": state.nu}

@@ -51,7 +51,7 @@ def refusal(case: EventCase, *, walk: bool) -> str | None:
 
 
 class JaxEvents:
-    """See `EventRun`. The passes of a step wait until it comes, and go into it together."""
+    """The passes of a step wait until it comes, and go into it together."""
 
     def __init__(self, case: EventCase, *, walk: bool) -> None:
         import jax.numpy as jnp
@@ -74,7 +74,7 @@ class JaxEvents:
                 self.state = jax_frontend.init_train_state(tx, start)
 
     def run(self, event: Event) -> None:
-        """See `EventRun`. A change of the learning rate is in the schedule."""
+        """A change of the learning rate is in the schedule."""
         if isinstance(event, Backward):
             self.waiting.append(self.case.gradients(self.passes, event))
             self.passes += 1
@@ -82,7 +82,6 @@ class JaxEvents:
             self._step()
 
     def held(self) -> dict[str, Held]:
-        """See `EventRun`."""
         import jax
 
         params, state = self.state.params, self.state.opt_state
@@ -92,25 +91,23 @@ class JaxEvents:
         return {**held_of(params["outer"], state.outer), **held_of(*middle)}
 
     def updates(self) -> dict[str, int]:
-        """See `EventRun`."""
         state = self.state.opt_state
         if not self.walk:
             return dict.fromkeys(SHAPES, int(state.count))
         return {name: int(state.outer.count if name in OUTER else state.layers.count[MIDDLE]) for name in SHAPES}
 
     def live_bytes(self) -> None:
-        """See `EventRun`: inside of a compiled program nobody can tell; the section "memory" has XLA's own account."""
+        """Inside of a compiled program nobody can tell; the section "memory" has XLA's own account."""
         return None
 
     def save(self) -> bytes:
-        """See `Resumable`: the bytes of every leaf of the train state."""
+        """The bytes of every leaf of the train state."""
         import jax
 
         leaves = [np.array(leaf).tobytes() for leaf in jax.tree.leaves(self.state)]
         return pickle.dumps((self.passes, leaves))
 
     def load(self, saved: bytes) -> None:
-        """See `Resumable`."""
         import jax
         import jax.numpy as jnp
 

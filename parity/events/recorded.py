@@ -195,5 +195,4 @@ class OfTensors(Setting):
 
     @property
     def shapes(self) -> Mapping[str, tuple[int, ...]]:
-        """See `Setting`."""
         return {name: SHAPES[name] for name in self.names}

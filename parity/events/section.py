@@ -25,26 +25,24 @@ QUICKLY_COMPILED = ("hold", "state")
 
 
 class Events:
-    """See `parity.sections.Section`."""
+    """The section "events" of the suite."""
 
     name = "events"
     title = "Event sequences of the release machine against the float64 reference, live gradient bytes among them"
 
     def cases(self, *, quick: bool) -> list[EventCase]:
-        """See `Section`. Every sequence for every rule and dtype; in a quick run for one pair each, that take turns."""
+        """Every sequence for every rule and dtype; in a quick run for one pair each, that take turns."""
         pairs = [(rule, dtype) for dtype in DTYPES for rule in RULES.values()]
         if quick:
             return [EventCase(sequence, *pair) for sequence, pair in zip(SEQUENCES, _turns(pairs), strict=True)]
         return [EventCase(sequence, *pair) for sequence in SEQUENCES for pair in pairs]
 
     def parts(self, cases: Sequence[EventCase], backends: Sequence[Backend]) -> int:
-        """See `Section`."""
         return len(cases) * (1 + len(backends))
 
     def run(
         self, backends: Sequence[Backend], cases: Sequence[EventCase], steps: Sequence[int], progress: Progress
     ) -> Iterator[Finding]:
-        """See `Section`."""
         for case in cases:
             progress(case.name, "reference")
             clips = case.sequence.max_norm is not None

@@ -21,7 +21,7 @@ POLICIES = {None: Policy.RELEASE, "hold": Policy.HOLD, "state": Policy.STATE}
 
 
 class NumpyEvents:
-    """See `EventRun`. The shortest frontend there can be: statuses, gradients and a ledger beside the parameters."""
+    """The shortest frontend there can be: statuses, gradients and a ledger beside the parameters."""
 
     def __init__(self, case: EventCase) -> None:
         self.case = case
@@ -39,7 +39,6 @@ class NumpyEvents:
         self.passes = 0
 
     def run(self, event: Event) -> None:
-        """See `EventRun`."""
         if isinstance(event, Backward):
             gradients = {name: _sum(uses) for name, uses in reversed(self.case.gradients(self.passes, event).items())}
             self.passes += 1
@@ -54,26 +53,22 @@ class NumpyEvents:
             self.status = dict.fromkeys(SHAPES, Status.IDLE)
 
     def held(self) -> dict[str, Held]:
-        """See `EventRun`."""
         return {
             name: Held(parameter, self.states[name].compensation, self.states[name].exp_avg, self.states[name].exp_avg_sq)
             for name, parameter in self.parameters.items()
         }
 
     def updates(self) -> dict[str, int]:
-        """See `EventRun`."""
         return dict(self.counts)
 
     def live_bytes(self) -> tuple[int, int]:
-        """See `EventRun`: what lies there, and the ledger."""
+        """What lies there, and the ledger."""
         return sum(gradient.nbytes for gradient in self.waiting.values()), self.ledger.live
 
     def save(self) -> bytes:
-        """See `Resumable`."""
         return pickle.dumps((self.parameters, self.states, self.counts, self.passes, self.hyperparameters))
 
     def load(self, saved: bytes) -> None:
-        """See `Resumable`."""
         self.parameters, self.states, self.counts, self.passes, self.hyperparameters = pickle.loads(saved)
 
     def _backward(self, event: Backward, gradients: Mapping[str, np.ndarray]) -> None:

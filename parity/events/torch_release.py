@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 class TorchEvents:
-    """See `EventRun`. The loss is sum(p*g), so that the gradient of p is g, to the bit.
+    """The loss is sum(p*g), so that the gradient of p is g, to the bit.
 
     Args:
         case: the case.
@@ -69,7 +69,6 @@ class TorchEvents:
             )
 
     def run(self, event: Event) -> None:
-        """See `EventRun`."""
         if isinstance(event, Backward):
             self._backward(event)
         elif isinstance(event, LearningRate):
@@ -89,7 +88,6 @@ class TorchEvents:
             self.scaler.update()
 
     def held(self) -> dict[str, Held]:
-        """See `EventRun`."""
         import torch
 
         found = {}
@@ -101,16 +99,15 @@ class TorchEvents:
         return found
 
     def updates(self) -> dict[str, int]:
-        """See `EventRun`."""
         return {name: int(self.optimizer.state[parameter].get("step", 0)) for name, parameter in self.parameters.items()}
 
     def live_bytes(self) -> tuple[int, ...]:
-        """See `EventRun`: measured by storage, and the release's ledger."""
+        """Measured by storage, and the release's ledger."""
         measured = self.meter.live()
         return (measured,) if self.release is None else (measured, self.release.ledger.live)
 
     def save(self) -> bytes:
-        """See `Resumable`: the state dicts, as everybody saves them."""
+        """The state dicts, as everybody saves them."""
         import torch
 
         file = io.BytesIO()
@@ -121,7 +118,6 @@ class TorchEvents:
         return file.getvalue()
 
     def load(self, saved: bytes) -> None:
-        """See `Resumable`."""
         import torch
 
         states = torch.load(io.BytesIO(saved), map_location=self.device, weights_only=True)

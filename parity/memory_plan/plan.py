@@ -45,16 +45,16 @@ class InPlaceKernels:
     one_launch = False  # nothing waits: a gradient is gone when its kernel is launched
 
     def update_all(self, pairs: Sequence[tuple[TensorSlot, Tensor]], *, over_shards: OverShards | None = None) -> None:
-        """See `Backend`."""
+        pass
 
     def update(self, slot: TensorSlot, gradient: Tensor, *, first: bool, measure: bool = False) -> None:
-        """See `Backend`."""
+        pass
 
     def accumulate(self, slot: TensorSlot, gradient: Tensor, *, first: bool) -> None:
-        """See `Backend`."""
+        pass
 
     def apply(self, slot: TensorSlot) -> None:
-        """See `Backend`."""
+        pass
 
 
 def plan(shape: LlamaShape, training: Training, mode: Mode, *, fake: bool = True) -> Plan:

@@ -19,7 +19,7 @@ from .cases import SHAPE, Trajectory, start
 
 
 class UnrolledTrajectory:
-    """See `TrajectoryRun`."""
+    """The model with unrolled layers, under `make_train_step`."""
 
     norm_eps = 0.0
 
@@ -38,12 +38,10 @@ class UnrolledTrajectory:
         return jax_frontend.init_train_state(tx, parameters), step
 
     def step(self, batch: np.ndarray) -> None:
-        """See `TrajectoryRun`."""
         with self._precision():
             self.state, _ = self._step(self.state, batch)
 
     def held(self) -> dict[str, Held]:
-        """See `TrajectoryRun`."""
         return held_of(self.state.params, self.state.opt_state)
 
     @contextlib.contextmanager
@@ -57,7 +55,7 @@ class UnrolledTrajectory:
 
 
 class StackedTrajectory(UnrolledTrajectory):
-    """See `TrajectoryRun`."""
+    """The model with stacked layers, under `make_release_step`."""
 
     def _made(self, tx: Any, parameters: dict[str, Any]) -> tuple[Any, Any]:
         def layer(parameters: Mapping[str, Any], x: Any) -> Any:
@@ -82,7 +80,6 @@ class StackedTrajectory(UnrolledTrajectory):
         return jax_frontend.init_train_state(tx, stacked, stack), step
 
     def held(self) -> dict[str, Held]:
-        """See `TrajectoryRun`."""
         params, state = self.state.params, self.state.opt_state
         held = held_of(params["outer"], state.outer)
         layers = jax.tree.map(np.array, (params["layers"], state.layers))

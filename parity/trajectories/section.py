@@ -17,23 +17,21 @@ QUANTITIES = ("parameter", "exp_avg", "exp_avg_sq")
 
 
 class Trajectories:
-    """See `parity.sections.Section`."""
+    """The section "trajectories" of the suite."""
 
     name = "trajectories"
     title = "A small transformer in training, in both frameworks from one initialisation, against float64"
 
     def cases(self, *, quick: bool) -> Sequence[Trajectory]:
-        """See `Section`."""
         return trajectories(quick=quick)
 
     def parts(self, cases: Sequence[Trajectory], backends: Sequence[Backend]) -> int:
-        """See `Section`."""
         return len(cases) * (len(backends) + 1)
 
     def run(
         self, backends: Sequence[Backend], cases: Sequence[Trajectory], steps: Sequence[int], progress: Progress
     ) -> Iterator[Finding]:
-        """See `Section`. The cases know their numbers of steps."""
+        """The cases know their numbers of steps."""
         for case in cases:
             reasons = {backend.name: _refusal(backend, case) for backend in backends}
             progress(case.name, "reference")

@@ -17,7 +17,7 @@ from .cases import SHAPE, Trajectory, start
 
 
 class TorchTrajectory:
-    """See `TrajectoryRun`.
+    """The model in PyTorch, under one of the torch frontend's backends.
 
     Args:
         case: of this run.
@@ -47,7 +47,6 @@ class TorchTrajectory:
         return torch_frontend.release_gradients(self.model, self.optimizer, max_norm=self.case.max_norm)
 
     def step(self, batch: np.ndarray) -> None:
-        """See `TrajectoryRun`."""
         parts = self.case.parts(batch)
         for number, part in enumerate(parts, 1):
             self.is_last = number == len(parts)
@@ -59,7 +58,6 @@ class TorchTrajectory:
         self.optimizer.zero_grad()
 
     def held(self) -> dict[str, Held]:
-        """See `TrajectoryRun`."""
         held = {}
         for name, parameter in self.model.named_parameters():
             state = self.optimizer.state[parameter]

@@ -18,7 +18,6 @@ class Parser(argparse.ArgumentParser):
     """Bad usage is one sentence and exit status 2."""
 
     def error(self, message: str) -> NoReturn:
-        """See `argparse.ArgumentParser.error`."""
         self.exit(2, f"{self.prog}: {message}; see {self.prog} --help\n")
 
 

@@ -51,29 +51,26 @@ class DDPCommunication(LocalCommunication):
         ] = {}  # used, and given back in .grad by DistributedDataParallel: with their markers
 
     def attach(self, parameters: Sequence[Tensor], deliver: Deliver, purpose: Callable[[], Purpose]) -> None:
-        """See `Communication`."""
         super().attach(parameters, deliver, purpose)
         self._parameters.update(parameters)
         self._hook.engine = weakref.ref(self)
 
     def detach(self) -> None:
-        """See `Communication`."""
         self._hook.engine = None
         self._freed = dict.fromkeys(self._freed)
         self.flush()
 
     def keeps(self) -> bool:
-        """See `Communication`: inside no_sync()."""
+        """Inside no_sync()."""
         model = self._model()
         return model is not None and not model.require_backward_grad_sync
 
     def held(self, parameter: Tensor) -> None:
-        """See `Communication`."""
         self._used.add(parameter)
         self._local.add(parameter)
 
     def gradient_ready(self, parameter: Tensor) -> None:
-        """See `Communication`: its bucket brings it."""
+        """Its bucket brings it."""
         self.held(parameter)
 
     def flush(self, *, always: bool = False) -> None:
@@ -90,7 +87,7 @@ class DDPCommunication(LocalCommunication):
         self._freed[member.parameter] = None if member.marker.disclosure.takes_more else member.placed
 
     def average(self, parameters: Sequence[Tensor]) -> None:
-        """See `Communication`: done already, in the last backward outside no_sync().
+        """Done already, in the last backward outside no_sync().
 
         Raises:
             Refused: there was none.
@@ -102,7 +99,6 @@ class DDPCommunication(LocalCommunication):
             )
 
     def end_step(self) -> None:
-        """See `Communication`."""
         self._local.clear()
         self._used.clear()
         self._freed.clear()

@@ -33,14 +33,12 @@ class FSDP2Communication(LocalCommunication):
         self._nbytes = 0  # of the groups that have arrived, all shards: the same on every process
 
     def attach(self, parameters: Sequence[Tensor], deliver: Deliver, purpose: Callable[[], Purpose]) -> None:
-        """See `Communication`."""
         super().attach(parameters, deliver, purpose)
         model = self._model()
         if model is not None:
             self._group_of = {id(parameter): group for group in parameter_groups(model) for parameter in group}
 
     def gradient_ready(self, parameter: Tensor) -> None:
-        """See `Communication`."""
         group = self._group_of.get(id(parameter)) or (parameter,)
         if group is not self._arriving:
             nbytes = sum(member.numel() * member.element_size() for member in group)
@@ -54,14 +52,12 @@ class FSDP2Communication(LocalCommunication):
             self.flush()
 
     def flush(self, *, always: bool = False) -> None:
-        """See `Communication`."""
         arrived = self._arrived
         self.detach()
         if arrived:
             self._deliver(arrived)
 
     def detach(self) -> None:
-        """See `Communication`."""
         self._arrived, self._arriving, self._nbytes = [], (), 0
 
 

@@ -10,37 +10,34 @@ from .protocol import Deliver, Purpose
 
 
 class LocalCommunication:
-    """See `Communication`; the other engines differ from it where their name says."""
+    """`Communication` of one process; the other engines differ from it where their name says."""
 
     name = "local"
     _deliver: Deliver
 
     def attach(self, parameters: Sequence[Tensor], deliver: Deliver, purpose: Callable[[], Purpose]) -> None:
-        """See `Communication`."""
         self._deliver = deliver
 
     def detach(self) -> None:
-        """See `Communication`."""
+        pass
 
     def keeps(self) -> bool:
-        """See `Communication`."""
         return False
 
     def held(self, parameter: Tensor) -> None:
-        """See `Communication`."""
+        pass
 
     def gradient_ready(self, parameter: Tensor) -> None:
-        """See `Communication`."""
         self._deliver([parameter])
 
     def flush(self, *, always: bool = False) -> None:
-        """See `Communication`."""
+        pass
 
     def average(self, parameters: Sequence[Tensor]) -> None:
-        """See `Communication`."""
+        pass
 
     def fail(self) -> None:
-        """See `Communication`."""
+        pass
 
     def end_step(self) -> None:
-        """See `Communication`."""
+        pass

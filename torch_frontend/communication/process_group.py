@@ -51,7 +51,6 @@ class ProcessGroupCommunication(LocalCommunication):
         self._agreement = Agreement()
 
     def attach(self, parameters: Sequence[Tensor], deliver: Deliver, purpose: Callable[[], Purpose]) -> None:
-        """See `Communication`."""
         super().attach(parameters, deliver, purpose)
         self._ask_purpose = purpose
         if self._failed:
@@ -61,7 +60,6 @@ class ProcessGroupCommunication(LocalCommunication):
         self._completed = False  # the new ones had no part in a round
 
     def detach(self) -> None:
-        """See `Communication`."""
         for flight in self._in_flight:
             flight.work.wait()
         self._in_flight.clear()
@@ -71,7 +69,6 @@ class ProcessGroupCommunication(LocalCommunication):
         self._purpose, self._failed = None, False
 
     def gradient_ready(self, parameter: Tensor) -> None:
-        """See `Communication`."""
         gradient, parameter.grad = parameter.grad, None
         if self._failed or self._purpose is None:
             self._begin()
@@ -84,7 +81,6 @@ class ProcessGroupCommunication(LocalCommunication):
             self._launch(self._deliver)
 
     def flush(self, *, always: bool = False) -> None:
-        """See `Communication`."""
         if self._failed and not always:
             self._end_failed_round()
         elif self._next or self._waiting or always:
@@ -92,7 +88,6 @@ class ProcessGroupCommunication(LocalCommunication):
             self._complete(self._deliver)
 
     def average(self, parameters: Sequence[Tensor]) -> None:
-        """See `Communication`."""
         if self._failed:
             self._end_failed_round()
         if parameters or not self._completed:
@@ -100,7 +95,6 @@ class ProcessGroupCommunication(LocalCommunication):
             self._complete(lambda averaged: None)
 
     def fail(self) -> None:
-        """See `Communication`."""
         self._settle_purpose()
         assert self._purpose is not None
         if self._failed:
@@ -111,7 +105,6 @@ class ProcessGroupCommunication(LocalCommunication):
             self._land(self._deliver)
 
     def end_step(self) -> None:
-        """See `Communication`."""
         self._completed = False
 
     def _begin(self, *, step: bool = False) -> None:

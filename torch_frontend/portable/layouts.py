@@ -119,27 +119,24 @@ class TorchLayout(OwnLayout):
         hyperparameters(group)
 
     def initial(self, group: Group, parameter: Tensor) -> dict[str, Tensor]:
-        """See `OwnLayout`."""
         zeros = {key: torch.zeros_like(parameter, memory_format=torch.preserve_format) for key in Moments._fields}
         return {"step": torch.zeros(()), **zeros}
 
     def expected(self, group: Group, parameter: Tensor) -> Expected:
-        """See `OwnLayout`. The moments may have any dtype: they are rounded after the bias is put back."""
+        """The moments may have any dtype: they are rounded after the bias is put back."""
         return Expected(dtype_name(parameter.dtype), tuple(parameter.shape), "none", None, None)
 
     def debiased(self, group: Group, parameter: Tensor, moments: Moments, step: int) -> Moments:
-        """See `OwnLayout`. In the dtypes in which penstock's optimizer of these parameters would keep them."""
+        """In the dtypes in which penstock's optimizer of these parameters would keep them."""
         betas = _betas(group)
         return without_bias(moments, betas, step, state_dtypes(dtype_name(parameter.dtype), betas[1]))
 
     def kept(self, group: Group, name: str, entry: ParameterState) -> ParameterState:
-        """See `OwnLayout`."""
         moments = Moments(entry.exp_avg, entry.exp_avg_sq)
         biased = with_bias(name, moments, _betas(group), entry.step, StateDtypes(entry.dtype, entry.dtype))
         return dataclasses.replace(entry, **biased._asdict())
 
     def step_place(self, group: Group, parameter: Tensor) -> torch.device:
-        """See `OwnLayout`."""
         return parameter.device if group["capturable"] or group["fused"] else torch.device("cpu")
 
 

@@ -31,7 +31,7 @@ class MeasureThenWrite(NamedTuple):
 
 
 class TritonBackend:
-    """See `Backend`, and `ChecksOnDevice`.
+    """`Backend` and `ChecksOnDevice`, by Triton kernels.
 
     update_all() is one launch for each parameter group (more where dtypes, devices or step counts differ within it). Under
     release a large tensor is one launch, and small ones, which a launch costs more than their update, wait for each other.
@@ -53,7 +53,7 @@ class TritonBackend:
     # -- many tensors ---------------------------------------------------------------------------------------------------
 
     def update_all(self, pairs: Sequence[tuple[TensorSlot, Tensor]], *, over_shards: OverShards | None = None) -> None:
-        """See `Backend`. With `over_shards` there are two launches for one."""
+        """With `over_shards` there are two launches for one."""
         batches = alike(pairs)
         if over_shards is None:
             launch_all([self._together(batch) for batch in batches])
@@ -73,7 +73,7 @@ class TritonBackend:
         launch_all([one.write for one in launches])
 
     def update_all_if_finite(self, pairs: Sequence[tuple[TensorSlot, Tensor]]) -> Tensor:
-        """See `ChecksOnDevice`. Everything is measured before anything is written: two launches instead of one."""
+        """Everything is measured before anything is written: two launches instead of one."""
         on = {slot.parameter.device for slot, _ in pairs}
         flags = {device: torch.ones((), dtype=torch.float32, device=device) for device in on}
         launches = [self._in_two(batch, flags[batch.device]) for batch in alike(pairs)]
@@ -83,7 +83,7 @@ class TritonBackend:
         return applied
 
     def update_each_if_finite(self, pairs: Sequence[tuple[TensorSlot, Tensor]]) -> list[Tensor]:
-        """See `ChecksOnDevice`. Of several alike two launches, of one by itself one."""
+        """Of several alike two launches, of one by itself one."""
         if len(pairs) == 1:
             return [self.update_if_finite(*pairs[0])]
         applied: dict[int, Tensor] = {}
@@ -142,22 +142,19 @@ class TritonBackend:
     # -- one tensor -----------------------------------------------------------------------------------------------------
 
     def update(self, slot: TensorSlot, gradient: Tensor, *, first: bool, measure: bool = False) -> None:
-        """See `Backend`. The sum of the gradient's squares is not at hand."""
+        """The sum of the gradient's squares is not at hand."""
         self._launch_tensor(slot, gradient, "update", first)
         slot.state.pop("mean_square", None)
 
     def update_if_finite(self, slot: TensorSlot, gradient: Tensor) -> Tensor:
-        """See `ChecksOnDevice`."""
         applied = torch.ones((), dtype=torch.float32, device=gradient.device)
         self._launch_tensor(slot, gradient, "update", True, applied)
         return applied
 
     def accumulate(self, slot: TensorSlot, gradient: Tensor, *, first: bool) -> None:
-        """See `Backend`."""
         slot.state["mean_square"] = self._launch_tensor(slot, gradient, "accumulate", first)
 
     def apply(self, slot: TensorSlot) -> None:
-        """See `Backend`."""
         self._launch_tensor(slot, None, "apply", False)
         slot.state.pop("mean_square")
 
