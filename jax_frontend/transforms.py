@@ -45,36 +45,41 @@ def stable_adamw(
     over the layer axis to clip each layer by itself.
 
     Args:
-        learning_rate: step size, in [0, inf); a number, a 0-d array, or a schedule of the 0-based count of updates.
+        learning_rate: step size, in [0, inf): a number, a 0-d array, or a schedule of the 0-based count of updates.
         b1: decay of the first moment, in [0, 1).
         b2: decay of the second moment, in [0, 1).
         eps: added to the square root of the second moment, in (0, inf).
         weight_decay: in [0, inf), a number or a schedule; multiplied by the learning rate, unless decouple_lr.
         mask: where weight decay applies: a tree of booleans like params or a prefix of it, or a function from params to
             one. None: everywhere.
-        mu_dtype: dtype of the first moment; None: the parameter's.
-        nu_dtype: dtype of the second moment; None: the parameter's, but float32 for float16 parameters, and for
-            bfloat16 ones where 1-b2 < 2^-7 or b2 is not known yet.
+        mu_dtype: dtype of the first moment. None: the parameter's.
+        nu_dtype: dtype of the second moment. None: the parameter's, but float32 for float16 parameters, and for
+            bfloat16 parameters where 1-b2 < 2^-7 or b2 is not known yet.
         decouple_lr: fully decoupled decay: scaled by learning_rate/max_lr instead of learning_rate. Choose a
             correspondingly lower weight_decay.
-        max_lr: the highest learning rate of the schedule, in (0, inf). A plain number as learning_rate is its default;
-            a schedule needs it given.
-        compensation: what keeps the bits that low-precision parameters lose: "auto" (split for bfloat16, kahan for
-            float16), "kahan", "split" (bfloat16 only) or "none". See `compensated`: unless it is "none", the transform
-            must be the last of a chain, and with low-precision parameters stand under no wrapper that changes its
-            updates (`optax.lookahead`, `optax.contrib.schedule_free`).
+        max_lr: highest learning rate of the schedule, in (0, inf). Default: learning_rate, where that is a number; a
+            schedule needs it given.
+        compensation: how low-precision parameters keep the bits that rounding loses: "auto" (split for bfloat16, kahan
+            for float16), "kahan", "split" (bfloat16 only) or "none". Unless it is "none", the transform must be the last
+            of a chain, and with low-precision parameters no wrapper around it may change its updates
+            (`optax.lookahead`, `optax.contrib.schedule_free`); see `compensated`.
 
-    `optax.inject_hyperparams` turns the numbers into arrays of the parameters' dtype: give it
-    hyperparam_dtype=jnp.float32 where that is bfloat16 or float16. Such a b1, b2 or eps is refused; a learning_rate,
-    weight_decay or max_lr is taken as it was rounded.
+    `optax.inject_hyperparams` turns the numbers into arrays of the parameters' dtype. Give it
+    hyperparam_dtype=jnp.float32 where that is bfloat16 or float16: a b1, b2 or eps rounded to it is refused.
 
     Returns:
         A transform with an `AdamState`. Its update needs params, unless weight_decay is 0 and nothing is compensated.
 
     Raises:
-        InvalidArgument: a value out of its range, named as it was given here; an update without the params it needs, or
-            with a gradient of another shape than its parameter.
-        UnsupportedTensor: at init, for a parameter that is no floating-point array; at an update, for such a gradient.
+        InvalidArgument: a value is out of its range; an update lacks the params it needs, or a gradient has another shape
+            than its parameter.
+        UnsupportedTensor: at init, a parameter is not a floating-point array; at an update, a gradient is not.
+
+    Example:
+        tx = stable_adamw(1e-3, weight_decay=1e-2)
+        state = tx.init(params)
+        update = make_update(tx)  # jitted, donates its arguments
+        params, state = update(grads, state, params)
 
     References:
         Wortsman et al., Stable and low-precision training, 2023, https://arxiv.org/abs/2304.13013.
@@ -116,8 +121,44 @@ def adamw(
         m += c1*(g-m)    v += c2*(g*g-v)            c = (1-b)/(1-b^t)
         p <- p - learning_rate*(m/(sqrt(v)+eps) + weight_decay*p)
 
-    The arguments, the returned transform and the errors are those of `stable_adamw`; the defaults are PyTorch's (Optax
-    has weight_decay=1e-4).
+    The defaults are PyTorch's; optax.adamw has weight_decay=1e-4.
+
+    Args:
+        learning_rate: step size, in [0, inf): a number, a 0-d array, or a schedule of the 0-based count of updates.
+        b1: decay of the first moment, in [0, 1).
+        b2: decay of the second moment, in [0, 1).
+        eps: added to the square root of the second moment, in (0, inf).
+        weight_decay: in [0, inf), a number or a schedule; multiplied by the learning rate, unless decouple_lr.
+        mask: where weight decay applies: a tree of booleans like params or a prefix of it, or a function from params to
+            one. None: everywhere.
+        mu_dtype: dtype of the first moment. None: the parameter's.
+        nu_dtype: dtype of the second moment. None: the parameter's, but float32 for float16 parameters, and for
+            bfloat16 parameters where 1-b2 < 2^-7 or b2 is not known yet.
+        decouple_lr: fully decoupled decay: scaled by learning_rate/max_lr instead of learning_rate. Choose a
+            correspondingly lower weight_decay.
+        max_lr: highest learning rate of the schedule, in (0, inf). Default: learning_rate, where that is a number; a
+            schedule needs it given.
+        compensation: how low-precision parameters keep the bits that rounding loses: "auto" (split for bfloat16, kahan
+            for float16), "kahan", "split" (bfloat16 only) or "none". Unless it is "none", the transform must be the last
+            of a chain, and with low-precision parameters no wrapper around it may change its updates
+            (`optax.lookahead`, `optax.contrib.schedule_free`); see `compensated`.
+
+    `optax.inject_hyperparams` turns the numbers into arrays of the parameters' dtype. Give it
+    hyperparam_dtype=jnp.float32 where that is bfloat16 or float16: a b1, b2 or eps rounded to it is refused.
+
+    Returns:
+        A transform with an `AdamState`. Its update needs params, unless weight_decay is 0 and nothing is compensated.
+
+    Raises:
+        InvalidArgument: a value is out of its range; an update lacks the params it needs, or a gradient has another shape
+            than its parameter.
+        UnsupportedTensor: at init, a parameter is not a floating-point array; at an update, a gradient is not.
+
+    Example:
+        tx = adamw(1e-3, weight_decay=1e-2)
+        state = tx.init(params)
+        update = make_update(tx)  # jitted, donates its arguments
+        params, state = update(grads, state, params)
 
     References:
         Loshchilov and Hutter, Decoupled weight decay regularization, 2019, https://arxiv.org/abs/1711.05101.
@@ -159,8 +200,40 @@ def adam(
         g += weight_decay*p    m += c1*(g-m)    v += c2*(g*g-v)            c = (1-b)/(1-b^t)
         p <- p - learning_rate * m/(sqrt(v)+eps)
 
-    The arguments, the returned transform and the errors are those of `stable_adamw`, but decouple_lr=True is refused:
-    L2 is part of the gradient and is not scaled by a learning rate at all; use `adamw`.
+    Args:
+        learning_rate: step size, in [0, inf): a number, a 0-d array, or a schedule of the 0-based count of updates.
+        b1: decay of the first moment, in [0, 1).
+        b2: decay of the second moment, in [0, 1).
+        eps: added to the square root of the second moment, in (0, inf).
+        weight_decay: L2 regularisation, in [0, inf), a number or a schedule; added to the gradient, times p.
+        mask: where weight decay applies: a tree of booleans like params or a prefix of it, or a function from params to
+            one. None: everywhere.
+        mu_dtype: dtype of the first moment. None: the parameter's.
+        nu_dtype: dtype of the second moment. None: the parameter's, but float32 for float16 parameters, and for
+            bfloat16 parameters where 1-b2 < 2^-7 or b2 is not known yet.
+        decouple_lr: refused if True: L2 is part of the gradient and is not scaled by a learning rate; use `adamw`.
+        max_lr: highest learning rate of the schedule, in (0, inf). Only checked.
+        compensation: how low-precision parameters keep the bits that rounding loses: "auto" (split for bfloat16, kahan
+            for float16), "kahan", "split" (bfloat16 only) or "none". Unless it is "none", the transform must be the last
+            of a chain, and with low-precision parameters no wrapper around it may change its updates
+            (`optax.lookahead`, `optax.contrib.schedule_free`); see `compensated`.
+
+    `optax.inject_hyperparams` turns the numbers into arrays of the parameters' dtype. Give it
+    hyperparam_dtype=jnp.float32 where that is bfloat16 or float16: a b1, b2 or eps rounded to it is refused.
+
+    Returns:
+        A transform with an `AdamState`. Its update needs params, unless weight_decay is 0 and nothing is compensated.
+
+    Raises:
+        InvalidArgument: a value is out of its range; an update lacks the params it needs, or a gradient has another shape
+            than its parameter.
+        UnsupportedTensor: at init, a parameter is not a floating-point array; at an update, a gradient is not.
+
+    Example:
+        tx = adam(1e-3, weight_decay=0.0)
+        state = tx.init(params)
+        update = make_update(tx)  # jitted, donates its arguments
+        params, state = update(grads, state, params)
 
     References:
         Kingma and Ba, Adam, 2015, https://arxiv.org/abs/1412.6980.
@@ -208,17 +281,19 @@ def scale_by_stable_adam(
         b1: decay of the first moment, in [0, 1).
         b2: decay of the second moment, in [0, 1).
         eps: added to the square root of the second moment, in (0, inf).
-        mu_dtype: dtype of the first moment; see `stable_adamw`.
-        nu_dtype: dtype of the second moment; see `stable_adamw`.
+        mu_dtype: dtype of the first moment. None: the parameter's.
+        nu_dtype: dtype of the second moment. None: the parameter's, but float32 for float16 parameters, and for
+            bfloat16 parameters where 1-b2 < 2^-7 or b2 is not known yet.
         weight_decay: in [0, inf), a number or a schedule.
-        mask: where weight decay applies; see `stable_adamw`.
+        mask: where weight decay applies: a tree of booleans like params or a prefix of it, or a function from params to
+            one. None: everywhere.
 
     Returns:
         A transform with an `AdamState`. Its update needs params, unless weight_decay is 0.
 
     Raises:
         InvalidArgument: a value out of its range; an update without the params it needs.
-        UnsupportedTensor: at init, for a parameter that is no floating-point array.
+        UnsupportedTensor: at init, a parameter is not a floating-point array.
     """
     return transformation(
         STABLE_ADAMW,

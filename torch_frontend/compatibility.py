@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from ..core.errors import InvalidArgument, Refused
-from .optimizers import ReleasableOptimizer
+from .releasable import ReleasableOptimizer
 from .release import lenient_release, owner_of, remove_orphaned_hooks
 
 Modules = type[nn.Module] | Iterable[type[nn.Module]] | None

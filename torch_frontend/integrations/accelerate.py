@@ -7,7 +7,7 @@ from typing import Any
 from torch import nn
 
 from ...core.errors import InvalidArgument, MissingDependency
-from ..optimizers import ReleasableOptimizer
+from ..releasable import ReleasableOptimizer
 from ..release import Release
 from .trainer_settings import release_for_trainer
 

@@ -9,7 +9,7 @@ from typing import Any, cast
 from torch import Tensor, nn
 
 from ...core.errors import MissingDependency, Refused
-from ..optimizers import ReleasableOptimizer
+from ..releasable import ReleasableOptimizer
 from ..release import Release
 from .trainer_settings import release_for_trainer
 

@@ -9,7 +9,7 @@ from torch import nn
 
 from ...core.errors import InvalidArgument
 from ..communication import communication_name
-from ..optimizers import ReleasableOptimizer
+from ..releasable import ReleasableOptimizer
 from ..release import Release, release_gradients
 
 ACCUMULATIONS = (None, "hold", "state")

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from ...core.errors import MissingDependency, Refused
-from ..optimizers import AdamW, ReleasableOptimizer
+from ..optimizers import AdamW
+from ..releasable import ReleasableOptimizer
 from ..release import Release
 from .trainer_settings import release_for_trainer
 

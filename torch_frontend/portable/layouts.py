@@ -22,7 +22,7 @@ from ...core.portable.match import Expected
 from ...core.portable.state import ParameterState
 from ..array_ops import dtype_name
 from ..groups import NAMES, Group, check_group, check_parameter, hyperparameters, moment_dtypes
-from ..optimizers import ReleasableOptimizer
+from ..releasable import ReleasableOptimizer
 from ..state import initial_state
 from .arrays import laid_out_as
 

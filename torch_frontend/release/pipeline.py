@@ -23,7 +23,7 @@ from ..communication.held_average import HeldAverage
 from ..communication.protocol import Purpose
 from ..communication.shards import local, shard_of, sum_over_shards
 from ..finiteness import SkipCount
-from ..optimizers import ReleasableOptimizer
+from ..releasable import ReleasableOptimizer
 from .hooks import Hooks
 from .marker import Disclosure
 from .queue import SmallUpdateQueue

@@ -17,7 +17,7 @@ from ...core.hyperparameters import Range, check_number
 from ...core.release import Action, Ledger, Policy, Status
 from ..array_ops import dtype_name
 from ..communication import communication_name, select_communication
-from ..optimizers import ReleasableOptimizer
+from ..releasable import ReleasableOptimizer
 from . import boundaries
 from .guard import guarded, two_passes
 from .hooks import check_ownership

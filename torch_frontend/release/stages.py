@@ -17,7 +17,7 @@ from ..clipping import clip_by_norm_, clip_coefficient, gradient_norm, multiply_
 from ..communication.shards import local, placed_like
 from ..finiteness import SkipCount, finite
 from ..groups import PLAIN_GRADIENT, check_gradient
-from ..optimizers import ReleasableOptimizer
+from ..releasable import ReleasableOptimizer
 from .marker import Disclosure, ReleasedGradient
 from .step import Member, Step
 

@@ -16,7 +16,7 @@ from ..autograd.reentrant import still_to_come
 from ..communication.protocol import Purpose
 from ..communication.shards import is_released, local, placed_like, shard_of
 from ..groups import UsedSettings
-from ..optimizers import ReleasableOptimizer
+from ..releasable import ReleasableOptimizer
 from .marker import Disclosure, ReleasedGradient
 
 
