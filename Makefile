@@ -39,5 +39,5 @@ $(VENV)/.installed-%: pyproject.toml constraints.txt
 
 $(OLDEST)/.installed-both: pyproject.toml constraints-oldest.txt
 	test -x $(OLDEST)/bin/python || $(PYTHON) -m venv $(OLDEST)
-	$(OLDEST)/bin/python -m pip install -q -c constraints-oldest.txt $(PIP_ARGS) -e '.[torch,jax]' pytest pytest-xdist hypothesis 'triton; sys_platform == "linux"'
+	$(OLDEST)/bin/python -m pip install -q -c constraints-oldest.txt $(PIP_ARGS) -e '.[torch,jax]' pytest pytest-xdist hypothesis rich 'triton; sys_platform == "linux"'
 	touch $@

@@ -180,7 +180,6 @@ def guarded_pass_fails(limit: int) -> None:
         used = [state["exp_avg"].full_tensor() for state in optimizer.state.values()]
         assert len(used) >= 2
         assert all(moment.norm() <= bound for moment in used)
-        train(model, optimizer, range(1, 3), guard=release.guard)
         assert_ranks_equal(parameters_of(model), "after a guarded pass that failed")
 
 
