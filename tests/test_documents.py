@@ -79,3 +79,11 @@ def test_settings_and_files_that_it_names_exist() -> None:
         assert name in known, name
     for target in re.findall(r"\]\((\w+\.md)\)", GUIDE):
         assert (ROOT / "docs" / target).exists(), target
+
+
+def test_the_files_that_contributing_names_exist() -> None:
+    text = (ROOT / "CONTRIBUTING.md").read_text()
+    named = [name for name in re.findall(r"`([\w./-]+/[\w./-]*)`", text) if "<" not in name]
+    assert len(named) > 20
+    missing = [name for name in named if not (ROOT / name).exists() and not (ROOT / "torch_frontend" / name).exists()]
+    assert not missing
