@@ -55,7 +55,7 @@ class ReleasableOptimizer(TensorUpdates):
         if on_nonfinite not in ON_NONFINITE:
             raise InvalidArgument(f"on_nonfinite={on_nonfinite!r} is not known; it must be one of {', '.join(ON_NONFINITE)}.")
         if state_dtype is not None and not isinstance(state_dtype, torch.dtype):
-            raise InvalidArgument(f"state_dtype={state_dtype!r} is no dtype; give for instance torch.float32, or None.")
+            raise InvalidArgument(f"state_dtype={state_dtype!r} is not a dtype; give for instance torch.float32, or None.")
         if not isinstance(gradient_release, bool):
             raise InvalidArgument(f"gradient_release={gradient_release!r} must be True or False.")
         self.release: Release | None = None

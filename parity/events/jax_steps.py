@@ -97,7 +97,7 @@ class JaxEvents:
         return {name: int(state.outer.count if name in OUTER else state.layers.count[MIDDLE]) for name in SHAPES}
 
     def live_bytes(self) -> None:
-        """Inside of a compiled program nobody can tell; the section "memory" has XLA's own account."""
+        """Nothing: a compiled program does not tell; the section "memory" has XLA's own account."""
         return None
 
     def save(self) -> bytes:

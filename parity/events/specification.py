@@ -62,7 +62,7 @@ class NumpyEvents:
         return dict(self.counts)
 
     def live_bytes(self) -> tuple[int, int]:
-        """What lies there, and the ledger."""
+        """Bytes of the gradients that wait, and the ledger's."""
         return sum(gradient.nbytes for gradient in self.waiting.values()), self.ledger.live
 
     def save(self) -> bytes:

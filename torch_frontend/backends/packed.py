@@ -73,7 +73,7 @@ class Batch:
         return piece
 
     def _means(self, ratios: Tensor) -> Tensor:
-        """Of each tensor, [tensors]."""
+        """The mean over each tensor, [tensors]."""
         parts = ratios.split([slot.parameter.numel() for slot in self.slots])
         sizes = torch.tensor([part.numel() for part in parts], dtype=ratios.dtype, device=ratios.device)
         return torch.stack([part.sum() for part in parts]).div_(sizes)
@@ -120,7 +120,7 @@ def small_together(pairs: Sequence[Pair], scratch: Scratch) -> tuple[list[Batch]
 
 
 def _sharing_memory(parameters: Sequence[Tensor]) -> set[int]:
-    """The positions of those that lie where another may lie as well, as two that were tied through `.data`.
+    """The positions of parameters whose memory may overlap another's, as after `b.data = a.data`.
 
     They are updated one after the other: of two copies in a packed tensor, one update would be lost.
     """

@@ -60,7 +60,7 @@ class Agreement:
         return found
 
     def problem(self, purpose: Purpose, sums: Tensor) -> str | None:
-        """What stands in the way of using the gradients before these sums, [HEAD], as far as it is known now."""
+        """Why the gradients before these sums, [HEAD], must not be used; None if no reason is known yet."""
         if reads_at_once(sums):
             return _problem(purpose, sums.tolist())
         self._sums.append(sums.clone())  # the gradients may go before it is read

@@ -61,7 +61,7 @@ class DDPCommunication(LocalCommunication):
         self.flush()
 
     def keeps(self) -> bool:
-        """Inside no_sync()."""
+        """Whether the pass runs inside no_sync()."""
         model = self._model()
         return model is not None and not model.require_backward_grad_sync
 
@@ -70,7 +70,7 @@ class DDPCommunication(LocalCommunication):
         self._local.add(parameter)
 
     def gradient_ready(self, parameter: Tensor) -> None:
-        """Its bucket brings it."""
+        """Record that this process has a gradient; its bucket delivers the average."""
         self.held(parameter)
 
     def flush(self, *, always: bool = False) -> None:
@@ -87,7 +87,7 @@ class DDPCommunication(LocalCommunication):
         self._freed[member.parameter] = None if member.marker.disclosure.takes_more else member.placed
 
     def average(self, parameters: Sequence[Tensor]) -> None:
-        """Done already, in the last backward outside no_sync().
+        """Check that the last backward ran outside no_sync(), and so has averaged the gradients.
 
         Raises:
             Refused: there was none.

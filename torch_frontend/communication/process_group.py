@@ -199,7 +199,7 @@ class ProcessGroupCommunication(LocalCommunication):
 class _Bucket:
     """Parameters, of one dtype and on one device, whose gradients are reduced together.
 
-    keys: their ids, in order. elements: of all gradients, which lie in the buffer before a tag.
+    keys: their ids, in order. elements: of all gradients, which the buffer holds before a tag.
     """
 
     def __init__(self, parameters: list[Tensor]) -> None:

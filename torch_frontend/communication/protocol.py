@@ -8,7 +8,7 @@ from typing import NamedTuple, Protocol
 from torch import Tensor
 
 BUCKET_BYTES = 2**20
-"""Of small gradients that travel and are delivered together, at most."""
+"""Most bytes of small gradients that are reduced and delivered together."""
 
 Deliver = Callable[[Sequence[Tensor]], None]
 """Takes parameters with their averaged gradients in `.grad`, uses the gradients, and frees them.

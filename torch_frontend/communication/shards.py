@@ -43,7 +43,7 @@ class Shard(NamedTuple):
 
 
 def shard_of(tensor: Any) -> Shard | None:
-    """Which part of a DTensor lies here; None of an ordinary tensor, which is here as a whole."""
+    """The part of a DTensor that this process stores; None for an ordinary tensor, which is stored whole."""
     if not is_sharded(tensor):
         return None
     mesh = tensor.device_mesh
@@ -65,7 +65,7 @@ def placed_like(like: Any, here: Tensor) -> Tensor:
 
 
 class LocalState(MutableMapping[str, Any]):
-    """A parameter's state as a backend sees it: of every tensor the part that lies here.
+    """A parameter's state as a backend sees it: of every tensor the part that this process stores.
 
     whole: the state itself.
     """

@@ -23,9 +23,9 @@ from .marker import Disclosure, ReleasedGradient
 class Member:
     """A released parameter, and what its gradient leaves in `.grad`.
 
-    shard: which part of a sharded parameter lies here. nbytes: of its gradient, of a sharded one the local part. marker: what
-    refuses and answers. placed: what is put into `.grad`: the marker, of a sharded parameter a DTensor around it; None where
-    another hook must find the next gradient there.
+    shard: the part of a sharded parameter that is stored here. nbytes: of its gradient, of a sharded one the local part.
+    marker: what refuses and answers. placed: what is put into `.grad`: the marker, of a sharded parameter a DTensor around it;
+    None where another hook must find the next gradient there.
     """
 
     __slots__ = ("key", "marker", "nbytes", "parameter", "placed", "shard")

@@ -159,7 +159,7 @@ def test_a_paused_backward_finds_no_published_norm_in_its_shards(ranks: Ranks) -
 
 
 def guarded_pass_fails(limit: int) -> None:
-    """What waits then is used as the rest of the pass was, clipped, however late it is delivered."""
+    """Gradients that still wait when the pass fails are clipped like the rest of it, however late they are delivered."""
     bound = 1e-6
     with bucket_bytes(limit):
         model = sharded(Net())
@@ -184,7 +184,7 @@ def guarded_pass_fails(limit: int) -> None:
 
 
 @pytest.mark.parametrize("limit", [0, 2**20])
-def test_what_waits_in_a_guarded_pass_that_fails_is_clipped(ranks: Ranks, limit: int) -> None:
+def test_waiting_gradients_of_a_guarded_pass_that_fails_are_clipped(ranks: Ranks, limit: int) -> None:
     ranks.run(guarded_pass_fails, limit)
 
 
