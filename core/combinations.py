@@ -11,7 +11,7 @@ import enum
 import itertools
 from collections.abc import Callable, Iterator
 
-from .errors import Refused
+from .errors import RefusedError
 
 
 class Kind(enum.Enum):
@@ -173,11 +173,11 @@ def require(combination: Combination) -> Verdict:
     """The verdict of a combination that is exact or approximate.
 
     Raises:
-        Refused: the combination is refused; the text says why and names the remedy.
+        RefusedError: the combination is refused; the text says why and names the remedy.
     """
     found = verdict(combination)
     if found.kind is Kind.REFUSED:
-        raise Refused(found.why)
+        raise RefusedError(found.why)
     return found
 
 

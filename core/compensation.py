@@ -19,7 +19,7 @@ from typing import NamedTuple
 
 from .array_ops import Array, ArrayOps
 from .dtypes import LOW_PRECISION, compute_dtype
-from .errors import InvalidArgument
+from .errors import InvalidArgumentError
 
 COMPENSATIONS = ("auto", "none", "kahan", "split")
 
@@ -38,16 +38,16 @@ def resolve(compensation: str, parameter_dtype: str) -> str:
     """The compensation that a parameter of this dtype gets: "none", "kahan" or "split".
 
     Raises:
-        InvalidArgument: an unknown name, or "split" for a float16 parameter.
+        InvalidArgumentError: an unknown name, or "split" for a float16 parameter.
     """
     if compensation not in COMPENSATIONS:
-        raise InvalidArgument(f"compensation={compensation!r} is not known; it must be one of {', '.join(COMPENSATIONS)}.")
+        raise InvalidArgumentError(f"compensation={compensation!r} is not known; it must be one of {', '.join(COMPENSATIONS)}.")
     if parameter_dtype not in LOW_PRECISION:
         return "none"
     if compensation == "auto":
         return "split" if parameter_dtype == "bfloat16" else "kahan"
     if compensation == "split" and parameter_dtype == "float16":
-        raise InvalidArgument(
+        raise InvalidArgumentError(
             "compensation='split' is not possible for a float16 parameter (float16 is not the upper half of float32); "
             "use compensation='kahan' or 'auto'."
         )

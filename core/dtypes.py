@@ -5,7 +5,7 @@ from __future__ import annotations
 import numbers
 from typing import Any, NamedTuple
 
-from .errors import InvalidArgument, UnsupportedTensor
+from .errors import InvalidArgumentError, UnsupportedTensorError
 
 LOW_PRECISION = ("bfloat16", "float16")
 PARAMETER_DTYPES = ("float64", "float32", *LOW_PRECISION)
@@ -29,9 +29,9 @@ def compute_dtype(parameter_dtype: str) -> str:
 def check_parameter_dtype(
     parameter_dtype: str, described_as: str = "parameter", otherwise: str = "Leave it out of the optimizer"
 ) -> None:
-    """Raise `UnsupportedTensor` unless a parameter of this dtype can be optimized; `otherwise`: what to do with it."""
+    """Raise `UnsupportedTensorError` unless a parameter of this dtype can be optimized; `otherwise`: what to do with it."""
     if parameter_dtype not in PARAMETER_DTYPES:
-        raise UnsupportedTensor(
+        raise UnsupportedTensorError(
             f"{described_as} has dtype {parameter_dtype}; penstock optimizes {', '.join(PARAMETER_DTYPES)}. "
             f"{otherwise}, or convert it (a complex tensor with torch.view_as_real or jnp.stack)."
         )
@@ -69,11 +69,11 @@ def state_dtypes(
         beta2_argument: the name of the argument behind `beta2`, for the error.
 
     Raises:
-        InvalidArgument: the dtype asked for cannot hold the second moment, or is no floating-point dtype.
+        InvalidArgumentError: the dtype asked for cannot hold the second moment, or is no floating-point dtype.
     """
     for asked in (exp_avg, exp_avg_sq):
         if asked is not None and asked not in PARAMETER_DTYPES:
-            raise InvalidArgument(f"{argument}={asked} is not possible; it must be one of {', '.join(PARAMETER_DTYPES)}.")
+            raise InvalidArgumentError(f"{argument}={asked} is not possible; it must be one of {', '.join(PARAMETER_DTYPES)}.")
     if exp_avg_sq is not None and second_moment_needs_float32(exp_avg_sq, beta2):
         highest = 1 - BFLOAT16_SECOND_MOMENT_LIMIT
         why = {
@@ -82,7 +82,7 @@ def state_dtypes(
                 f"a bfloat16 second moment never decays with {beta2_argument}={beta2} (it needs {beta2_argument} <= {highest})"
             ),
         }[exp_avg_sq]
-        raise InvalidArgument(f"{argument}={exp_avg_sq} is too low: {why}. Use {argument}=float32, or leave it out.")
+        raise InvalidArgumentError(f"{argument}={exp_avg_sq} is too low: {why}. Use {argument}=float32, or leave it out.")
     second = exp_avg_sq
     if second is None:
         second = "float32" if second_moment_needs_float32(parameter_dtype, beta2) else parameter_dtype

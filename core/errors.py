@@ -7,21 +7,21 @@ class PenstockError(Exception):
     """Base of every error that penstock raises on purpose."""
 
 
-class InvalidArgument(PenstockError, ValueError):  # noqa: N818  (it reads as what it is: an invalid argument)
+class InvalidArgumentError(PenstockError, ValueError):
     """An argument has a value outside of its range. Raised before anything is changed."""
 
 
-class UnsupportedTensor(PenstockError, TypeError):  # noqa: N818
+class UnsupportedTensorError(PenstockError, TypeError):
     """A parameter or gradient is of a kind that the optimizers cannot update (sparse, complex, integer)."""
 
 
-class Refused(PenstockError, RuntimeError):  # noqa: N818
+class RefusedError(PenstockError, RuntimeError):
     """A request or an order of calls that cannot be met exactly; the text names the remedy. Nothing was changed."""
 
 
-class NonFiniteGradient(PenstockError, FloatingPointError):  # noqa: N818
+class NonFiniteGradientError(PenstockError, FloatingPointError):
     """A gradient holds an infinity or a NaN and ``on_nonfinite="raise"`` was asked for. Nothing was changed."""
 
 
-class MissingDependency(PenstockError, ImportError):  # noqa: N818
+class MissingDependencyError(PenstockError, ImportError):
     """A frontend needs a package that is not installed; the text names the extra that brings it."""

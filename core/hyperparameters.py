@@ -8,7 +8,7 @@ import numbers
 from collections.abc import Mapping
 from typing import Any
 
-from .errors import InvalidArgument
+from .errors import InvalidArgumentError
 
 Scalar = Any
 """A Python number, or a 0-d array of the frontend (a learning rate on the device, a traced schedule)."""
@@ -45,7 +45,7 @@ HIGH_FULLY_DECOUPLED_DECAY = 1e-3
 
 
 def check_number(name: str, value: Any, allowed: Range) -> None:
-    """Raise `InvalidArgument` unless `value` is a real number in `allowed`.
+    """Raise `InvalidArgumentError` unless `value` is a real number in `allowed`.
 
     Args:
         name: the argument as the user typed it.
@@ -53,9 +53,9 @@ def check_number(name: str, value: Any, allowed: Range) -> None:
         allowed: the interval it must lie in.
     """
     if isinstance(value, bool) or (not isinstance(value, numbers.Real) and not hasattr(value, "dtype")):
-        raise InvalidArgument(f"{name}={value!r} is not a number; it must be one in {allowed}.")
+        raise InvalidArgumentError(f"{name}={value!r} is not a number; it must be one in {allowed}.")
     if isinstance(value, numbers.Real) and not allowed.contains(float(value)):
-        raise InvalidArgument(f"{name}={value!r} is out of range; it must be in {allowed}.")
+        raise InvalidArgumentError(f"{name}={value!r} is out of range; it must be in {allowed}.")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -74,7 +74,7 @@ class Hyperparameters:
         names: how the frontend spells the fields, for its error messages ({"learning_rate": "lr"}).
 
     Raises:
-        InvalidArgument: a value outside of its range; the text names the argument, the value and the range.
+        InvalidArgumentError: a value outside of its range; the text names the argument, the value and the range.
     """
 
     learning_rate: Scalar
@@ -93,7 +93,7 @@ class Hyperparameters:
             value = getattr(self, field)
             if value is None and field == "max_lr":
                 if self.decouple_lr:
-                    raise InvalidArgument(
+                    raise InvalidArgumentError(
                         f"{spelled.get('max_lr', 'max_lr')}=None is not possible with decouple_lr=True; give the highest "
                         f"learning rate of the schedule, a number in {allowed}."
                     )

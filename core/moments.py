@@ -1,7 +1,7 @@
 r"""The moments, the mean square and the direction: the elementwise arithmetic of the specification.
 
 Every array here is in the compute dtype. `exp_avg` and `exp_avg_sq` are *debiased* running means: instead of decaying by
-beta and dividing by 1-beta^t at each use, the decay itself is debiased, with the complements
+beta and dividing by 1-beta^t at each use, the decay itself is debiased, with the bias-correction factors
 
     c1 = (1-beta1)/(1-beta1^t)        c2 = (1-beta2)/(1-beta2^t)
 
@@ -33,14 +33,14 @@ class Moments(NamedTuple):
     exp_avg_sq: Array
 
 
-class Complements(NamedTuple):
-    """The complements of the debiased betas."""
+class Corrections(NamedTuple):
+    """1-beta1 and 1-beta2, corrected for the bias of moments that start at zero: c1 and c2."""
 
     first: Scalar
     second: Scalar
 
 
-def debiased_complement(beta: Scalar, step: Scalar, xp: Any) -> Scalar:
+def corrected_one_minus_beta(beta: Scalar, step: Scalar, xp: Any) -> Scalar:
     r"""(1-beta)/(1-beta^t), with 1-beta^t = -expm1(t log(beta)): the naive difference loses digits in float32.
 
     Args:
@@ -57,14 +57,14 @@ def debiased_complement(beta: Scalar, step: Scalar, xp: Any) -> Scalar:
     return (1.0 - beta) / -xp.expm1(step * xp.log(beta))
 
 
-def debiased_complements(hyperparameters: Hyperparameters, step: Scalar, xp: Any) -> Complements:
+def bias_corrections(hyperparameters: Hyperparameters, step: Scalar, xp: Any) -> Corrections:
     """c1 and c2 of update number `step`."""
-    return Complements(
-        debiased_complement(hyperparameters.beta1, step, xp), debiased_complement(hyperparameters.beta2, step, xp)
+    return Corrections(
+        corrected_one_minus_beta(hyperparameters.beta1, step, xp), corrected_one_minus_beta(hyperparameters.beta2, step, xp)
     )
 
 
-def remembered(moments: Moments, hyperparameters: Hyperparameters, xp: Any) -> Moments:
+def reset_where_beta_is_zero(moments: Moments, hyperparameters: Hyperparameters, xp: Any) -> Moments:
     """What an update takes of the moments before it: nothing where beta is 0, as m + (g-m) keeps the rounding errors of m."""
 
     def of(moment: Array, beta: Scalar) -> Array:
@@ -75,21 +75,21 @@ def remembered(moments: Moments, hyperparameters: Hyperparameters, xp: Any) -> M
     return Moments(of(moments.exp_avg, hyperparameters.beta1), of(moments.exp_avg_sq, hyperparameters.beta2))
 
 
-def first_moments(moments: Moments, gradient: Array, complements: Complements) -> Moments:
+def first_moments(moments: Moments, gradient: Array, corrections: Corrections) -> Moments:
     """The first, or only, micro-batch of an update: m += c1*(g-m), v += c2*(g*g-v)."""
     exp_avg, exp_avg_sq = moments
     return Moments(
-        exp_avg + complements.first * (gradient - exp_avg),
-        exp_avg_sq + complements.second * (gradient * gradient - exp_avg_sq),
+        exp_avg + corrections.first * (gradient - exp_avg),
+        exp_avg_sq + corrections.second * (gradient * gradient - exp_avg_sq),
     )
 
 
-def later_moments(moments: Moments, gradient: Array, complements: Complements) -> Moments:
+def later_moments(moments: Moments, gradient: Array, corrections: Corrections) -> Moments:
     """Each later micro-batch of the same update: m += c1*g, v += c2*g*g (AdamA, https://arxiv.org/abs/2305.19982)."""
     exp_avg, exp_avg_sq = moments
     return Moments(
-        exp_avg + complements.first * gradient,
-        exp_avg_sq + complements.second * (gradient * gradient),
+        exp_avg + corrections.first * gradient,
+        exp_avg_sq + corrections.second * (gradient * gradient),
     )
 
 

@@ -15,7 +15,7 @@ from .compensation import Stored
 from .dtypes import StateDtypes, compute_dtype
 from .hyperparameters import Hyperparameters, Scalar
 from .moments import (
-    Complements,
+    Corrections,
     Moments,
     clipped_learning_rate,
     direction,
@@ -23,7 +23,7 @@ from .moments import (
     is_zero,
     later_moments,
     mean_square,
-    remembered,
+    reset_where_beta_is_zero,
 )
 from .rules import Rule
 
@@ -75,7 +75,7 @@ def _accumulated(
     ops: ArrayOps,
     rule: Rule,
     hyperparameters: Hyperparameters,
-    complements: Complements,
+    corrections: Corrections,
     parameter: Array,
     gradient: Array,
     state: TensorState,
@@ -85,9 +85,9 @@ def _accumulated(
     wide = ops.dtype_name(parameter)
     moments = Moments(ops.cast(state.exp_avg, wide), ops.cast(state.exp_avg_sq, wide))
     if first:
-        moments = remembered(moments, hyperparameters, ops.xp)
+        moments = reset_where_beta_is_zero(moments, hyperparameters, ops.xp)
     ready = prepared_gradient(ops, rule, hyperparameters, gradient, parameter, first=first)
-    moments = (first_moments if first else later_moments)(moments, ready, complements)
+    moments = (first_moments if first else later_moments)(moments, ready, corrections)
     if not rule.clips_update:
         return moments, state.mean_square
     square = mean_square(ready, moments.exp_avg_sq, hyperparameters.eps, ops.xp)
@@ -121,7 +121,7 @@ def increment(
     ops: ArrayOps,
     rule: Rule,
     hyperparameters: Hyperparameters,
-    complements: Complements,
+    corrections: Corrections,
     parameter: Array,
     gradient: Array,
     state: TensorState,
@@ -134,14 +134,14 @@ def increment(
     Args:
         parameter: in the compute dtype, its compensation already in it.
         gradient: of the parameter's shape, any floating-point dtype.
-        complements: of the debiased betas, for this update.
+        corrections: of the debiased betas, for this update.
         first: no micro-batch of this update is in the moments yet.
         mean_square: see `update`.
 
     Returns:
         The increment in the compute dtype, -eta*(m/(sqrt(v)+eps) + decay*p), and the state with rounded moments.
     """
-    moments, squares = _accumulated(ops, rule, hyperparameters, complements, parameter, gradient, state, first)
+    moments, squares = _accumulated(ops, rule, hyperparameters, corrections, parameter, gradient, state, first)
     added = _stepped(ops, rule, hyperparameters, parameter, moments, squares if mean_square is None else mean_square)
     return added, TensorState(*_rounded(ops, moments, state), state.compensation)
 
@@ -150,7 +150,7 @@ def update(
     ops: ArrayOps,
     rule: Rule,
     hyperparameters: Hyperparameters,
-    complements: Complements,
+    corrections: Corrections,
     compensation: str,
     parameter: Array,
     gradient: Array,
@@ -168,7 +168,7 @@ def update(
         ops: the framework's casts.
         rule: which optimizer.
         hyperparameters: validated.
-        complements: c1 and c2, from `core.moments.debiased_complements`, for the number of this update.
+        corrections: c1 and c2, from `core.moments.bias_corrections`, for the number of this update.
         compensation: resolved: "none", "kahan" or "split".
         parameter: any shape, any of `core.dtypes.PARAMETER_DTYPES`.
         gradient: of the parameter's shape.
@@ -182,7 +182,7 @@ def update(
     dtype = ops.dtype_name(parameter)
     wide = compensations.load(ops, compensation, Stored(parameter, state.compensation))
     added, state = increment(
-        ops, rule, hyperparameters, complements, wide, gradient, state, first=first, mean_square=mean_square
+        ops, rule, hyperparameters, corrections, wide, gradient, state, first=first, mean_square=mean_square
     )
     stored = compensations.store(ops, compensation, wide + added, dtype)
     return stored.parameter, TensorState(state.exp_avg, state.exp_avg_sq, stored.compensation)
@@ -192,7 +192,7 @@ def accumulate(
     ops: ArrayOps,
     rule: Rule,
     hyperparameters: Hyperparameters,
-    complements: Complements,
+    corrections: Corrections,
     compensation: str,
     parameter: Array,
     gradient: Array,
@@ -202,7 +202,7 @@ def accumulate(
 ) -> TensorState:
     """One micro-batch into the moments; the parameter stays. Arguments as in `update`."""
     wide = compensations.load(ops, compensation, Stored(parameter, state.compensation))
-    moments, squares = _accumulated(ops, rule, hyperparameters, complements, wide, gradient, state, first)
+    moments, squares = _accumulated(ops, rule, hyperparameters, corrections, wide, gradient, state, first)
     return TensorState(*_rounded(ops, moments, state), state.compensation, squares)
 
 

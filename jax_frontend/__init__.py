@@ -13,11 +13,11 @@ over such a stack itself, and updates every layer the moment its gradient exists
 
 from importlib.util import find_spec
 
-from ..core.errors import MissingDependency
+from ..core.errors import MissingDependencyError
 
 for _package in ("jax", "optax"):
     if find_spec(_package) is None:
-        raise MissingDependency(
+        raise MissingDependencyError(
             f"penstock.jax_frontend needs {_package}, which is not installed; run: pip install penstock[jax]"
         )
 

@@ -13,7 +13,7 @@ import numpy as np
 
 from ..core import compensation as compensations
 from ..core.dtypes import StateDtypes, state_dtypes
-from ..core.errors import InvalidArgument, PenstockError
+from ..core.errors import InvalidArgumentError, PenstockError
 from ..core.hyperparameters import RANGES, Hyperparameters, Scalar
 from .state import PyTree
 
@@ -67,7 +67,7 @@ class Arguments:
         )
         for name, value in (("b1", self.b1), ("b2", self.b2), ("eps", self.eps)):
             if not isinstance(value, numbers.Real) and getattr(value, "dtype", None) in _LOW_PRECISION:
-                raise InvalidArgument(
+                raise InvalidArgumentError(
                     f"{name} is a {value.dtype} array, in which it may round to a value out of its range; give a Python "
                     "number or a float32 array: optax.inject_hyperparams(..., hyperparam_dtype=jnp.float32)."
                 )
@@ -84,7 +84,7 @@ class Arguments:
         )
         for field in RANGES:
             if shape := getattr(getattr(hyperparameters, field), "shape", ()):
-                raise InvalidArgument(f"{NAMES.get(field, field)} has shape {shape}; it must be a number or a 0-d array.")
+                raise InvalidArgumentError(f"{NAMES.get(field, field)} has shape {shape}; it must be a number or a 0-d array.")
         return hyperparameters
 
     def dtypes(self, parameter_dtype: str) -> StateDtypes:
@@ -103,7 +103,7 @@ def _dtype_name(dtype: Any, argument: str) -> str:
     try:
         return jnp.dtype(dtype).name
     except TypeError as error:
-        raise InvalidArgument(f"{argument}={dtype!r} is not a dtype.") from error
+        raise InvalidArgumentError(f"{argument}={dtype!r} is not a dtype.") from error
 
 
 def decayed(mask: Mask, params: PyTree) -> PyTree:
@@ -112,7 +112,7 @@ def decayed(mask: Mask, params: PyTree) -> PyTree:
 
     def spread(applies: Any, below: PyTree) -> PyTree:
         if not isinstance(applies, bool | np.bool_):
-            raise InvalidArgument(f"mask has {applies!r} as a leaf; a mask is a tree of True and False.")
+            raise InvalidArgumentError(f"mask has {applies!r} as a leaf; a mask is a tree of True and False.")
         return jax.tree.map(lambda _: bool(applies), below)
 
     try:
@@ -120,7 +120,7 @@ def decayed(mask: Mask, params: PyTree) -> PyTree:
     except PenstockError:
         raise
     except ValueError as error:
-        raise InvalidArgument(
+        raise InvalidArgumentError(
             f"mask, {jax.tree.structure(tree)}, has not the structure of params, {jax.tree.structure(params)}, nor of a "
             "prefix of it. Give a mask of these parameters; or, as where each layer is updated by itself, a function of "
             "them, such as lambda params: jax.tree.map(lambda leaf: leaf.ndim > 1, params)."

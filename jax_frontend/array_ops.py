@@ -57,6 +57,6 @@ def widened(x: Array) -> Array:
 
 
 def check_floating(params: Any) -> None:
-    """Raise `UnsupportedTensor` unless all parameters of a tree are of floating-point dtypes that can be optimized."""
+    """Raise `UnsupportedTensorError` unless all parameters of a tree are of floating-point dtypes that can be optimized."""
     for path, leaf in jax.tree_util.tree_leaves_with_path(params):
         check_parameter_dtype(jnp.result_type(leaf).name, f"params{jax.tree_util.keystr(path)}", ELSEWHERE)

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.core import Tracer
 
-from ..core.errors import InvalidArgument
+from ..core.errors import InvalidArgumentError
 from .state import PyTree
 
 Buffer = tuple[Any, int]
@@ -40,7 +40,7 @@ def buffers(leaf: Any) -> set[Buffer]:
 
 
 def check_alive(leaf: Any, name: str, *, donated: bool = True) -> None:
-    """Raise `InvalidArgument` if a leaf is an array that was deleted.
+    """Raise `InvalidArgumentError` if a leaf is an array that was deleted.
 
     Args:
         leaf: any leaf.
@@ -49,8 +49,8 @@ def check_alive(leaf: Any, name: str, *, donated: bool = True) -> None:
     """
     if is_concrete(leaf) and leaf.is_deleted():
         if donated:
-            raise InvalidArgument(f"{name} was donated to an earlier update; use what that update returned.")
-        raise InvalidArgument(
+            raise InvalidArgumentError(f"{name} was donated to an earlier update; use what that update returned.")
+        raise InvalidArgumentError(
             f"{name} was deleted, as everything is that an earlier call used up; compute it again, or give that call a copy."
         )
 

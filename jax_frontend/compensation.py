@@ -19,7 +19,7 @@ import optax
 from ..core import compensation as compensations
 from ..core.array_ops import Array
 from ..core.compensation import Stored
-from ..core.errors import InvalidArgument
+from ..core.errors import InvalidArgumentError
 from .array_ops import jax_ops
 from .direct import as_transformation, destination_of
 from .state import CompensatedState, PyTree, compensated_leaves, initial_compensation
@@ -109,7 +109,7 @@ def compensated(tx: optax.GradientTransformation, compensation: str = "auto") ->
         A transform with a `CompensatedState`; its update needs params.
 
     Raises:
-        InvalidArgument: an unknown compensation; at init, split for float16, or a tx that compensates already.
+        InvalidArgumentError: an unknown compensation; at init, split for float16, or a tx that compensates already.
 
     References:
         Kahan, Further remarks on reducing truncation errors, 1965; Zamirai et al., https://arxiv.org/abs/2010.06192.
@@ -120,7 +120,7 @@ def compensated(tx: optax.GradientTransformation, compensation: str = "auto") ->
     def init(params: PyTree) -> CompensatedState:
         state = inner.init(params)
         if compensated_leaves(state):
-            raise InvalidArgument(
+            raise InvalidArgumentError(
                 "compensated(tx): tx compensates its updates itself already; leave compensated() out, or build tx with "
                 "compensation='none'."
             )
@@ -129,7 +129,7 @@ def compensated(tx: optax.GradientTransformation, compensation: str = "auto") ->
 
     def update(updates: PyTree, state: Any, params: PyTree | None = None, **extra_args: Any) -> tuple[PyTree, CompensatedState]:
         if params is None:
-            raise InvalidArgument(params_needed("compensated(tx)", "to know what was lost in rounding them"))
+            raise InvalidArgumentError(params_needed("compensated(tx)", "to know what was lost in rounding them"))
         destination = destination_of(extra_args)
         updates, inner_state = inner.update(updates, state.inner_state, params, **extra_args)
         treedef: Any
@@ -160,7 +160,7 @@ def initial_leaf(compensation: str, parameter: Array) -> Array | None:
     """The compensation of a parameter that was never updated: zeros, or None where there is nothing to compensate.
 
     Raises:
-        InvalidArgument: split for a float16 parameter.
+        InvalidArgumentError: split for a float16 parameter.
     """
     dtype = jax_ops.dtype_name(parameter)
     kept = compensations.compensation_dtype(compensations.resolve(compensation, dtype), dtype)

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import jax
 import optax
 
-from ..core.errors import InvalidArgument, Refused
+from ..core.errors import InvalidArgumentError, RefusedError
 from .state import AdamState, CompensatedState, PyTree, compensated_leaves
 
 ARGUMENT = "penstock_destination"
@@ -93,10 +93,12 @@ def as_transformation(tx: Any) -> optax.GradientTransformationExtraArgs:
     """tx, or what an object such as optax.MultiSteps stands for, taking extra arguments.
 
     Raises:
-        InvalidArgument: it is no transform.
+        InvalidArgumentError: it is no transform.
     """
     if not all(callable(getattr(tx, name, None)) for name in ("init", "update")):
-        raise InvalidArgument(f"tx={tx!r} is not an Optax transform; give one that was called, such as stable_adamw(1e-3).")
+        raise InvalidArgumentError(
+            f"tx={tx!r} is not an Optax transform; give one that was called, such as stable_adamw(1e-3)."
+        )
     if not isinstance(tx, optax.GradientTransformation) and hasattr(tx, "gradient_transformation"):
         tx = tx.gradient_transformation()
     return optax.with_extra_args_support(tx)
@@ -123,11 +125,11 @@ def apply_directly(
         The new parameters and the new state.
 
     Raises:
-        Refused: a later transform or a wrapper changes or hides the increment of a compensated one.
+        RefusedError: a later transform or a wrapper changes or hides the increment of a compensated one.
     """
     destination = None if _contains(state, _DECIDING_STATES) else Destination()
     if destination is None and not _compensates_last(state):
-        raise Refused(_NOT_LAST)
+        raise RefusedError(_NOT_LAST)
     passed = extra_args if destination is None else {**extra_args, ARGUMENT: destination}
     updates, new_state = as_transformation(tx).update(grads, state, params, **passed)
     treedef: Any
@@ -138,6 +140,6 @@ def apply_directly(
         deposits = [destination.take(update) for update in increments]
         taken = sum(d.compensated for d in deposits if d is not None)
         if taken + destination.without_gradient != compensated_leaves(state):
-            raise Refused(_NOT_LAST)
+            raise RefusedError(_NOT_LAST)
         new = [added if d is None else d.parameter for added, d in zip(new, deposits, strict=True)]
     return treedef.unflatten(new), new_state

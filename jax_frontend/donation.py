@@ -10,7 +10,7 @@ from typing import Any
 
 import jax
 
-from ..core.errors import InvalidArgument, PenstockError, UnsupportedTensor
+from ..core.errors import InvalidArgumentError, PenstockError, UnsupportedTensorError
 from .buffers import Buffer, buffers, check_alive, is_array_like, is_concrete
 from .state import PyTree
 
@@ -45,8 +45,8 @@ class DonatingFunction:
         """Call the jitted function.
 
         Raises:
-            InvalidArgument: an array was deleted, or shares memory with one that is donated.
-            UnsupportedTensor: a leaf is not an array.
+            InvalidArgumentError: an array was deleted, or shares memory with one that is donated.
+            UnsupportedTensorError: a leaf is not an array.
         """
         if _several_cpu_devices() and _spread((args, kwargs)):
             self._check_buffers(args, kwargs)  # jax would crash
@@ -70,7 +70,7 @@ class DonatingFunction:
         return self.jitted.trace(*args, **kwargs)
 
     def _check_buffers(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Raise `InvalidArgument` unless every array is alive and none shares memory with one that is donated."""
+        """Raise `InvalidArgumentError` unless every array is alive and none shares memory with one that is donated."""
         owners: dict[Buffer, tuple[str, bool]] = {}
         for root, name, leaf in self._leaves(args, kwargs):
             donated = root in self._donated
@@ -78,15 +78,15 @@ class DonatingFunction:
             for buffer in buffers(leaf):
                 owner, owner_donated = owners.setdefault(buffer, (name, donated))
                 if owner != name and (donated or owner_donated):
-                    raise InvalidArgument(
+                    raise InvalidArgumentError(
                         f"{owner} and {name} are the same memory, which is donated; give one of them its own with jnp.copy."
                     )
 
     def _check_leaves(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Raise `UnsupportedTensor` unless every leaf is an array or a number."""
+        """Raise `UnsupportedTensorError` unless every leaf is an array or a number."""
         for _, name, leaf in self._leaves(args, kwargs):
             if not is_array_like(leaf):
-                raise UnsupportedTensor(
+                raise UnsupportedTensorError(
                     f"{name} is {type(leaf).__name__}, which is not an array; leave it out of the argument, and let the "
                     "function read it by closure."
                 )

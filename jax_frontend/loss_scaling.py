@@ -13,7 +13,7 @@ import functools
 import jax
 import jax.numpy as jnp
 
-from ..core.errors import InvalidArgument
+from ..core.errors import InvalidArgumentError
 from ..core.hyperparameters import Range, check_number
 
 
@@ -60,11 +60,11 @@ def dynamic_loss_scale(initial: float = 2.0**15, *, period: int = 2000, factor: 
         factor: the scale is divided by it (not below 1) after a step that was not finite, in (1, inf).
 
     Raises:
-        InvalidArgument: a value out of its range.
+        InvalidArgumentError: a value out of its range.
     """
     check_number("factor", factor, Range(1.0, low_included=False))
     if isinstance(period, bool) or not isinstance(period, int) or period < 1:
-        raise InvalidArgument(f"period={period!r} is not possible; it must be an integer in [1, inf).")
+        raise InvalidArgumentError(f"period={period!r} is not possible; it must be an integer in [1, inf).")
     return LossScale(_initial("initial", initial), jnp.zeros([], jnp.int32), period, float(factor))
 
 
@@ -72,7 +72,7 @@ def as_loss_scale(given: LossScale | float | None) -> LossScale | None:
     """What `init_train_state` was given; a number is a fixed scale.
 
     Raises:
-        InvalidArgument: something else, or a number out of range.
+        InvalidArgumentError: something else, or a number out of range.
     """
     if given is None or isinstance(given, LossScale):
         return given

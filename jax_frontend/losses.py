@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from ..core.errors import InvalidArgument
+from ..core.errors import InvalidArgumentError
 from .array_ops import jax_ops, widened
 from .state import PyTree
 
@@ -36,7 +36,7 @@ def scaled_loss(loss_fn: Callable[..., Any]) -> Callable[..., tuple[jax.Array, L
         loss_fn: returns the mean loss, a floating-point scalar, or (sum, weight), two scalars.
 
     Raises:
-        InvalidArgument: when called, if it returned something else.
+        InvalidArgumentError: when called, if it returned something else.
     """
 
     def scaled(*args: Any) -> tuple[jax.Array, Loss]:
@@ -55,12 +55,12 @@ def _checked(returned: Any) -> tuple[jax.Array, jax.Array | None]:
     scalars = all(hasattr(part, "dtype") or isinstance(part, float | int) for part in parts)
     if len(parts) not in (1, 2) or not scalars or any(jnp.shape(part) != () for part in parts):
         shapes = jax.tree.map(jnp.shape, returned)
-        raise InvalidArgument(
+        raise InvalidArgumentError(
             f"the loss function returned something of shape {shapes}; it must return a scalar, the mean loss, or a tuple "
             "(sum, weight) of two scalars."
         )
     if not jnp.issubdtype(jnp.asarray(parts[0]).dtype, jnp.floating):
-        raise InvalidArgument(
+        raise InvalidArgumentError(
             f"the loss function returned a loss of dtype {jnp.asarray(parts[0]).dtype}; it must be a floating-point scalar."
         )
     total = widened(jnp.asarray(parts[0]))
@@ -68,20 +68,20 @@ def _checked(returned: Any) -> tuple[jax.Array, jax.Array | None]:
 
 
 def check_microbatches(microbatches: Any) -> None:
-    """Raise `InvalidArgument` unless it is a number of chunks."""
+    """Raise `InvalidArgumentError` unless it is a number of chunks."""
     if isinstance(microbatches, bool) or not isinstance(microbatches, int) or microbatches < 1:
-        raise InvalidArgument(f"microbatches={microbatches!r} is not possible; it must be an integer in [1, inf).")
+        raise InvalidArgumentError(f"microbatches={microbatches!r} is not possible; it must be an integer in [1, inf).")
 
 
 def chunks(batch: PyTree, microbatches: int) -> PyTree:
     """The batch with (microbatches, rest) in the place of its leading axis. A single typed PRNG key is split.
 
     Raises:
-        InvalidArgument: a leaf cannot be cut evenly, or has neither as many rows as the others nor one for each micro-batch,
-            or there is none.
+        InvalidArgumentError: a leaf cannot be cut evenly, or has neither as many rows as the others nor one for each
+            micro-batch, or there is none.
     """
     if not jax.tree.leaves(batch):
-        raise InvalidArgument("batch has no arrays; give the model at least one.")
+        raise InvalidArgumentError("batch has no arrays; give the model at least one.")
 
     rows: dict[int, Any] = {}  # and where there are so many
 
@@ -92,7 +92,7 @@ def chunks(batch: PyTree, microbatches: int) -> PyTree:
         if not shape and jnp.issubdtype(jnp.asarray(leaf).dtype, jax.dtypes.prng_key):
             return jax.random.split(leaf, microbatches)
         if not shape or shape[0] % microbatches:
-            raise InvalidArgument(
+            raise InvalidArgumentError(
                 f"microbatches={microbatches} does not divide the leading axis of batch{jax.tree_util.keystr(path)}, "
                 f"which has shape {shape}; give every array of the batch a leading axis of rows, a multiple of microbatches "
                 "(what is the same for all rows goes into the loss function by closure, or repeated for each row)."
@@ -101,7 +101,7 @@ def chunks(batch: PyTree, microbatches: int) -> PyTree:
             rows.setdefault(shape[0], path)
         if len(rows) > 1:
             (first, there), (second, here) = rows.items()
-            raise InvalidArgument(
+            raise InvalidArgumentError(
                 f"batch{jax.tree_util.keystr(there)} has {first} rows and batch{jax.tree_util.keystr(here)} {second}: cut into "
                 f"microbatches={microbatches}, they would no longer belong together. Give all arrays as many rows, "
                 "or one row for each micro-batch."

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from ..core.errors import InvalidArgument
+from ..core.errors import InvalidArgumentError
 from ..core.hyperparameters import Range, check_number
 from .array_ops import widened
 from .state import PyTree
@@ -35,12 +35,12 @@ def _scale(dtype: Any) -> float:
 
 
 def check_max_norm(max_norm: Any) -> None:
-    """Raise `InvalidArgument` unless it is None or a number, or a 0-d array, in (0, inf)."""
+    """Raise `InvalidArgumentError` unless it is None or a number, or a 0-d array, in (0, inf)."""
     if max_norm is None:
         return
     check_number("max_norm", max_norm, Range(0.0, low_included=False))
     if jnp.shape(max_norm):
-        raise InvalidArgument(f"max_norm has shape {jnp.shape(max_norm)}; it must be a number or a 0-d array.")
+        raise InvalidArgumentError(f"max_norm has shape {jnp.shape(max_norm)}; it must be a number or a 0-d array.")
 
 
 def norm_dtype(tree: PyTree) -> jnp.dtype:

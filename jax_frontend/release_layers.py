@@ -22,7 +22,7 @@ import optax
 from jax.custom_batching import custom_vmap
 from jax.extend import core as jaxpr_types
 
-from ..core.errors import InvalidArgument, MissingDependency, Refused
+from ..core.errors import InvalidArgumentError, MissingDependencyError, RefusedError
 from .dependencies import flow
 from .direct import apply_directly, as_transformation
 from .donation import DonatingFunction
@@ -56,10 +56,10 @@ class ReleasedLayers:
         """One layer.
 
         Raises:
-            InvalidArgument: an index that is not an integer.
+            InvalidArgumentError: an index that is not an integer.
         """
         if jnp.ndim(index) or not jnp.issubdtype(jnp.result_type(index), jnp.integer):
-            raise InvalidArgument(
+            raise InvalidArgumentError(
                 f"layers(index, ...) was called with an index of shape {jnp.shape(index)} and dtype {jnp.result_type(index)}; "
                 "it must be a single integer, as layers.indices gives them to a scan."
             )
@@ -100,21 +100,22 @@ def release_layers(
         0-d arrays: "loss", before the update; "grad_norm", the global norm; "skipped", always False.
 
     Raises:
-        MissingDependency: this jax has no references (jax.new_ref).
-        InvalidArgument: something is not callable, or tx no transform; when traced, a state without a layer axis or of another
-            transform, or a loss that is not a scalar; at a step, an array that was deleted, or that is to be donated twice.
-        Refused: when traced, a transform that is not separable; a layer that the backward pass comes by more than once or
+        MissingDependencyError: this jax has no references (jax.new_ref).
+        InvalidArgumentError: something is not callable, or tx no transform; when traced, a state without a layer axis or of
+            another transform, or a loss that is not a scalar; at a step, an array that was deleted, or that is to be donated
+            twice.
+        RefusedError: when traced, a transform that is not separable; a layer that the backward pass comes by more than once or
             never (not used, or behind jax.lax.stop_gradient), that does not exist, is chosen by the data, or called under
             jax.vmap.
     """
     if not hasattr(jax, "new_ref"):
-        raise MissingDependency(
+        raise MissingDependencyError(
             f"release_layers needs references, which jax {jax.__version__} does not have as jax.new_ref; install a newer jax, "
             "or use make_release_step."
         )
     for name, function in (("loss_fn", loss_fn), ("layer", layer)):
         if not callable(function):
-            raise InvalidArgument(f"{name}={function!r} is not callable.")
+            raise InvalidArgumentError(f"{name}={function!r} is not callable.")
     as_transformation(tx)  # raises
     resolve_fence(fence)
 
@@ -133,7 +134,7 @@ def release_layers(
         gradient = jax.value_and_grad(loss, argnums=(0, 1), has_aux=True)
         (_, told), (g, norms) = gradient(outer, jnp.zeros(count, dtype))
         if told.weight is not None:
-            raise InvalidArgument(
+            raise InvalidArgumentError(
                 "loss_fn returned a tuple; it must return the mean loss, a scalar: divide by the weight in it."
             )
         new_layers, new_states = jax.tree.map(lambda reference: reference[...], references)
@@ -149,7 +150,7 @@ def _checked(tx: optax.GradientTransformation, state: TrainState) -> tuple[PyTre
     check_train_state(state)
     params = state.params
     if not looks_stacked(params) or not isinstance(state.opt_state, LayeredState) or state.loss_scale is not None:
-        raise InvalidArgument(
+        raise InvalidArgumentError(
             'the state must be that of init_train_state(tx, {"outer": ..., "layers": ...}), without a loss scale: '
             "release_layers takes one stack of layers."
         )
@@ -233,7 +234,7 @@ def _visits(
     """How often the backward pass of the loss comes by each layer; at last, by layers that do not exist.
 
     Raises:
-        Refused: that depends on the parameters or the batch.
+        RefusedError: that depends on the parameters or the batch.
     """
     count = number_of_layers(layers)
     none = jnp.zeros(count + 1)
@@ -246,7 +247,7 @@ def _visits(
     marks = [0, *([1] * len(jax.tree.leaves(outer))), *([2] * len(jax.tree.leaves(batch)))]
     (decides,) = flow(traced.jaxpr, marks)
     if decides:
-        raise Refused(
+        raise RefusedError(
             f"{'outer' if decides & 1 else 'batch'} decides which layers loss_fn uses, but release_layers has to know it when "
             "the step is traced: every layer is updated in place exactly once. Use all layers in a fixed order; to drop "
             "one, use it and then multiply what it adds by 0."
@@ -273,28 +274,28 @@ def _not_vectorised(index: jax.Array, inputs: tuple[PyTree, ...]) -> jax.Array:
 
 @_not_vectorised.def_vmap
 def _refuse_vmap(*_: Any) -> Any:
-    raise Refused(
+    raise RefusedError(
         "a layer of release_layers is called under jax.vmap, which would update it once for each of the mapped inputs. Give "
         "the layer the whole batch, or take jax.vmap into the layer."
     )
 
 
 def _check_visits(counted: np.ndarray) -> None:
-    """Raise `Refused` unless each layer is visited once, and nothing besides."""
+    """Raise `RefusedError` unless each layer is visited once, and nothing besides."""
     visits, outside = counted[:-1], counted[-1]
     if outside:
-        raise Refused(
+        raise RefusedError(
             f"the backward pass comes by a layer that does not exist: there are {len(visits)}, and an index must be in "
             f"[0, {len(visits)}). Use each of layers.indices once."
         )
     often, never = np.flatnonzero(visits > 1), np.flatnonzero(visits < 1)
     if often.size:
-        raise Refused(
+        raise RefusedError(
             f"the backward pass comes by layer {often[0]} {visits[often[0]]:g} times, but it can be updated in place only "
             "once. Use each index once; what shares parameters belongs into one layer that applies them several times."
         )
     if never.size:
-        raise Refused(
+        raise RefusedError(
             f"the backward pass never comes by layer {never[0]}, so that it would not be updated. Use all of layers.indices, "
             "and no jax.lax.stop_gradient behind a layer; leave layers that stay as they are in outer."
         )

@@ -22,7 +22,7 @@ import numpy as np
 import optax
 from jax import lax
 
-from ..core.errors import InvalidArgument, PenstockError, Refused
+from ..core.errors import InvalidArgumentError, PenstockError, RefusedError
 from .array_ops import check_floating
 from .dependencies import flow
 from .direct import as_transformation
@@ -72,7 +72,7 @@ _MISFITS = (AttributeError, IndexError, KeyError, TypeError, ValueError)
 
 
 def check_takes(tx: optax.GradientTransformation, params: PyTree) -> None:
-    """Raise `Refused` unless tx.init takes the parameters of a layer, or the outer ones, by themselves.
+    """Raise `RefusedError` unless tx.init takes the parameters of a layer, or the outer ones, by themselves.
 
     Args:
         params: arrays or jax.ShapeDtypeStructs, of one layer.
@@ -82,7 +82,7 @@ def check_takes(tx: optax.GradientTransformation, params: PyTree) -> None:
     except PenstockError:
         raise
     except _MISFITS as error:
-        raise Refused(
+        raise RefusedError(
             "tx.init fails on a part of the parameters: where each layer is updated by itself, a transform sees the tree of "
             f"one layer, or the outer parameters, and a mask or labels for all of them do not fit ({_line(error)}). {_MASKS}"
         ) from error
@@ -105,11 +105,11 @@ def check_separable(tx: optax.GradientTransformation, params: PyTree, **extra_ar
         extra_args: what tx.update needs besides, the same for all layers.
 
     Raises:
-        Refused: an update or the state of one layer depends on the others (optax.clip_by_global_norm,
+        RefusedError: an update or the state of one layer depends on the others (optax.clip_by_global_norm,
             optax.apply_if_finite), or comes out differently for a layer alone (noise), or an update needs extra arguments
             that are not given (optax.lbfgs); the text names the remedy.
-        InvalidArgument: tx.update returns a state of other shapes than tx.init.
-        UnsupportedTensor: a parameter that is no floating-point array.
+        InvalidArgumentError: tx.update returns a state of other shapes than tx.init.
+        UnsupportedTensorError: a parameter that is no floating-point array.
     """
     check_floating(params)
     leaves, treedef = jax.tree.flatten(params)
@@ -128,9 +128,9 @@ def _check(tx: Any, treedef: Any, kinds: tuple[tuple[tuple[int, ...], Any], ...]
     _check_update(tx, layer, extra_args)
     join = _joining(tx, layer, extra_args)
     if _entangled(tx, layer, join, extra_args):
-        raise Refused(_refusal(tx, "what it does to one layer depends on the other layers"))
+        raise RefusedError(_refusal(tx, "what it does to one layer depends on the other layers"))
     if _differs(tx, layer, join, extra_args):
-        raise Refused(_refusal(tx, "it updates a layer alone differently from the same layer among others"))
+        raise RefusedError(_refusal(tx, "it updates a layer alone differently from the same layer among others"))
 
 
 @functools.lru_cache(maxsize=32)
@@ -201,14 +201,14 @@ def _joining(tx: optax.GradientTransformation, layer: PyTree, extra_args: dict[s
         except _MISFITS:
             continue
         return join
-    raise Refused(
+    raise RefusedError(
         "tx works on one layer, but not on two of them in one tree, so that it cannot be told whether it can be applied layer "
         f"by layer. {_MASKS}"
     )
 
 
 def _check_update(tx: optax.GradientTransformation, layer: PyTree, extra_args: dict[str, Any]) -> None:
-    """Raise `InvalidArgument` unless an update gives the state back as it was."""
+    """Raise `InvalidArgumentError` unless an update gives the state back as it was."""
     check_takes(tx, layer)
     before = jax.eval_shape(tx.init, layer)
     try:
@@ -217,10 +217,10 @@ def _check_update(tx: optax.GradientTransformation, layer: PyTree, extra_args: d
         raise
     except (TypeError, ValueError) as error:
         given = ", ".join(("the gradient, the state and the parameters", *extra_args))
-        raise Refused(_refusal(tx, f"its update fails when it is given {given} ({_line(error)})")) from error
+        raise RefusedError(_refusal(tx, f"its update fails when it is given {given} ({_line(error)})")) from error
     shapes = [jax.tree.map(jnp.shape, state) for state in (before, after)]
     if shapes[0] != shapes[1]:
-        raise InvalidArgument("tx.update returns a state of another structure, or with other shapes, than tx.init made.")
+        raise InvalidArgumentError("tx.update returns a state of another structure, or with other shapes, than tx.init made.")
 
 
 # --- dependencies

@@ -15,9 +15,9 @@ from ..core import update as specification
 from ..core.array_ops import Array
 from ..core.compensation import Stored
 from ..core.dtypes import check_parameter_dtype, compute_dtype
-from ..core.errors import InvalidArgument, UnsupportedTensor
+from ..core.errors import InvalidArgumentError, UnsupportedTensorError
 from ..core.hyperparameters import RANGES, Hyperparameters
-from ..core.moments import Complements, debiased_complements
+from ..core.moments import Corrections, bias_corrections
 from ..core.rules import Rule
 from .arguments import Arguments, decayed
 from .array_ops import jax_ops
@@ -34,7 +34,7 @@ class _Numbers:
 
     decaying: Hyperparameters
     plain: Hyperparameters
-    complements: Complements
+    corrections: Corrections
 
     @classmethod
     def of(cls, hyperparameters: Hyperparameters, updates: Array, wide: str) -> _Numbers:
@@ -54,7 +54,7 @@ class _Numbers:
         return cls(
             decaying,
             dataclasses.replace(decaying, weight_decay=0.0),
-            debiased_complements(decaying, jax_ops.cast(updates, wide), jnp),
+            bias_corrections(decaying, jax_ops.cast(updates, wide), jnp),
         )
 
 
@@ -62,7 +62,7 @@ class Leaf(NamedTuple):
     """One parameter at an update: what `core.update` takes, in its order."""
 
     hyperparameters: Hyperparameters
-    complements: Complements
+    corrections: Corrections
     compensation: str  # resolved
     parameter: Array
     gradient: Array
@@ -98,7 +98,7 @@ def transformation(rule: Rule, arguments: Arguments) -> RuleTransformation:
 
     def update(updates: PyTree, state: Any, params: PyTree | None = None, **extra_args: Any) -> tuple[PyTree, AdamState]:
         if getattr(state, "_fields", None) != AdamState._fields:
-            raise InvalidArgument(
+            raise InvalidArgumentError(
                 f"state is a {type(state).__name__}, and {rule.name} needs an AdamState; make it with tx.init(params) of this "
                 "transform (import_state takes over optax's), and call update(grads, state, params) in this order."
             )
@@ -165,7 +165,7 @@ def leaves_of(
             by_dtype[wide] = _Numbers.of(hyperparameters, count, wide)
         numbers_ = by_dtype[wide]
         chosen = numbers_.decaying if decays else numbers_.plain
-        leaves.append(Leaf(chosen, numbers_.complements, compensation, parameter, gradient, specification.TensorState(*kept)))
+        leaves.append(Leaf(chosen, numbers_.corrections, compensation, parameter, gradient, specification.TensorState(*kept)))
     return count, treedef, leaves
 
 
@@ -174,7 +174,7 @@ def _beside(gradients: Any, tree: PyTree, name: str) -> list[Any]:
     try:
         return list(gradients.flatten_up_to(tree))
     except (TypeError, ValueError) as error:
-        raise InvalidArgument(
+        raise InvalidArgumentError(
             f"the gradients have the structure {gradients}, and {name} {jax.tree.structure(tree)}; they must be equal."
         ) from error
 
@@ -186,23 +186,25 @@ def _check_without_params(rule: Rule, arguments: Arguments, state: AdamState) ->
     elif jax.tree.leaves(state.compensation):
         why = f"for compensation={arguments.compensation!r}"
     if why is not None:
-        raise InvalidArgument(params_needed(rule.name, why))
+        raise InvalidArgumentError(params_needed(rule.name, why))
 
 
 def _check_gradient(gradient: Array, mu: Array, path: Any) -> None:
     name = f"the gradient of params{jax.tree_util.keystr(path)}"
     dtype = jax_ops.dtype_name(gradient)
     if not jnp.issubdtype(dtype, jnp.floating):
-        raise UnsupportedTensor(f"{name} has dtype {dtype}; it must be a floating-point array.")
+        raise UnsupportedTensorError(f"{name} has dtype {dtype}; it must be a floating-point array.")
     if jnp.shape(gradient) != jnp.shape(mu):
-        raise InvalidArgument(f"{name} has shape {jnp.shape(gradient)}, but its state has {jnp.shape(mu)}; they must be equal.")
+        raise InvalidArgumentError(
+            f"{name} has shape {jnp.shape(gradient)}, but its state has {jnp.shape(mu)}; they must be equal."
+        )
 
 
 def _check_compensation(compensation: str, kept: Array | None, parameter: Array, path: Any) -> None:
     dtype = jax_ops.dtype_name(parameter)
     needed, found = compensations.compensation_dtype(compensation, dtype), None if kept is None else jax_ops.dtype_name(kept)
     if needed != found:
-        raise InvalidArgument(
+        raise InvalidArgumentError(
             f"params{jax.tree_util.keystr(path)} has dtype {dtype}, whose compensation is {needed}, and the state has {found}: "
             "the parameters were cast after init. Cast them first, and make the state with tx.init(params) then."
         )
@@ -212,9 +214,9 @@ def _update_leaf(
     rule: Rule, leaf: Leaf, scales_only: bool, destination: Destination | None
 ) -> tuple[Array, Array, Array, Array | None]:
     """(increment, mu, nu, compensation) of one parameter."""
-    hyperparameters, complements, compensation, parameter, gradient, state = leaf
+    hyperparameters, corrections, compensation, parameter, gradient, state = leaf
     wide = compensations.load(jax_ops, compensation, Stored(parameter, state.compensation))
-    added, state = specification.increment(jax_ops, rule, hyperparameters, complements, wide, gradient, state)
+    added, state = specification.increment(jax_ops, rule, hyperparameters, corrections, wide, gradient, state)
     if scales_only:
         stepped = Stepped(jax_ops.cast(-added, jax_ops.dtype_name(parameter)), parameter, None)
     else:

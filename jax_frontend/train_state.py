@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from ..core.errors import InvalidArgument, UnsupportedTensor
+from ..core.errors import InvalidArgumentError, UnsupportedTensorError
 from .array_ops import ELSEWHERE, check_floating
 from .buffers import buffers, check_alive, is_array_like, strong
 from .direct import as_transformation
@@ -36,9 +36,9 @@ class LayeredState(NamedTuple):
 
 
 def check_train_state(state: Any) -> None:
-    """Raise `InvalidArgument` for anything else than a `TrainState`."""
+    """Raise `InvalidArgumentError` for anything else than a `TrainState`."""
     if not isinstance(state, TrainState):
-        raise InvalidArgument(
+        raise InvalidArgumentError(
             f"state is a {type(state).__name__}, no TrainState; make it with init_train_state(tx, params), or "
             "TrainState(params, opt_state) of what is held apart, and give each step the state that the last one returned."
         )
@@ -68,21 +68,21 @@ def init_train_state(
             number in [1, inf) that stays. It is copied into the state. None: the loss is not scaled.
 
     Raises:
-        InvalidArgument: params that are not what stack says, or have no arrays, or were donated; tx is no transform.
-        UnsupportedTensor: a parameter that is no floating-point array.
-        Refused: a transform of stacked layers that has a mask, or labels, for the tree of all parameters.
+        InvalidArgumentError: params that are not what stack says, or have no arrays, or were donated; tx is no transform.
+        UnsupportedTensorError: a parameter that is no floating-point array.
+        RefusedError: a transform of stacked layers that has a mask, or labels, for the tree of all parameters.
     """
     as_transformation(tx)  # raises
     _check_parameters(params)
     scale = as_loss_scale(loss_scale)
     if stack is not None and stack is not False and not isinstance(stack, LayerStack):
-        raise InvalidArgument(f"stack={stack!r} is not possible; give the LayerStack, False, or leave it out.")
+        raise InvalidArgumentError(f"stack={stack!r} is not possible; give the LayerStack, False, or leave it out.")
     if isinstance(stack, LayerStack):
         check_parameters(stack, params)
     single = stack is None and looks_stacked(params)
     if single:
         if params["outer"] is None:
-            raise InvalidArgument(NO_OUTER)
+            raise InvalidArgumentError(NO_OUTER)
         check_layer_axis(params["layers"], remedy=" For make_train_step give stack=False.")
     copied = jax.tree.map(lambda leaf: strong(jnp.copy(leaf)), params)
     init = as_transformation(tx).init
@@ -116,17 +116,17 @@ def init_train_state(
 def _check_parameters(params: PyTree) -> None:
     leaves = jax.tree_util.tree_leaves_with_path(params)
     if not leaves:
-        raise InvalidArgument("params have no arrays; give a tree with at least one.")
+        raise InvalidArgumentError("params have no arrays; give a tree with at least one.")
     for path, leaf in leaves:
         name = f"params{jax.tree_util.keystr(path)}"
         if not is_array_like(leaf):
-            raise UnsupportedTensor(f"{name} is {type(leaf).__name__}; it must be a floating-point array. {ELSEWHERE}.")
+            raise UnsupportedTensorError(f"{name} is {type(leaf).__name__}; it must be a floating-point array. {ELSEWHERE}.")
         check_alive(leaf, name)
     check_floating(params)
 
 
 def check_made_by(tx: optax.GradientTransformation, params: PyTree, opt_state: PyTree) -> None:
-    """Raise `InvalidArgument` unless an optimizer state has the structure that tx.init gives it for params.
+    """Raise `InvalidArgumentError` unless an optimizer state has the structure that tx.init gives it for params.
 
     Args:
         params: arrays or jax.ShapeDtypeStructs.
@@ -134,7 +134,7 @@ def check_made_by(tx: optax.GradientTransformation, params: PyTree, opt_state: P
     structures: list[Any] = [jax.tree.structure(opt_state)]
     structures.append(jax.tree.structure(jax.eval_shape(as_transformation(tx).init, params)))
     if structures[0] != structures[1]:
-        raise InvalidArgument(
+        raise InvalidArgumentError(
             f"the optimizer state is not one of this transform: it is {structures[0]}, and tx.init makes {structures[1]}. Make "
             "the state with init_train_state and the transform of the step."
         )
@@ -144,15 +144,15 @@ def check_unstacked(tx: optax.GradientTransformation, state: TrainState) -> None
     """Raise for parameters that cannot be trained, the state of stacked layers or of another transform, or a loss scale.
 
     Raises:
-        InvalidArgument, UnsupportedTensor.
+        InvalidArgumentError, UnsupportedTensorError.
     """
     check_train_state(state)
     if isinstance(state.opt_state, LayeredState):
-        raise InvalidArgument(
+        raise InvalidArgumentError(
             "this optimizer state has a layer axis, for make_release_step; make the state for make_train_step with "
             "init_train_state(tx, params, stack=False)."
         )
     if state.loss_scale is not None:
-        raise InvalidArgument("make_train_step does not scale the loss; leave loss_scale out of init_train_state.")
+        raise InvalidArgumentError("make_train_step does not scale the loss; leave loss_scale out of init_train_state.")
     check_floating(state.params)
     check_made_by(tx, state.params, state.opt_state)

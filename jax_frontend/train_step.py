@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import optax
 from jax import lax
 
-from ..core.errors import InvalidArgument
+from ..core.errors import InvalidArgumentError
 from .array_ops import widened
 from .direct import apply_directly, as_transformation
 from .donation import DonatingFunction
@@ -60,14 +60,14 @@ def make_train_step(
         tx drops (optax.apply_if_finite) is told by that wrapper's state, not here.
 
     Raises:
-        InvalidArgument: loss_fn is not callable, or tx no transform; microbatches, max_norm or clip_passes out of range; when
-            traced, a loss that is not a scalar, a batch that cannot be cut evenly, no TrainState, or the state of stacked
+        InvalidArgumentError: loss_fn is not callable, or tx no transform; microbatches, max_norm or clip_passes out of range;
+            when traced, a loss that is not a scalar, a batch that cannot be cut evenly, no TrainState, or the state of stacked
             layers or of another transform; at a step, an array that was deleted, or that is to be donated twice.
-        UnsupportedTensor: when traced, parameters that are not floating-point.
-        Refused: when traced, if a transform after a compensated one changes its updates.
+        UnsupportedTensorError: when traced, parameters that are not floating-point.
+        RefusedError: when traced, if a transform after a compensated one changes its updates.
     """
     if not callable(loss_fn):
-        raise InvalidArgument(f"loss_fn={loss_fn!r} is not callable.")
+        raise InvalidArgumentError(f"loss_fn={loss_fn!r} is not callable.")
     as_transformation(tx)  # raises
     check_microbatches(microbatches)
     check_max_norm(max_norm)
@@ -101,9 +101,9 @@ def _clips_twice(clip_passes: Any, microbatches: int) -> bool:
     if clip_passes is None:
         return microbatches == 1
     if isinstance(clip_passes, bool) or clip_passes not in (1, 2):
-        raise InvalidArgument(f"clip_passes={clip_passes!r} is not possible; it must be 1 or 2.")
+        raise InvalidArgumentError(f"clip_passes={clip_passes!r} is not possible; it must be 1 or 2.")
     if clip_passes == 2 and microbatches > 1:
-        raise InvalidArgument(
+        raise InvalidArgumentError(
             f"clip_passes=2 with microbatches={microbatches} would save nothing: the gradients of the micro-batches are summed "
             "up before the norm is known. Leave clip_passes out, or use make_release_step, which sums up layer by layer."
         )

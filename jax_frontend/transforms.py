@@ -14,7 +14,7 @@ from typing import Any
 
 import optax
 
-from ..core.errors import InvalidArgument
+from ..core.errors import InvalidArgumentError
 from ..core.hyperparameters import HIGH_FULLY_DECOUPLED_DECAY, Scalar
 from ..core.rules import ADAM, ADAMW, STABLE_ADAMW, Rule
 from .arguments import Arguments, Mask, ScalarOrSchedule
@@ -71,9 +71,9 @@ def stable_adamw(
         A transform with an `AdamState`. Its update needs params, unless weight_decay is 0 and nothing is compensated.
 
     Raises:
-        InvalidArgument: a value is out of its range; an update lacks the params it needs, or a gradient has another shape
+        InvalidArgumentError: a value is out of its range; an update lacks the params it needs, or a gradient has another shape
             than its parameter.
-        UnsupportedTensor: at init, a parameter is not a floating-point array; at an update, a gradient is not.
+        UnsupportedTensorError: at init, a parameter is not a floating-point array; at an update, a gradient is not.
 
     Example:
         tx = stable_adamw(1e-3, weight_decay=1e-2)
@@ -150,9 +150,9 @@ def adamw(
         A transform with an `AdamState`. Its update needs params, unless weight_decay is 0 and nothing is compensated.
 
     Raises:
-        InvalidArgument: a value is out of its range; an update lacks the params it needs, or a gradient has another shape
+        InvalidArgumentError: a value is out of its range; an update lacks the params it needs, or a gradient has another shape
             than its parameter.
-        UnsupportedTensor: at init, a parameter is not a floating-point array; at an update, a gradient is not.
+        UnsupportedTensorError: at init, a parameter is not a floating-point array; at an update, a gradient is not.
 
     Example:
         tx = adamw(1e-3, weight_decay=1e-2)
@@ -225,9 +225,9 @@ def adam(
         A transform with an `AdamState`. Its update needs params, unless weight_decay is 0 and nothing is compensated.
 
     Raises:
-        InvalidArgument: a value is out of its range; an update lacks the params it needs, or a gradient has another shape
+        InvalidArgumentError: a value is out of its range; an update lacks the params it needs, or a gradient has another shape
             than its parameter.
-        UnsupportedTensor: at init, a parameter is not a floating-point array; at an update, a gradient is not.
+        UnsupportedTensorError: at init, a parameter is not a floating-point array; at an update, a gradient is not.
 
     Example:
         tx = adam(1e-3, weight_decay=0.0)
@@ -239,7 +239,7 @@ def adam(
         Kingma and Ba, Adam, 2015, https://arxiv.org/abs/1412.6980.
     """
     if decouple_lr:
-        raise InvalidArgument(
+        raise InvalidArgumentError(
             "decouple_lr=True is not possible for adam, whose weight_decay is L2 regularisation inside the gradient; use adamw."
         )
     return _alias(
@@ -292,8 +292,8 @@ def scale_by_stable_adam(
         A transform with an `AdamState`. Its update needs params, unless weight_decay is 0.
 
     Raises:
-        InvalidArgument: a value out of its range; an update without the params it needs.
-        UnsupportedTensor: at init, a parameter is not a floating-point array.
+        InvalidArgumentError: a value out of its range; an update without the params it needs.
+        UnsupportedTensorError: at init, a parameter is not a floating-point array.
     """
     return transformation(
         STABLE_ADAMW,

@@ -61,8 +61,8 @@ def make_update(tx: optax.GradientTransformation) -> Update:
         own transforms. State and parameters keep their types, weak ones too, so that all updates share one compilation.
 
     Raises:
-        InvalidArgument: tx is not a transform; at an update, an array that was deleted, or that is to be donated twice.
-        UnsupportedTensor: at an update, a leaf that is not an array.
-        Refused: when traced, if a transform after a compensated one, or a wrapper around it, changes its updates.
+        InvalidArgumentError: tx is not a transform; at an update, an array that was deleted, or that is to be donated twice.
+        UnsupportedTensorError: at an update, a leaf that is not an array.
+        RefusedError: when traced, if a transform after a compensated one, or a wrapper around it, changes its updates.
     """
     return Update(tx)

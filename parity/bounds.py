@@ -30,7 +30,7 @@ power of two.
             kahan  another of the compute dtype (reading p+k), and h of k, where |k| <= half a spacing of p. A kahan k in
                    bfloat16 has 8 bits, so that every step rounds p+k by up to 2^-17 of p's binade
     scalars lr, weight_decay in the compute dtype: u each, the same at every step, or DECAY_RATE = 3 u for weight_decay/max_lr
-            on the device (two casts and the quotient). c1 and c2: COMPLEMENT = 6 u, where they are computed on the device:
+            on the device (two casts and the quotient). c1 and c2: CORRECTION = 6 u, where they are computed on the device:
             1-beta, log(beta), its product with t, expm1 (off by a unit: two), the quotient
 
 **Underflow.** Below the smallest normal number N of a dtype its spacing is the smallest one, s: a number that is rounded there
@@ -82,7 +82,7 @@ RISK = 1e-9
 INDEPENDENT_FROM = 4.0  # spacings
 MEMORY = 0.9
 ARITHMETIC = 8  # roundings in the increment of a parameter
-COMPLEMENT = 6  # roundings in c1 and in c2
+CORRECTION = 6  # roundings in c1 and in c2
 SIDES = {"float32": 1, "float64": 2}  # who rounds: in float64 the reference does, too
 DECAY_RATE = 3  # roundings in weight_decay / max_lr, where it is computed on the device; one of weight_decay alone
 PRODUCTS = 3  # products and quotients in a step that may be off by half the smallest spacing, for each of m, v and p

@@ -16,7 +16,7 @@ import numpy as np
 
 from ..core.compensation import possible, resolve
 from ..core.dtypes import LOW_PRECISION, StateDtypes, compute_dtype, state_dtypes
-from ..core.errors import InvalidArgument
+from ..core.errors import InvalidArgumentError
 from ..core.hyperparameters import Hyperparameters
 from ..core.rules import RULES, Rule
 from .gradients import gradients, parameters
@@ -177,14 +177,14 @@ def select(pattern: str | None, *, quick: bool = False) -> list[Case]:
         quick: with pattern None, those that are `quick` only.
 
     Raises:
-        InvalidArgument: no case does.
+        InvalidArgumentError: no case does.
     """
     cases = list(all_cases())
     if pattern is None:
         return [case for case in cases if case.quick or not quick]
     chosen = [case for case in cases if matches(case.name, pattern)]
     if not chosen:
-        raise InvalidArgument(
+        raise InvalidArgumentError(
             f"no case matches {pattern!r}; names look like {cases[0].name}, and a pattern like 'B/*/bfloat16/*' or 'adamw'."
         )
     return chosen

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from ..core.errors import InvalidArgument
+from ..core.errors import InvalidArgumentError
 from .backends.calls import checked, described
 from .backends.protocol import Held
 from .bounds import Bound, promised, spacing, stored_spacing
@@ -92,7 +92,7 @@ def numbers(problem: Problem, held: Mapping[str, Held]) -> dict[str, np.ndarray]
     bits are p's, followed by sixteen zeros, plus k.
 
     Raises:
-        InvalidArgument: as `checked` does.
+        InvalidArgumentError: as `checked` does.
     """
     checked(problem, held)
     found = {"parameter": problem.flatten({name: _number(tensor) for name, tensor in held.items()})}
@@ -135,7 +135,7 @@ def against(
         unit: see `Unit`.
 
     Raises:
-        InvalidArgument: the bound of a finite number is not finite, so that nothing could break it.
+        InvalidArgumentError: the bound of a finite number is not finite, so that nothing could break it.
     """
     with np.errstate(invalid="ignore", over="ignore"):
         finite = np.isfinite(true)
@@ -143,7 +143,7 @@ def against(
         ratio = np.where(error == 0.0, 0.0, np.inf)
         np.divide(error, bound.elements, out=ratio, where=bound.elements > 0.0)
     if not np.isfinite(bound.elements[finite]).all() or math.isnan(bound.norm):
-        raise InvalidArgument(f"bound of {quantity} is not finite; nothing could break it.")
+        raise InvalidArgumentError(f"bound of {quantity} is not finite; nothing could break it.")
     norm = float(np.linalg.norm(true[finite])) or 1.0
     norm_bound = bound.norm if finite.all() else min(bound.norm, float(np.linalg.norm(bound.elements[finite])))
     # a NaN is the worst element of all
@@ -181,7 +181,7 @@ def differing(case_name: str, backend: str, other_backend: str, steps: int, quan
 def differing_elements(one: np.ndarray, other: np.ndarray) -> int:
     """How many elements of two arrays of one shape and dtype differ in their bits."""
     if one.shape != other.shape or one.dtype != other.dtype:
-        raise InvalidArgument(
+        raise InvalidArgumentError(
             f"other is {other.dtype}{list(other.shape)}; it must be {one.dtype}{list(one.shape)} to compare bits."
         )
     bits = np.dtype(f"u{one.dtype.itemsize}")

@@ -19,7 +19,7 @@ import numpy as np
 
 from ..core.compensation import resolve
 from ..core.rules import RULES, Rule
-from .backends.calls import FAILURES, BrokenBackend, checked, held_after, reason
+from .backends.calls import FAILURES, BrokenBackendError, checked, held_after, reason
 from .backends.protocol import Backend, Held, converted
 from .cases import Case, Problem, Storage
 from .compare import Finding, Refusal, failed, identical
@@ -47,7 +47,7 @@ class StepsPlainly(Protocol):
         ...
 
 
-class NotPromised(Exception):  # noqa: N818  (no error: the reason of a refusal)
+class NotPromisedError(Exception):
     """A backend does not run what a law is about; the text says why."""
 
 
@@ -112,9 +112,9 @@ def run_case(backend: Backend, case: IdentityCase) -> list[Finding]:
     try:
         for steps, quantity, one, other in LAWS[case.law](backend, case):
             found.append(identical(case.name, backend.name, steps, quantity, one, other))
-    except NotPromised as why:
+    except NotPromisedError as why:
         return [Refusal(case.name, backend.name, str(why))]
-    except BrokenBackend:
+    except BrokenBackendError:
         raise
     except FAILURES as error:
         return [*found, failed(case.name, backend.name, 0, error, "bits")]
@@ -130,14 +130,14 @@ def _repeat(backend: Backend, case: IdentityCase) -> Bits:
     if events.not_compiled is not None and isinstance(backend, RunsEvents):
         why = why or reason(backend, "refuses_events", events)  # as it compiles, and this is not the case to do so for
     if why is not None:
-        raise NotPromised(why)
+        raise NotPromisedError(why)
     (one,), (other,) = (held_after(backend, plain, [REPEATED]) for _ in range(2))
     yield from _equal(REPEATED, one[1], other[1])
 
 
 def _release_is_step(backend: Backend, case: IdentityCase) -> Bits:
     if not isinstance(backend, StepsPlainly):
-        raise NotPromised("it has no gradient release beside a plain step (`parity.identity.StepsPlainly`)")
+        raise NotPromisedError("it has no gradient release beside a plain step (`parity.identity.StepsPlainly`)")
     for name in ("release", "unused", "tied", "hold", "overflow"):
         events = dataclasses.replace(_NAMED[name], compiled_for=_COMPILED_FOR)
         released = _start(backend, case.events(events))
@@ -165,7 +165,7 @@ def _skip(backend: Backend, case: IdentityCase) -> Bits:
     ):
         try:
             run = _start(backend, case.events(sequence))
-        except NotPromised as why:
+        except NotPromisedError as why:
             refusals.append(why)
             continue
         _run((run,), _STEPS)
@@ -211,10 +211,10 @@ def _sequence(name: str, events: Iterable[Event], **more: Any) -> EventSequence:
 
 def _start(backend: Any, case: EventCase) -> EventRun:
     if not isinstance(backend, RunsEvents):
-        raise NotPromised("it makes plain updates only (`parity.events.RunsEvents`)")
+        raise NotPromisedError("it makes plain updates only (`parity.events.RunsEvents`)")
     why = reason(backend, "refuses_events", case)
     if why is not None:
-        raise NotPromised(why)
+        raise NotPromisedError(why)
     return backend.start_events(case)
 
 
@@ -234,7 +234,7 @@ def _held(run: EventRun, case: IdentityCase) -> Mapping[str, Held]:
 def _saved_and_loaded(run: EventRun, other: EventRun) -> EventRun:
     """The other one, after a step of its own: what it knew of its groups and its state must be gone."""
     if not isinstance(run, Resumable) or not isinstance(other, Resumable):
-        raise NotPromised("its runs cannot be saved (`parity.events.Resumable`)")
+        raise NotPromisedError("its runs cannot be saved (`parity.events.Resumable`)")
     _run((other,), (Backward(factor=2.0), Step()))
     other.load(run.save())
     return other

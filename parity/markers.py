@@ -4,7 +4,7 @@ In PyTorch a released gradient leaves a marker in `.grad` until step(). For a st
 
     norms told            the 2-norm of each gradient, and of all of them as `clip_grad_norm_` reports it, unclipped
     norms told, after it  the same when everything of `USES` was tried; of a scaled loss unscaled by then
-    uses refused          which of `USES` raise `Refused`
+    uses refused          which of `USES` raise `RefusedError`
     markers left          after step()
     bits after it         parameters and state, against a run in which nobody looked at a gradient
 
@@ -20,7 +20,7 @@ from typing import Any, Protocol, runtime_checkable
 import numpy as np
 
 from ..core.dtypes import compute_dtype
-from ..core.errors import Refused
+from ..core.errors import RefusedError
 from ..core.rules import RULES, Rule
 from .backends.calls import FAILURES, reason
 from .backends.protocol import Backend
@@ -95,10 +95,10 @@ class TorchMarkers(TorchEvents):
         return np.array([*map(float, told), float(clip_grad_norm_(self.parameters.values(), np.inf))])
 
     def refuses(self, use: Callable[[TorchMarkers], Any]) -> bool:
-        """Whether a use raises `Refused`."""
+        """Whether a use raises `RefusedError`."""
         try:
             use(self)
-        except Refused:
+        except RefusedError:
             return True
         return False
 

@@ -11,7 +11,7 @@ from ..core.dtypes import StateDtypes, compute_dtype
 from ..core.hyperparameters import Hyperparameters
 from .bounds import (
     ARITHMETIC,
-    COMPLEMENT,
+    CORRECTION,
     DECAY_RATE,
     INDEPENDENT_FROM,
     SIDES,
@@ -125,21 +125,21 @@ class MomentErrors:
         echo: Number,
         remainder: Number,
     ) -> None:
-        """Roundings of a moment: u times the complement times `magnitudes`; the sum's; the storage's."""
-        complement = (1.0 - beta) / -np.expm1(point.step * np.log(beta))
+        """Roundings of a moment: u times the correction times `magnitudes`; the sum's; the storage's."""
+        correction = (1.0 - beta) / -np.expm1(point.step * np.log(beta))
         value, dtype = getattr(point, name), getattr(self.dtypes, name)
         unit, sides = unit_roundoff(self.compute), SIDES[self.compute]
         increment = value - getattr(point, f"{name}_before")
         spread = errors.spread(increment)
-        moved = np.abs(increment) + complement * (errors.linear + errors.worst + errors.echo + echo)
-        errors.decay(1.0 - complement)
-        errors.echo += complement * echo
-        errors.linear += complement * (COMPLEMENT * sides * unit * magnitudes[0] + remainder)
+        moved = np.abs(increment) + correction * (errors.linear + errors.worst + errors.echo + echo)
+        errors.decay(1.0 - correction)
+        errors.echo += correction * echo
+        errors.linear += correction * (CORRECTION * sides * unit * magnitudes[0] + remainder)
         errors.linear += underflow(self.compute, flushes=self.flushes)
         # where a rounding may have carried the number across a power of two, its spacing is the wider one
         reach = np.abs(value) + errors.linear + errors.echo
-        halves = np.abs(value) + complement * sum(magnitudes)
-        squares = value**2 + complement**2 * sum(magnitude**2 for magnitude in magnitudes)
+        halves = np.abs(value) + correction * sum(magnitudes)
+        squares = value**2 + correction**2 * sum(magnitude**2 for magnitude in magnitudes)
         if self.compute == "float64":
             errors.passing = np.abs(value) * reference_debiasing(beta, point.step)
         independent = spread >= INDEPENDENT_FROM * 2.0 * unit * reach

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any, Protocol
 
-from ..core.errors import InvalidArgument
+from ..core.errors import InvalidArgumentError
 from .backends.protocol import Backend
 from .cases import matches
 from .compare import Finding
@@ -63,7 +63,7 @@ class Section(Protocol):
             progress: to be called before each part, with the case's name and the backend's or "reference".
 
         Raises:
-            BrokenBackend: a backend cannot say whether it runs a case.
+            BrokenBackendError: a backend cannot say whether it runs a case.
         """
         ...
 
@@ -91,7 +91,7 @@ def select(pattern: str | None, *, quick: bool = False) -> list[tuple[Section, l
         quick: with pattern None, the cases of a quick run only.
 
     Raises:
-        InvalidArgument: no case does.
+        InvalidArgumentError: no case does.
     """
     if pattern is None:
         return [(section, list(section.cases(quick=quick))) for section in SECTIONS]
@@ -103,7 +103,7 @@ def select(pattern: str | None, *, quick: bool = False) -> list[tuple[Section, l
             chosen.append((section, found))
     if not chosen:
         example = SECTIONS[0].cases(quick=True)[0].name
-        raise InvalidArgument(
+        raise InvalidArgumentError(
             f"no case matches {pattern!r}; names look like {example}, and a pattern like 'B/*/bfloat16/*' or 'adamw'. "
             f"The sections are {', '.join(section.name for section in SECTIONS)}."
         )

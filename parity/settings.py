@@ -59,18 +59,18 @@ class Group:
     Args:
         tensors: names; those in no group keep the setting's.
         lr, weight_decay: factors.
-        complements: factors of 1-beta1 and of 1-beta2. They leave 1-beta2 on its side of 2^-7, where the default dtype of
+        decay_factors: factors of 1-beta1 and of 1-beta2. They leave 1-beta2 on its side of 2^-7, where the default dtype of
             a bfloat16 parameter's second moment changes.
     """
 
     tensors: tuple[str, ...]
     lr: float
     weight_decay: float
-    complements: tuple[float, float]
+    decay_factors: tuple[float, float]
 
     def of(self, given: Hyperparameters) -> Hyperparameters:
         """The group's hyperparameters, from those of the setting."""
-        first, second = self.complements
+        first, second = self.decay_factors
         return dataclasses.replace(
             given,
             learning_rate=given.learning_rate * self.lr,
@@ -136,7 +136,7 @@ class Setting:
 
 _WARM_UP_AND_COSINE = Schedule()
 _DECAY_TOO = Schedule(decay_rises=True)
-_BIASES = Group(("bias",), lr=10.0, weight_decay=0.0, complements=(0.5, 2.0))
+_BIASES = Group(("bias",), lr=10.0, weight_decay=0.0, decay_factors=(0.5, 2.0))
 
 _like_b = functools.partial(Setting, lr=1e-4, weight_decay=0.1, longest=100, storages="compensations")
 """The hyperparameters and tensors of B, whose compiled programs serve these, too."""

@@ -7,7 +7,7 @@ import time
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from ..core.errors import InvalidArgument, Refused
+from ..core.errors import InvalidArgumentError, RefusedError
 from . import backends as registry
 from .backends.protocol import Backend, is_peer
 from .cases import STEP_COUNTS
@@ -71,19 +71,19 @@ def run(backends: Iterable[str] | None = None, cases: str | None = None, steps: 
         A row for every case, backend, number of steps and quantity: at least one. A case that a backend refuses has none.
 
     Raises:
-        InvalidArgument: an unknown backend or one that cannot say what it runs, a pattern that matches no case, or a number of
-            steps that is none.
-        Refused: a backend that was named is not available, or the backends refuse every one of the cases.
+        InvalidArgumentError: an unknown backend or one that cannot say what it runs, a pattern that matches no case, or a
+            number of steps that is none.
+        RefusedError: a backend that was named is not available, or the backends refuse every one of the cases.
     """
     steps = list(steps)
     if not steps or any(not isinstance(count, int) or count < 1 for count in steps):
-        raise InvalidArgument(f"steps={steps} must be numbers of updates from 1 on, such as [1, 100].")
+        raise InvalidArgumentError(f"steps={steps} must be numbers of updates from 1 on, such as [1, 100].")
     chosen = registry.choose(backends)[0]
     rows = run_sections(
         chosen if backends is not None else [each for each in chosen if not is_peer(each)], select(cases), steps
     ).rows
     if not rows:
-        raise Refused("the backends refuse every one of these cases; choose others with backends=... or cases=...")
+        raise RefusedError("the backends refuse every one of these cases; choose others with backends=... or cases=...")
     return rows
 
 
@@ -96,7 +96,7 @@ def run_sections(
     """Sections with their chosen cases, as `sections.select` returns them, on given backends.
 
     Raises:
-        BrokenBackend: a backend cannot say whether it runs a case.
+        BrokenBackendError: a backend cannot say whether it runs a case.
     """
     started = time.perf_counter()
     backends = sorted(backends, key=is_peer)

@@ -164,5 +164,5 @@ def test_a_missing_framework_names_the_extra(frontend: str, absent: str, extra: 
     done = run_python(f"import sys\nsys.modules[{absent!r}] = None\nimport penstock.{frontend}")
     assert done.returncode != 0
     last = done.stderr.strip().splitlines()[-1]
-    assert "MissingDependency" in last
+    assert "MissingDependencyError" in last
     assert extra in last

@@ -1,11 +1,13 @@
 """PyTorch: a `torch.optim.Optimizer` family, and hooks that run its step inside the backward pass."""
 
-from ..core.errors import MissingDependency
+from ..core.errors import MissingDependencyError
 
 try:
     import torch as _torch  # noqa: F401
 except ModuleNotFoundError as error:
-    raise MissingDependency("penstock.torch_frontend needs PyTorch; install it with: pip install 'penstock[torch]'") from error
+    raise MissingDependencyError(
+        "penstock.torch_frontend needs PyTorch; install it with: pip install 'penstock[torch]'"
+    ) from error
 
 from .compatibility import (
     param_groups_weight_decay,

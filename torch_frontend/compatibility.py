@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..core.errors import InvalidArgument, Refused
+from ..core.errors import InvalidArgumentError, RefusedError
 from .releasable import ReleasableOptimizer
 from .release import lenient_release, owner_of, remove_orphaned_hooks
 
@@ -29,10 +29,10 @@ def prepare_for_gradient_release(model: nn.Module, optimizer: ReleasableOptimize
         ignore_existing_hooks: has no effect: hooks that are on the parameters always stay, and run first.
 
     Raises:
-        Refused: the optimizer was not constructed for it, or a parameter is released already.
+        RefusedError: the optimizer was not constructed for it, or a parameter is released already.
     """
     if isinstance(optimizer, ReleasableOptimizer) and not optimizer.gradient_release:
-        raise Refused("the optimizer was constructed without gradient_release=True; construct it with it.")
+        raise RefusedError("the optimizer was constructed without gradient_release=True; construct it with it.")
     lenient_release(model, optimizer)
 
 
@@ -40,12 +40,12 @@ def remove_gradient_release(model: nn.Module) -> None:
     """Remove the release of `model`. Micro-batches that wait in the moments are applied, so that none is lost.
 
     Raises:
-        Refused: the gradients of this model are not released.
+        RefusedError: the gradients of this model are not released.
     """
     owners = {owner for owner in map(owner_of, model.parameters()) if owner is not None}
     found = [owner.optimizer.release for owner in owners if owner.hooks.model is model]
     if not found and not remove_orphaned_hooks(model):
-        raise Refused("the gradients of this model are not released; there is nothing to remove.")
+        raise RefusedError("the gradients of this model are not released; there is nothing to remove.")
     for release in found:
         release.remove()
 
@@ -89,7 +89,7 @@ def to_low_precision(
         fp32_buffers: modules of these classes, or with one of these strings in their name, keep buffers in float32.
     """
     if dtype not in (torch.bfloat16, torch.float16):
-        raise InvalidArgument(f"dtype={dtype} is not a low precision; it must be torch.bfloat16 or torch.float16.")
+        raise InvalidArgumentError(f"dtype={dtype} is not a low precision; it must be torch.bfloat16 or torch.float16.")
     whole = _module_types("fp32_modules", fp32_modules)
     several = () if fp32_buffers is None else (fp32_buffers,) if isinstance(fp32_buffers, (str, type)) else tuple(fp32_buffers)
     names = tuple(item.lower() for item in several if isinstance(item, str))
@@ -111,5 +111,5 @@ def to_low_precision(
 def _module_types(argument: str, given: Modules | NamesOrModules) -> tuple[type[nn.Module], ...]:
     types = () if given is None else (given,) if isinstance(given, type) else tuple(given)
     if not all(isinstance(item, type) and issubclass(item, nn.Module) for item in types):
-        raise InvalidArgument(f"{argument}={given!r} must hold names or classes of torch.nn.Module.")
+        raise InvalidArgumentError(f"{argument}={given!r} must hold names or classes of torch.nn.Module.")
     return types  # type: ignore[return-value]

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ..core import compensation, dtypes
-from ..core.errors import InvalidArgument, Refused, UnsupportedTensor
+from ..core.errors import InvalidArgumentError, RefusedError, UnsupportedTensorError
 from ..core.hyperparameters import RANGES, Hyperparameters, check_number
 from ..core.rules import Rule
 from .array_ops import dtype_name
@@ -69,7 +69,7 @@ def hyperparameters(group: Mapping[str, Any]) -> Hyperparameters:
 def _betas(group: Mapping[str, Any]) -> tuple[Any, Any]:
     betas = group["betas"]
     if not isinstance(betas, (tuple, list)) or len(betas) != 2:
-        raise InvalidArgument(f"betas={betas!r} must be a pair of numbers, each in {RANGES['beta1']}.")
+        raise InvalidArgumentError(f"betas={betas!r} must be a pair of numbers, each in {RANGES['beta1']}.")
     return betas[0], betas[1]
 
 
@@ -78,7 +78,9 @@ def _number(name: str, value: Any) -> Any:
     if not hasattr(value, "dtype"):
         return value
     if value.shape != () and math.prod(value.shape) != 1:
-        raise InvalidArgument(f"{name} is a tensor of shape {tuple(value.shape)}; it must be a number or have one element.")
+        raise InvalidArgumentError(
+            f"{name} is a tensor of shape {tuple(value.shape)}; it must be a number or have one element."
+        )
     if isinstance(value, Tensor) and value.device.type != "cpu":
         return value.reshape(())
     return value.item()
@@ -117,13 +119,13 @@ class UsedSettings:
             self._seen = [fingerprint(group) for group in groups]
 
     def check(self, groups: list[Group]) -> None:
-        """Raise `Refused` if one of those that were used has changed since."""
+        """Raise `RefusedError` if one of those that were used has changed since."""
         for number, (before, group) in enumerate(zip(self._seen or [], groups, strict=False)):
             changed = changed_settings(before, group)
             if not self._stepped:  # micro-batches in the moments: the step itself is still to come
                 changed = [name for name in changed if name in self._by_moments]
             if changed:
-                raise Refused(
+                raise RefusedError(
                     f"{', '.join(changed)} of parameter group {number} changed after the backward pass had updated the "
                     "parameters and before optimizer.step(): the new value came too late for this step. Change it (and call "
                     "scheduler.step()) after optimizer.step(); optimizer.zero_grad() closes this one."
@@ -134,18 +136,18 @@ def check_group(rule: Rule, group: Group) -> None:
     """Raise if a group cannot be optimized as it is; fill in `max_lr` where decouple_lr takes it from `lr`.
 
     Raises:
-        InvalidArgument: a hyperparameter, dtype or compensation that is out of range or does not go together; a parameter that
-            is given twice.
-        UnsupportedTensor: a parameter that is complex, integer, sparse, a DTensor of partial sums, or whose elements share
+        InvalidArgumentError: a hyperparameter, dtype or compensation that is out of range or does not go together; a parameter
+            that is given twice.
+        UnsupportedTensorError: a parameter that is complex, integer, sparse, a DTensor of partial sums, or whose elements share
             memory.
     """
     for name in ("decouple_lr", "maximize", "capturable"):
         if not isinstance(group[name], bool):
-            raise InvalidArgument(f"{name}={group[name]!r} must be True or False.")
+            raise InvalidArgumentError(f"{name}={group[name]!r} must be True or False.")
     lr = _number("lr", group["lr"])
     if group["decouple_lr"]:
         if rule.l2:
-            raise InvalidArgument(
+            raise InvalidArgumentError(
                 f"decouple_lr=True has no meaning for {rule.name}, whose weight_decay is added to the gradient; use AdamW."
             )
         if group["max_lr"] is None:
@@ -156,7 +158,7 @@ def check_group(rule: Rule, group: Group) -> None:
         check_number("max_lr", group["max_lr"], RANGES["max_lr"])
     checked = hyperparameters(group)
     if len(set(group["params"])) < len(group["params"]):
-        raise InvalidArgument(
+        raise InvalidArgumentError(
             "params has a parameter more than once, which would be updated as often in every step; give each of them once, as "
             "model.parameters() does."
         )
@@ -173,25 +175,25 @@ def on_device(current: Hyperparameters) -> bool:
 
 
 def check_device(current: Hyperparameters, parameter: Tensor) -> None:
-    """Raise `InvalidArgument` for a hyperparameter on a device from which the parameter's update cannot read it."""
+    """Raise `InvalidArgumentError` for a hyperparameter on a device from which the parameter's update cannot read it."""
     for field in RANGES:
         value = getattr(current, field)
         if isinstance(value, Tensor) and value.device.type not in ("cpu", parameter.device.type):
             name = NAMES.get(field, field)
-            raise InvalidArgument(
+            raise InvalidArgumentError(
                 f"{name} is a tensor on {value.device}, and a parameter of shape {tuple(parameter.shape)} is on "
                 f"{parameter.device}; give a number, or a tensor on the CPU or on the parameter's device."
             )
 
 
 def check_parameter(parameter: Tensor) -> None:
-    """Raise `UnsupportedTensor` for a tensor that the optimizers cannot update."""
+    """Raise `UnsupportedTensorError` for a tensor that the optimizers cannot update."""
     described = f"parameter of shape {tuple(parameter.shape)}"
     if parameter.layout is not torch.strided:
-        raise UnsupportedTensor(f"{described} is sparse ({parameter.layout}); use a dense parameter.")
+        raise UnsupportedTensorError(f"{described} is sparse ({parameter.layout}); use a dense parameter.")
     check_placements(parameter, described)
     if _may_overlap(local(parameter)):
-        raise UnsupportedTensor(
+        raise UnsupportedTensorError(
             f"{described} and strides {parameter.stride()} has elements that share memory, and an update would change them "
             "together; give them memory of their own (torch.nn.Parameter(tensor.clone(memory_format=torch.contiguous_format)))."
         )
@@ -209,18 +211,20 @@ def _may_overlap(tensor: Tensor) -> bool:
 
 
 def check_gradient(parameter: Tensor, gradient: Tensor) -> None:
-    """Raise `UnsupportedTensor` for a gradient that no update is defined for."""
+    """Raise `UnsupportedTensorError` for a gradient that no update is defined for."""
     if gradient.layout is not torch.strided:
-        raise UnsupportedTensor(
+        raise UnsupportedTensorError(
             f"the gradient of a parameter of shape {tuple(parameter.shape)} is sparse; penstock needs dense gradients "
             "(torch.nn.Embedding: sparse=False)."
         )
     if gradient.is_complex():
-        raise UnsupportedTensor(f"the gradient of a parameter of shape {tuple(parameter.shape)} is complex; it must be real.")
+        raise UnsupportedTensorError(
+            f"the gradient of a parameter of shape {tuple(parameter.shape)} is complex; it must be real."
+        )
     if type(gradient) in PLAIN and type(parameter) in PLAIN:
         return
     if placements(gradient) != placements(parameter):
-        raise UnsupportedTensor(
+        raise UnsupportedTensorError(
             f"the gradient of a parameter of shape {tuple(parameter.shape)} lies as "
             f"{placements(gradient) or 'a whole tensor'}, the parameter as {placements(parameter) or 'a whole tensor'}; "
             "redistribute the gradient."

@@ -38,8 +38,8 @@ class StableAdamW(ReleasableOptimizer):
         gradient_release: for `prepare_for_gradient_release`; new code calls `release_gradients` instead.
 
     Raises:
-        InvalidArgument: a value is out of its range; the text names it and the range.
-        UnsupportedTensor: a parameter is complex, integer or sparse, or a DTensor of partial sums.
+        InvalidArgumentError: a value is out of its range; the text names it and the range.
+        UnsupportedTensorError: a parameter is complex, integer or sparse, or a DTensor of partial sums.
 
     Example:
         optimizer = StableAdamW(model.parameters(), lr=1e-3)
@@ -85,8 +85,8 @@ class AdamW(ReleasableOptimizer):
         gradient_release: for `prepare_for_gradient_release`; new code calls `release_gradients` instead.
 
     Raises:
-        InvalidArgument: a value is out of its range; the text names it and the range.
-        UnsupportedTensor: a parameter is complex, integer or sparse, or a DTensor of partial sums.
+        InvalidArgumentError: a value is out of its range; the text names it and the range.
+        UnsupportedTensorError: a parameter is complex, integer or sparse, or a DTensor of partial sums.
 
     Example:
         optimizer = AdamW(model.parameters(), lr=1e-3)
@@ -132,8 +132,8 @@ class Adam(ReleasableOptimizer):
         gradient_release: for `prepare_for_gradient_release`; new code calls `release_gradients` instead.
 
     Raises:
-        InvalidArgument: a value is out of its range; the text names it and the range.
-        UnsupportedTensor: a parameter is complex, integer or sparse, or a DTensor of partial sums.
+        InvalidArgumentError: a value is out of its range; the text names it and the range.
+        UnsupportedTensorError: a parameter is complex, integer or sparse, or a DTensor of partial sums.
 
     Example:
         optimizer = Adam(model.parameters(), lr=1e-3)

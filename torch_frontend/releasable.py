@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from ..core.errors import InvalidArgument, NonFiniteGradient, Refused
+from ..core.errors import InvalidArgumentError, NonFiniteGradientError, RefusedError
 from ..core.release import Action
 from . import state as saved_state
 from .backends import select_backend
@@ -53,11 +53,13 @@ class ReleasableOptimizer(TensorUpdates):
         gradient_release: bool = False,
     ) -> None:
         if on_nonfinite not in ON_NONFINITE:
-            raise InvalidArgument(f"on_nonfinite={on_nonfinite!r} is not known; it must be one of {', '.join(ON_NONFINITE)}.")
+            raise InvalidArgumentError(
+                f"on_nonfinite={on_nonfinite!r} is not known; it must be one of {', '.join(ON_NONFINITE)}."
+            )
         if state_dtype is not None and not isinstance(state_dtype, torch.dtype):
-            raise InvalidArgument(f"state_dtype={state_dtype!r} is not a dtype; give for instance torch.float32, or None.")
+            raise InvalidArgumentError(f"state_dtype={state_dtype!r} is not a dtype; give for instance torch.float32, or None.")
         if not isinstance(gradient_release, bool):
-            raise InvalidArgument(f"gradient_release={gradient_release!r} must be True or False.")
+            raise InvalidArgumentError(f"gradient_release={gradient_release!r} must be True or False.")
         self.release: Release | None = None
         self._on_nonfinite = on_nonfinite
         self.gradient_release = gradient_release
@@ -93,9 +95,9 @@ class ReleasableOptimizer(TensorUpdates):
     @on_nonfinite.setter
     def on_nonfinite(self, policy: str) -> None:
         if policy not in ON_NONFINITE:
-            raise InvalidArgument(f"on_nonfinite={policy!r} is not known; it must be one of {', '.join(ON_NONFINITE)}.")
+            raise InvalidArgumentError(f"on_nonfinite={policy!r} is not known; it must be one of {', '.join(ON_NONFINITE)}.")
         if self.release is not None:
-            raise Refused("on_nonfinite cannot change while gradients are released; call remove() on the release first.")
+            raise RefusedError("on_nonfinite cannot change while gradients are released; call remove() on the release first.")
         self._on_nonfinite = policy
 
     @property
@@ -106,7 +108,7 @@ class ReleasableOptimizer(TensorUpdates):
     @optimizer_accumulation.setter
     def optimizer_accumulation(self, accumulate: bool) -> None:
         if accumulate and not self.gradient_release:
-            raise Refused(
+            raise RefusedError(
                 "optimizer_accumulation=True needs gradient_release=True in the constructor and "
                 "prepare_for_gradient_release(model, optimizer); or use release_gradients(..., accumulation='state')."
             )
@@ -151,9 +153,9 @@ class ReleasableOptimizer(TensorUpdates):
             closure: evaluates the model again and returns the loss.
 
         Raises:
-            Refused: under release, an exact result is not possible; nothing was changed.
-            UnsupportedTensor: a gradient is sparse or complex; nothing was changed.
-            NonFiniteGradient: on_nonfinite="raise"; nothing was changed.
+            RefusedError: under release, an exact result is not possible; nothing was changed.
+            UnsupportedTensorError: a gradient is sparse or complex; nothing was changed.
+            NonFiniteGradientError: on_nonfinite="raise"; nothing was changed.
         """
         loss = None
         if closure is not None:
@@ -163,7 +165,7 @@ class ReleasableOptimizer(TensorUpdates):
             self.release.close_step()
             return loss
         if self._optimizer_accumulation:
-            raise Refused(
+            raise RefusedError(
                 "optimizer_accumulation=True has no effect before prepare_for_gradient_release(model, optimizer); call that."
             )
         self.refresh()
@@ -176,7 +178,7 @@ class ReleasableOptimizer(TensorUpdates):
             return loss
         if self.on_nonfinite != "propagate" and not all(each_finite(ready)):
             if self.on_nonfinite == "raise":
-                raise NonFiniteGradient("a gradient holds an infinity or a NaN; the step was not taken.")
+                raise NonFiniteGradientError("a gradient holds an infinity or a NaN; the step was not taken.")
             self.count_skipped()
             return loss
         if unusual:
@@ -192,7 +194,7 @@ class ReleasableOptimizer(TensorUpdates):
         not use is left alone, where zeros would decay its moments and weights.
 
         Raises:
-            Refused: under release, step() was not called, and a gradient that is not finite was used; the step is closed.
+            RefusedError: under release, step() was not called, and a gradient that is not finite was used; the step is closed.
         """
         if self.release is None:
             super().zero_grad(set_to_none)
@@ -204,7 +206,7 @@ class ReleasableOptimizer(TensorUpdates):
     # -- state ----------------------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """As in torch. Raises `Refused` under release between the first gradient of an update and its step()."""
+        """As in torch. Raises `RefusedError` under release between the first gradient of an update and its step()."""
         if self.release is not None:
             self.release.require_closed("state_dict()")
         return saved_state.sendable(super().state_dict())
@@ -213,8 +215,8 @@ class ReleasableOptimizer(TensorUpdates):
         """As in torch, and every state tensor keeps the dtype it was saved with: training resumes bit for bit.
 
         Raises:
-            InvalidArgument: the state is another optimizer's or another model's; nothing was changed.
-            Refused: in the middle of a step under release; nothing was changed.
+            InvalidArgumentError: the state is another optimizer's or another model's; nothing was changed.
+            RefusedError: in the middle of a step under release; nothing was changed.
         """
         if self.release is not None:
             self.release.require_closed("load_state_dict()")

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ..core import compensation
-from ..core.errors import InvalidArgument, Refused
+from ..core.errors import InvalidArgumentError, RefusedError
 from ..core.hyperparameters import Hyperparameters
 from ..core.rules import Rule
 from ..core.update import init_state
@@ -42,7 +42,7 @@ def initial_state(group: Mapping[str, Any], parameter: Tensor, current: Hyperpar
 
 
 def check_fits(state: Mapping[str, Any], parameter: Tensor, compensation_dtype: str | None) -> None:
-    """Raise `Refused` if the state was made for the parameter when it was another tensor.
+    """Raise `RefusedError` if the state was made for the parameter when it was another tensor.
 
     Args:
         state: of the parameter.
@@ -52,7 +52,7 @@ def check_fits(state: Mapping[str, Any], parameter: Tensor, compensation_dtype: 
     has = None if kept is None else dtype_name(kept.dtype)
     if has == compensation_dtype and state["exp_avg"].shape == parameter.shape:
         return
-    raise Refused(
+    raise RefusedError(
         f"the state of a parameter of shape {tuple(parameter.shape)} and dtype {dtype_name(parameter.dtype)} is of shape "
         f"{tuple(state['exp_avg'].shape)} and has {'no compensation' if has is None else f'a compensation of dtype {has}'}: "
         "the model was converted or resized, or compensation= of the group changed, after the first step. Convert the model "
@@ -80,7 +80,7 @@ def _saved_dtype(key: str, value: Tensor) -> torch.dtype:
 
 
 def check_loadable(rule: Rule, state_dict: Mapping[str, Any], groups: list[dict[str, Any]]) -> None:
-    """Raise `InvalidArgument` if `state_dict` is not one of penstock's, or not one of these parameters'.
+    """Raise `InvalidArgumentError` if `state_dict` is not one of penstock's, or not one of these parameters'.
 
     torch.optim keeps moments that are debiased where they are used; penstock's are debiased already. Taken for each other
     they would be wrong in silence, so a state_dict of another optimizer is refused.
@@ -88,20 +88,22 @@ def check_loadable(rule: Rule, state_dict: Mapping[str, Any], groups: list[dict[
     saved_groups = state_dict.get("param_groups")
     states = state_dict.get("state")
     if saved_groups is None or states is None:
-        raise InvalidArgument("state_dict has no 'param_groups' and 'state'; give what an optimizer's state_dict() returned.")
+        raise InvalidArgumentError(
+            "state_dict has no 'param_groups' and 'state'; give what an optimizer's state_dict() returned."
+        )
     if any(key not in group for group in saved_groups for key in REQUIRED):
-        raise InvalidArgument(
+        raise InvalidArgumentError(
             "state_dict comes from another optimizer than penstock's: its moments are debiased elsewhere. Load it into "
             "that optimizer, and take its state over with export_state and import_state; or start with fresh state."
         )
     if len(saved_groups) != len(groups):
-        raise InvalidArgument(
+        raise InvalidArgumentError(
             f"state_dict has {len(saved_groups)} parameter groups, the optimizer has {len(groups)}; construct it as the "
             "saved one was."
         )
     for number, (saved, group) in enumerate(zip(saved_groups, groups, strict=True)):
         if len(saved["params"]) != len(group["params"]):
-            raise InvalidArgument(
+            raise InvalidArgumentError(
                 f"parameter group {number} of state_dict has {len(saved['params'])} parameters, the optimizer's has "
                 f"{len(group['params'])}; construct it as the saved one was."
             )
@@ -117,26 +119,26 @@ def _check_tensor_state(state: Mapping[str, Any], parameter: Tensor, expected: s
     has = None if kept is None else dtype_name(_saved_dtype("compensation", kept))
     wants = compensation.compensation_dtype(expected, dtype_name(parameter.dtype))
     if state and has != wants:
-        raise InvalidArgument(
+        raise InvalidArgumentError(
             f"the compensation of {described} is {has} in state_dict, and a parameter of dtype {dtype_name(parameter.dtype)} "
             f"needs {wants}; load it into a model of the dtype that it was saved with."
         )
     for key in PER_ELEMENT:
         value: Tensor | None = state.get(key)
         if value is not None and value.shape != parameter.shape:
-            raise InvalidArgument(
+            raise InvalidArgumentError(
                 f"{key} of {described} has shape {tuple(value.shape)} in state_dict, the parameter has "
                 f"{tuple(parameter.shape)}; load the state of this model."
             )
         if value is not None and placements(value) != placements(parameter):
-            raise InvalidArgument(
+            raise InvalidArgumentError(
                 f"{key} of {described} lies as {placements(value) or 'a whole tensor'} in state_dict, the parameter as "
                 f"{placements(parameter) or 'a whole tensor'}; load it with torch.distributed.checkpoint.state_dict's "
                 "set_optimizer_state_dict, which distributes it."
             )
     if state and any(key not in state for key in ("step", *MOMENTS)):
         missing = ", ".join(key for key in ("step", *MOMENTS) if key not in state)
-        raise InvalidArgument(f"the state of {described} lacks {missing}; the file is damaged or of another optimizer.")
+        raise InvalidArgumentError(f"the state of {described} lacks {missing}; the file is damaged or of another optimizer.")
 
 
 def restore_dtypes(saved: Mapping[str, Any], groups: list[dict[str, Any]], state: Mapping[Tensor, dict[str, Any]]) -> None:

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..core.errors import InvalidArgument
+from ..core.errors import InvalidArgumentError
 
 Weight = Tensor | float
 
@@ -34,15 +34,15 @@ def total_weight(weights: Weight | Iterable[Weight], *, process_group: Any = Non
         0-d, float64 (float32 on devices without it), on the device of the first weight that is a tensor.
 
     Raises:
-        InvalidArgument: no weights, or one that is not a single number.
+        InvalidArgumentError: no weights, or one that is not a single number.
     """
     given = [weights] if isinstance(weights, (Tensor, int, float)) else list(weights)
     if not given:
-        raise InvalidArgument("weights is empty; give the weight of every micro-batch of the step.")
+        raise InvalidArgumentError("weights is empty; give the weight of every micro-batch of the step.")
     tensors = [weight for weight in given if isinstance(weight, Tensor)]
     for weight in given:
         if not isinstance(weight, (Tensor, int, float)) or (isinstance(weight, Tensor) and weight.numel() != 1):
-            raise InvalidArgument(f"weights holds {weight!r}; each must be a number or a tensor with one element.")
+            raise InvalidArgumentError(f"weights holds {weight!r}; each must be a number or a tensor with one element.")
     device = tensors[0].device if tensors else torch.device("cpu")
     dtype = torch.float32 if device.type == "mps" else torch.float64
     total = torch.zeros((), dtype=dtype, device=device)
@@ -70,16 +70,19 @@ def token_mean(loss_sum: Tensor, total: Weight, *, process_group: Any = None) ->
         0-d, float32 (float64 for a float64 loss). Summed over micro-batches and averaged over processes, it is the mean loss.
 
     Raises:
-        InvalidArgument: a loss that is not 0-d, or a total that is known here to be no positive number. (One on a device is
+        InvalidArgumentError: a loss that is not 0-d, or a total that is known here to be no positive number. (One on a device
+            is
             not waited for: with no tokens at all the loss is NaN, as torch.nn.functional.cross_entropy's mean is.)
     """
     if not isinstance(loss_sum, Tensor) or loss_sum.dim() != 0:
-        raise InvalidArgument("loss_sum must be a 0-d tensor: the sum of the micro-batch's token losses, with reduction='sum'.")
+        raise InvalidArgumentError(
+            "loss_sum must be a 0-d tensor: the sum of the micro-batch's token losses, with reduction='sum'."
+        )
     if isinstance(total, Tensor) and total.requires_grad:
-        raise InvalidArgument("total requires a gradient; count the tokens without one (total_weight does).")
+        raise InvalidArgumentError("total requires a gradient; count the tokens without one (total_weight does).")
     known = not isinstance(total, Tensor) or total.device.type == "cpu"
     if known and not (float(total) > 0 and math.isfinite(total)):
-        raise InvalidArgument(f"total={float(total)} must be a positive number: the weight of all tokens of the step.")
+        raise InvalidArgumentError(f"total={float(total)} must be a positive number: the weight of all tokens of the step.")
     dtype = torch.promote_types(loss_sum.dtype, torch.float32)
     factor = _processes(process_group) / total
     return loss_sum.to(dtype) * (factor.to(loss_sum.device, dtype) if isinstance(factor, Tensor) else factor)

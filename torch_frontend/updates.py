@@ -211,7 +211,7 @@ class TensorUpdates(Optimizer):
         came or went.
 
         Raises:
-            InvalidArgument: a setting that is out of range, or on another device; nothing was changed.
+            InvalidArgumentError: a setting that is out of range, or on another device; nothing was changed.
         """
         groups = self.param_groups
         known = self._groups
@@ -284,7 +284,7 @@ class _KnownGroup:
         """Take its settings, if they have changed.
 
         Raises:
-            InvalidArgument: one is out of range, or on a device that an update cannot read it from; nothing was changed.
+            InvalidArgumentError: one is out of range, or on a device that an update cannot read it from; nothing was changed.
         """
         now = fingerprint(group)
         if now == self._seen:

@@ -12,7 +12,7 @@ from torch import Tensor
 from penstock.core.array_ops import numpy_ops
 from penstock.core.compensation import possible
 from penstock.core.dtypes import PARAMETER_DTYPES
-from penstock.core.moments import debiased_complements
+from penstock.core.moments import bias_corrections
 from penstock.core.update import TensorState, accumulate, apply, update
 from penstock.parity.backends import choose
 from penstock.parity.backends.torch_arguments import to_numpy
@@ -156,7 +156,7 @@ def _largest_ratio(setting: Setting, optimizer_class: Any, dtype: torch.dtype, c
     expected = TensorState(to_numpy(state["exp_avg"]), to_numpy(state["exp_avg_sq"]), kept)
     wide = to_numpy(p)
     for t, given in enumerate((gradients[:1], gradients[1:4], gradients[4:5]), 1):
-        slot, complements = optimizer._slot(p), debiased_complements(current, t, np)
+        slot, corrections = optimizer._slot(p), bias_corrections(current, t, np)
         common = (numpy_ops, optimizer.rule, current)
         with torch.no_grad(), np.errstate(all="ignore"):
             for i, gradient in enumerate(given):
@@ -164,9 +164,9 @@ def _largest_ratio(setting: Setting, optimizer_class: Any, dtype: torch.dtype, c
                 launch = backend.update if last else backend.accumulate
                 launch(slot, g, first=first)
                 if last:
-                    wide, expected = update(*common, complements, compensation, wide, to_numpy(gradient), expected, first=first)
+                    wide, expected = update(*common, corrections, compensation, wide, to_numpy(gradient), expected, first=first)
                 else:
-                    expected = accumulate(*common, complements, compensation, wide, to_numpy(gradient), expected, first=first)
+                    expected = accumulate(*common, corrections, compensation, wide, to_numpy(gradient), expected, first=first)
             if t == 3:
                 backend.apply(slot)
                 wide, expected = apply(*common, compensation, wide, expected)

@@ -19,7 +19,7 @@ import numpy as np
 
 from ..array_ops import numpy_dtype
 from ..dtypes import StateDtypes
-from ..errors import InvalidArgument
+from ..errors import InvalidArgumentError
 from ..moments import Moments
 
 
@@ -50,7 +50,7 @@ def with_bias(name: str, debiased: Moments, betas: tuple[float, float], step: in
     """The biased moments of debiased ones: arguments as for `without_bias`.
 
     Raises:
-        InvalidArgument: `dtypes` cannot hold them; the text has the parameter's `name`.
+        InvalidArgumentError: `dtypes` cannot hold them; the text has the parameter's `name`.
     """
     rounded = []
     for field, moment, beta, dtype in zip(Moments._fields, debiased, betas, dtypes, strict=True):
@@ -60,7 +60,7 @@ def with_bias(name: str, debiased: Moments, betas: tuple[float, float], step: in
         # Below float32's range a second moment is far below any eps; in float16 it is not, and m/(0+eps) would explode.
         lost = dtype == "float16" and field == "exp_avg_sq" and bool(((kept == 0) & (wide != 0)).any())
         if lost or not np.isfinite(kept).all():
-            raise InvalidArgument(
+            raise InvalidArgumentError(
                 f"{field} of {name!r} does not fit into {dtype}, in which the optimizer keeps it; use wider parameters."
             )
         rounded.append(kept)

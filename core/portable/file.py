@@ -65,8 +65,8 @@ def save(path: Path, state: PortableState) -> None:
         state: to write.
 
     Raises:
-        InvalidArgument: a name that is no Unicode text.
-        Refused: it could not be written; what was there is as it was.
+        InvalidArgumentError: a name that is no Unicode text.
+        RefusedError: it could not be written; what was there is as it was.
     """
     arrays = {f"step/{name}": np.asarray(parameter.step, np.int64) for name, parameter in state.parameters.items()}
     for name, parameter in state.parameters.items():
@@ -93,7 +93,7 @@ def load(path: Path) -> PortableState:
         path: of the file. Nothing in it is executed.
 
     Raises:
-        InvalidArgument: it cannot be read, or is damaged, or is no portable state; the text says how.
+        InvalidArgumentError: it cannot be read, or is damaged, or is no portable state; the text says how.
     """
     with Reader(path) as reader:
         about = _describe(reader)
@@ -120,7 +120,7 @@ def describe(path: Path) -> Description:
         path: of the file.
 
     Raises:
-        InvalidArgument: as `load`, but for damage in the arrays.
+        InvalidArgumentError: as `load`, but for damage in the arrays.
     """
     with Reader(path) as reader:
         return _describe(reader)

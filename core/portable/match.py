@@ -12,7 +12,7 @@ import numpy as np
 
 from ..array_ops import numpy_dtype
 from ..compensation import compensation_dtype
-from ..errors import InvalidArgument
+from ..errors import InvalidArgumentError
 from .rename import is_square
 from .state import ParameterState, PortableState, listed
 
@@ -63,16 +63,16 @@ def matched(
         arguments: how the optimizer calls the dtypes of its two moments, for the errors.
 
     Raises:
-        InvalidArgument: it is another optimizer's or model's, or it would lose digits; the text names the remedy.
+        InvalidArgumentError: it is another optimizer's or model's, or it would lose digits; the text names the remedy.
     """
     if state.rule != rule:
-        raise InvalidArgument(
+        raise InvalidArgumentError(
             f"the state is of the rule {state.rule!r}, the optimizer's is {rule!r}; construct that one, or declare the moments "
             f"to be this one's with: penstock convert --rule {rule}."
         )
     _check_names(state.parameters, expected)
     if parameters and not state.holds_parameters:
-        raise InvalidArgument(
+        raise InvalidArgumentError(
             "parameters=True needs a file that holds the parameters, and this one does not; export it with parameters=True, or "
             "load the model's own checkpoint."
         )
@@ -82,7 +82,7 @@ def matched(
 def check_own(
     name: str, entry: ParameterState, holds: Callable[[np.ndarray], bool], *, parameters: bool, layered: bool = False
 ) -> None:
-    """Raise `InvalidArgument` where the optimizer's own parameter shows that something of the state is not for it.
+    """Raise `InvalidArgumentError` where the optimizer's own parameter shows that something of the state is not for it.
 
     That can be seen where the file holds the parameters, too: a square matrix that lies transposed, and a compensation, which
     would be put beside a parameter that it was not kept for.
@@ -100,12 +100,12 @@ def check_own(
         return
     first = (0,) if layered else ()
     if square and holds(entry.parameter.transpose(*first, *reversed(range(len(first), len(entry.shape))))):
-        raise InvalidArgument(
+        raise InvalidArgumentError(
             f"parameter {name!r} lies transposed in the state: its values are the model's so, and not as they are. Say it with "
             "names=: Transposed(NAME)."
         )
     if compared:
-        raise InvalidArgument(
+        raise InvalidArgumentError(
             f"parameter {name!r} is not that of the state, whose compensation holds the lost digits of just those values; "
             "import with parameters=True, or load the model's checkpoint of the same moment first."
         )
@@ -120,19 +120,19 @@ def _check_names(found: Collection[str], expected: Collection[str]) -> None:
         if names:
             faults.append(f"{fault} {listed(sorted(names))}")
     if faults:
-        raise InvalidArgument(
+        raise InvalidArgumentError(
             f"the state {'; it '.join(faults)}; give names= to say how the parameters are called in the file."
         )
 
 
 def _matched(name: str, entry: ParameterState, expected: Expected, arguments: tuple[str, str]) -> ParameterState:
     if entry.shape != expected.shape:
-        raise InvalidArgument(
+        raise InvalidArgumentError(
             f"parameter {name!r} has shape {entry.shape} in the state and {expected.shape} in the model; if it is transposed, "
             "or stacked, say so with names=."
         )
     if entry.dtype != expected.dtype:
-        raise InvalidArgument(
+        raise InvalidArgumentError(
             f"parameter {name!r} is {entry.dtype} in the state and {expected.dtype} in the model; make the model {entry.dtype}."
         )
     return dataclasses.replace(
@@ -149,7 +149,7 @@ def _widened(name: str, field: str, moment: np.ndarray, dtype: str | None, argum
     if dtype is None or dtype == there:
         return moment
     if dtype not in WIDER[there]:
-        raise InvalidArgument(
+        raise InvalidArgumentError(
             f"{field} of {name!r} is {there} in the state, and the optimizer keeps it in {dtype}, which would round it; "
             f"construct the optimizer with {argument}={there}."
         )
@@ -160,7 +160,7 @@ def _compensation(name: str, entry: ParameterState, compensated: str) -> np.ndar
     if entry.compensated == compensated:
         return entry.compensation
     if entry.compensated != "none":
-        raise InvalidArgument(
+        raise InvalidArgumentError(
             f"parameter {name!r} is compensated by {entry.compensated!r} in the state and by {compensated!r} in the optimizer; "
             f"construct that with compensation={entry.compensated!r} where it takes it, or drop the lost digits for good with: "
             "penstock convert --drop-compensation."

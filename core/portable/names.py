@@ -22,7 +22,7 @@ from typing import Any
 
 import numpy as np
 
-from ..errors import InvalidArgument
+from ..errors import InvalidArgumentError
 from .state import listed
 
 LAYER = "{layer}"
@@ -43,12 +43,12 @@ class Transposed:
 
     def __post_init__(self) -> None:
         if not isinstance(self.name, str):
-            raise InvalidArgument(f"Transposed({self.name!r}) must have a name, a str.")
+            raise InvalidArgumentError(f"Transposed({self.name!r}) must have a name, a str.")
         if self.axes is None:
             return
         axes = tuple(self.axes) if isinstance(self.axes, tuple | list) else None
         if axes is None or not all(type(axis) is int for axis in axes) or sorted(axes) != list(range(len(axes))):
-            raise InvalidArgument(f"axes={self.axes!r} of {self.name!r} must be a permutation of 0, 1, ..., a tuple.")
+            raise InvalidArgumentError(f"axes={self.axes!r} of {self.name!r} must be a permutation of 0, 1, ..., a tuple.")
         object.__setattr__(self, "axes", axes)
 
     def backwards(self, name: str) -> Transposed:
@@ -70,13 +70,13 @@ def table_of(names: Names, own: Iterable[str]) -> dict[str, Target]:
         own: this side's names.
 
     Raises:
-        InvalidArgument: a name of the table that no parameter has, one that two lines give, or two that become one.
+        InvalidArgumentError: a name of the table that no parameter has, one that two lines give, or two that become one.
     """
     own = list(own)
     if names is None:
         return {}
     if not callable(names) and not isinstance(names, Mapping):
-        raise InvalidArgument(f"names={names!r} must be a mapping of names to names, or a function of a name.")
+        raise InvalidArgumentError(f"names={names!r} must be a mapping of names to names, or a function of a name.")
     if callable(names):
         table = {name: _target(name, names(name)) for name in own}
         matched = {name: name for name in own}
@@ -89,10 +89,10 @@ def table_of(names: Names, own: Iterable[str]) -> dict[str, Target]:
                 close = difflib.get_close_matches(key, own, 1)
                 there = f"; there are {listed(own, 3)}." if own else "; there are none."
                 instead = f"; did you mean {close[0]!r}?" if close else there
-                raise InvalidArgument(f"names has {key!r}, and no parameter is called so{instead}")
+                raise InvalidArgumentError(f"names has {key!r}, and no parameter is called so{instead}")
             for name in found.values():
                 if name in matched:
-                    raise InvalidArgument(f"names says twice what {name!r} becomes, under {matched[name]!r} and {key!r}.")
+                    raise InvalidArgumentError(f"names says twice what {name!r} becomes, under {matched[name]!r} and {key!r}.")
                 matched[name] = key
             if LAYER in key and LAYER in name_of(target):
                 table |= {name: _renamed(target, name_of(target).replace(LAYER, str(n))) for n, name in found.items()}
@@ -107,7 +107,7 @@ def inverted(table: Table) -> dict[str, Target]:
     """The table that leads back: from the file's names to this side's.
 
     Raises:
-        InvalidArgument: two names become one, so that nothing leads back.
+        InvalidArgumentError: two names become one, so that nothing leads back.
     """
     refuse_equal(map(name_of, table.values()))
     return {
@@ -122,22 +122,22 @@ def parse_table(text: str) -> dict[str, Target]:
         text: of the JSON; "transposed" is true (all axes reversed), false (it lies as it is), or a list of axes.
 
     Raises:
-        InvalidArgument: it is no such table.
+        InvalidArgumentError: it is no such table.
     """
 
     def once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         if twice := [name for name, count in Counter(name for name, _ in pairs).items() if count > 1]:
-            raise InvalidArgument(f"the table has {listed(twice)} twice; an entry must be there once.")
+            raise InvalidArgumentError(f"the table has {listed(twice)} twice; an entry must be there once.")
         return dict(pairs)
 
     try:
         content = json.loads(text, object_pairs_hook=once)
-    except InvalidArgument:
+    except InvalidArgumentError:
         raise
     except (ValueError, RecursionError) as error:
-        raise InvalidArgument(f"the table is no JSON: {error}.") from error
+        raise InvalidArgumentError(f"the table is no JSON: {error}.") from error
     if not isinstance(content, dict):
-        raise InvalidArgument("the table must be a JSON object, of names to names.")
+        raise InvalidArgumentError("the table must be a JSON object, of names to names.")
     return {key: _parsed(key, value) for key, value in content.items()}
 
 
@@ -151,7 +151,7 @@ def _parsed(key: str, value: Any) -> Target:
             return Transposed(name, tuple(axes))
         case {"name": str(name), **rest} if not rest:
             return name
-    raise InvalidArgument(
+    raise InvalidArgumentError(
         f'the table gives {json.dumps(value)} for {key!r}; it must be a name, or {{"name": "...", "transposed": true}}, where '
         "a list of axes may stand for true."
     )
@@ -163,21 +163,21 @@ def name_of(target: Target) -> str:
 
 
 def refuse_equal(names: Iterable[str]) -> None:
-    """Raise `InvalidArgument` if a name is there twice."""
+    """Raise `InvalidArgumentError` if a name is there twice."""
     twice = [name for name, count in Counter(names).items() if count > 1]
     if twice:
-        raise InvalidArgument(f"names makes one of several parameters: {listed(twice)}; give them different ones.")
+        raise InvalidArgumentError(f"names makes one of several parameters: {listed(twice)}; give them different ones.")
 
 
 def _target(key: str, target: Any) -> Target:
     """`target`, if it can be one."""
     if not isinstance(key, str):
-        raise InvalidArgument(f"names has {key!r}, which is no name; it must be a str.")
+        raise InvalidArgumentError(f"names has {key!r}, which is no name; it must be a str.")
     if not isinstance(target, (str, Transposed)):
-        raise InvalidArgument(f"names gives {target!r} for {key!r}; it must be a name, or Transposed(name).")
+        raise InvalidArgumentError(f"names gives {target!r} for {key!r}; it must be a name, or Transposed(name).")
     for name in (key, name_of(target)):
         if name.count(LAYER) > 1:
-            raise InvalidArgument(f"names has {name!r}; a name can have {LAYER} once.")
+            raise InvalidArgumentError(f"names has {name!r}; a name can have {LAYER} once.")
     return target
 
 

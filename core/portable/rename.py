@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from ..errors import InvalidArgument
+from ..errors import InvalidArgumentError
 from .names import LAYER, Names, Table, Target, Transposed, inverted, layers_of, name_of, refuse_equal, table_of
 from .state import ARRAYS, ParameterState, PortableGroup, PortableState, listed
 
@@ -28,8 +28,8 @@ def rename(state: PortableState, names: Names) -> PortableState:
         names: as users give them.
 
     Raises:
-        InvalidArgument: as `table_of`; layers that cannot be stacked, or a parameter that has no layers or not these axes; a
-            square matrix of which it has to be declared how it lies.
+        InvalidArgumentError: as `table_of`; layers that cannot be stacked, or a parameter that has no layers or not these
+            axes; a square matrix of which it has to be declared how it lies.
     """
     table = table_of(names, state.parameters)
     if not table:
@@ -68,12 +68,12 @@ def rename_back(state: PortableState, table: Table) -> PortableState:
         table: of this side's names, as `table_of` makes it.
 
     Raises:
-        InvalidArgument: as `rename`; the state lacks what the table leads to.
+        InvalidArgumentError: as `rename`; the state lacks what the table leads to.
     """
     back = inverted(table)
     lacking = [name for name in back if not (layers_of(name, state.parameters) if LAYER in name else name in state.parameters)]
     if lacking:
-        raise InvalidArgument(
+        raise InvalidArgumentError(
             f"the state lacks {listed(lacking, 3)} (here {listed([name_of(back[name]) for name in lacking], 3)}); it has "
             f"{listed(list(state.parameters), 3)}; give names= to say how the parameters are called in the file."
         )
@@ -86,10 +86,10 @@ def is_square(shape: tuple[int, ...]) -> bool:
 
 
 def _check_stackable(key: str, layers: Mapping[int, str], state: PortableState) -> None:
-    """Raise `InvalidArgument` unless these can be one parameter."""
+    """Raise `InvalidArgumentError` unless these can be one parameter."""
     if list(layers) != list(range(len(layers))):
         missing = next(n for n in range(len(layers)) if n not in layers)
-        raise InvalidArgument(f"{key!r} cannot be stacked: there is a layer {max(layers)}, but no layer {missing}.")
+        raise InvalidArgumentError(f"{key!r} cannot be stacked: there is a layer {max(layers)}, but no layer {missing}.")
     first = layers[0]
     group = {name: number for number, one in enumerate(state.groups) for name in one.parameters}
 
@@ -109,7 +109,7 @@ def _check_stackable(key: str, layers: Mapping[int, str], state: PortableState) 
     for name in layers.values():
         for what, value in kind(name).items():
             if value != expected[what]:
-                raise InvalidArgument(
+                raise InvalidArgumentError(
                     f"{key!r} cannot be stacked: {what} of {name!r} is {value}, of {first!r} {expected[what]}; "
                     "keep the layers apart, each under a name of its own."
                 )
@@ -128,7 +128,9 @@ def _stack(parts: list[ParameterState]) -> ParameterState:
 
 def _unstack(name: str, parameter: ParameterState) -> list[ParameterState]:
     if not parameter.shape or not parameter.shape[0]:
-        raise InvalidArgument(f"{name!r} has shape {parameter.shape}: no layers along a leading axis, as its new name says.")
+        raise InvalidArgumentError(
+            f"{name!r} has shape {parameter.shape}: no layers along a leading axis, as its new name says."
+        )
     return [_map(parameter, itemgetter(n)) for n in range(parameter.shape[0])]
 
 
@@ -150,7 +152,7 @@ def _transposed(parameter: ParameterState, target: Target, name: str, pairs: Map
     if not isinstance(target, Transposed):
         why = pairs.get(_last_parts(name, target))
         if why and is_square(parameter.shape):
-            raise InvalidArgument(
+            raise InvalidArgumentError(
                 f"{name!r} becomes {name_of(target)!r}, which would lie transposed {why}, and the shape {parameter.shape} does "
                 "not tell. Say it with names=: Transposed(NAME), or Transposed(NAME, ()) if it lies as it is; in JSON "
                 '"transposed": true, or false.'
@@ -159,5 +161,7 @@ def _transposed(parameter: ParameterState, target: Target, name: str, pairs: Map
     if target.axes == ():
         return parameter
     if target.axes is not None and len(target.axes) != len(parameter.shape):
-        raise InvalidArgument(f"axes={target.axes} cannot be those of {name!r}, of shape {parameter.shape} (without layers).")
+        raise InvalidArgumentError(
+            f"axes={target.axes} cannot be those of {name!r}, of shape {parameter.shape} (without layers)."
+        )
     return _map(parameter, lambda array: array.transpose(target.axes))

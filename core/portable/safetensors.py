@@ -22,7 +22,7 @@ import numpy as np
 
 from ..array_ops import numpy_dtype
 from ..atomic_write import replacing
-from ..errors import InvalidArgument, Refused
+from ..errors import InvalidArgumentError, RefusedError
 from .state import listed
 
 VERSION = 1
@@ -41,9 +41,9 @@ def shown(value: Any) -> str:
 
 
 def check_path(path: Any) -> None:
-    """Raise `InvalidArgument` for what is no path, such as the number of an open file."""
+    """Raise `InvalidArgumentError` for what is no path, such as the number of an open file."""
     if not isinstance(path, str | os.PathLike) or not isinstance(os.fspath(path), str):
-        raise InvalidArgument(f"path={shown(path)} is no path of a file; give a str, or a pathlib.Path.")
+        raise InvalidArgumentError(f"path={shown(path)} is no path of a file; give a str, or a pathlib.Path.")
 
 
 def write(path: Path, arrays: Mapping[str, np.ndarray], document: Mapping[str, Any]) -> None:
@@ -55,8 +55,8 @@ def write(path: Path, arrays: Mapping[str, np.ndarray], document: Mapping[str, A
         document: what JSON can say; "version" and "digests" are added to it.
 
     Raises:
-        InvalidArgument: a name that is no Unicode text; what is no path.
-        Refused: the file could not be written, or not be read again. What was there is as it was.
+        InvalidArgumentError: a name that is no Unicode text; what is no path.
+        RefusedError: the file could not be written, or not be read again. What was there is as it was.
     """
     from safetensors import SafetensorError
 
@@ -67,18 +67,18 @@ def write(path: Path, arrays: Mapping[str, np.ndarray], document: Mapping[str, A
         text = _signed({**document, "version": VERSION, "digests": digests})
     except UnicodeEncodeError:
         odd = [name for name in arrays if name.encode(errors="replace").decode() != name]
-        raise InvalidArgument(f"{listed(odd)} cannot be written: a name must be Unicode text.") from None
+        raise InvalidArgumentError(f"{listed(odd)} cannot be written: a name must be Unicode text.") from None
     try:
         target = pathlib.Path(path).resolve()
         if target.exists() and not target.is_file():
-            raise Refused(f"{os.fspath(path)!r} could not be written: it is there, and not a regular file.")
+            raise RefusedError(f"{os.fspath(path)!r} could not be written: it is there, and not a regular file.")
         _replace(target, ordered, text)
-    except Refused:
+    except RefusedError:
         raise
     # ValueError: a null byte in the path; RuntimeError: a loop of links.
     except (OSError, ValueError, RuntimeError, SafetensorError) as error:
         reason = getattr(error, "strerror", None) or str(error)
-        raise Refused(f"{os.fspath(path)!r} could not be written: {reason}; what was there is as it was.") from error
+        raise RefusedError(f"{os.fspath(path)!r} could not be written: {reason}; what was there is as it was.") from error
 
 
 def _replace(target: pathlib.Path, arrays: Mapping[str, np.ndarray], text: str) -> None:
@@ -127,7 +127,7 @@ class Reader:
         path: of the file.
 
     Raises:
-        InvalidArgument: it cannot be read, or is not whole and undamaged; the text says how.
+        InvalidArgumentError: it cannot be read, or is not whole and undamaged; the text says how.
     """
 
     document: dict[str, Any]
@@ -147,7 +147,7 @@ class Reader:
                 self.size = os.fstat(file.fileno()).st_size
             self._file = safe_open(path, framework="np")
         except (OSError, ValueError) as error:
-            raise InvalidArgument(f"{self.name} cannot be read: {getattr(error, 'strerror', None) or error}.") from error
+            raise InvalidArgumentError(f"{self.name} cannot be read: {getattr(error, 'strerror', None) or error}.") from error
         except SafetensorError as error:
             self.refuse(f"the safetensors library says {shown(str(error))}")
         self._read_document()
@@ -161,8 +161,8 @@ class Reader:
         self._file.__exit__(kind, error, traceback)
 
     def refuse(self, reason: str) -> NoReturn:
-        """Raise `InvalidArgument`: the file is not what it should be."""
-        raise InvalidArgument(f"{self.name} is no portable state that can be read: {reason}.")
+        """Raise `InvalidArgumentError`: the file is not what it should be."""
+        raise InvalidArgumentError(f"{self.name} is no portable state that can be read: {reason}.")
 
     def read(self, name: str) -> np.ndarray:
         """One array, compared with its digest."""

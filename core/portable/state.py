@@ -23,7 +23,7 @@ import numpy as np
 
 from ..compensation import compensation_dtype, resolve
 from ..dtypes import PARAMETER_DTYPES, check_parameter_dtype
-from ..errors import InvalidArgument
+from ..errors import InvalidArgumentError
 from ..rules import RULES
 
 ARRAYS = ("exp_avg", "exp_avg_sq", "compensation", "parameter")
@@ -53,19 +53,19 @@ class Layout:
     arrays: Mapping[str, tuple[str, tuple[int, ...]]]
 
     def check(self, name: str) -> None:
-        """Raise `InvalidArgument` or `UnsupportedTensor` unless they can be those of a parameter called `name`."""
+        """Raise `InvalidArgumentError` or `UnsupportedTensorError` unless they can be those of a parameter called `name`."""
         check_parameter_dtype(self.dtype, f"parameter {name!r}")
         if self.compensated == "auto" or resolve(self.compensated, self.dtype) != self.compensated:
-            raise InvalidArgument(f"the compensation of parameter {name!r}, {self.dtype}, cannot be {self.compensated!r}.")
+            raise InvalidArgumentError(f"the compensation of parameter {name!r}, {self.dtype}, cannot be {self.compensated!r}.")
         compensation = compensation_dtype(self.compensated, self.dtype)
         if ("compensation" in self.arrays) != (compensation is not None):
             there = "has one" if "compensation" in self.arrays else "has none"
-            raise InvalidArgument(
+            raise InvalidArgumentError(
                 f"the compensation of parameter {name!r} is {self.compensated!r}, but as an array it {there}."
             )
         for moment in ("exp_avg", "exp_avg_sq"):
             if moment not in self.arrays:
-                raise InvalidArgument(f"parameter {name!r} has no {moment}.")
+                raise InvalidArgumentError(f"parameter {name!r} has no {moment}.")
         possible = {
             "exp_avg": PARAMETER_DTYPES,
             "exp_avg_sq": PARAMETER_DTYPES,
@@ -74,10 +74,10 @@ class Layout:
         }
         for field, (dtype, shape) in self.arrays.items():
             if shape != self.shape:
-                raise InvalidArgument(f"{field} of {name!r} has shape {shape}, the parameter has {self.shape}.")
+                raise InvalidArgumentError(f"{field} of {name!r} has shape {shape}, the parameter has {self.shape}.")
             if dtype not in possible[field]:
                 allowed = " or ".join(str(one) for one in possible[field])
-                raise InvalidArgument(f"{field} of {name!r} has dtype {dtype}; it must be {allowed}.")
+                raise InvalidArgumentError(f"{field} of {name!r} has dtype {dtype}; it must be {allowed}.")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -110,16 +110,16 @@ class ParameterState:
         return {name: array for name, array in found.items() if array is not None}
 
     def check(self, name: str) -> None:
-        """Raise `InvalidArgument` unless shapes, dtypes and numbers can be those of a parameter called `name`."""
+        """Raise `InvalidArgumentError` unless shapes, dtypes and numbers can be those of a parameter called `name`."""
         layouts = {field: (array.dtype.name, array.shape) for field, array in self.arrays().items()}
         Layout(self.dtype, self.shape, self.compensated, layouts).check(name)
         if not isinstance(self.step, int) or not 0 <= self.step < 2**63:
-            raise InvalidArgument(f"step of parameter {name!r} is {self.step}; it must be an int, 0 or more.")
+            raise InvalidArgumentError(f"step of parameter {name!r} is {self.step}; it must be an int, 0 or more.")
         for field, array in self.arrays().items():
             if array.dtype.kind != "i" and not np.isfinite(array).all():
-                raise InvalidArgument(f"{field} of {name!r} holds an infinity or a NaN: no run can go on from there.")
+                raise InvalidArgumentError(f"{field} of {name!r} holds an infinity or a NaN: no run can go on from there.")
         if (np.asarray(self.exp_avg_sq) < 0).any():
-            raise InvalidArgument(f"exp_avg_sq of {name!r} holds a negative number; a mean of squares has none.")
+            raise InvalidArgumentError(f"exp_avg_sq of {name!r} holds a negative number; a mean of squares has none.")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -137,25 +137,27 @@ class PortableGroup:
     parameters: tuple[str, ...]
 
     def check(self, number: int) -> None:
-        """Raise `InvalidArgument` for a hyperparameter that is no finite number."""
+        """Raise `InvalidArgumentError` for a hyperparameter that is no finite number."""
         for name, value in self.hyperparameters.items():
             if value is not None and not isinstance(value, (bool, int, float)):
-                raise InvalidArgument(f"{name!r} of group {number} is {value!r}; it must be a number.")
+                raise InvalidArgumentError(f"{name!r} of group {number} is {value!r}; it must be a number.")
             if value is not None and not abs(value) <= sys.float_info.max:  # NaN is not <= anything
-                raise InvalidArgument(f"{name!r} of group {number} is not finite; it must be a number that a float can hold.")
+                raise InvalidArgumentError(
+                    f"{name!r} of group {number} is not finite; it must be a number that a float can hold."
+                )
 
 
 def check_groups(rule: str, groups: Sequence[PortableGroup], names: Iterable[str]) -> None:
-    """Raise `InvalidArgument` unless the rule is known and every one of the parameters is in one group."""
+    """Raise `InvalidArgumentError` unless the rule is known and every one of the parameters is in one group."""
     if rule not in RULES:
-        raise InvalidArgument(f"rule={rule!r} is not known; it must be one of {', '.join(RULES)}.")
+        raise InvalidArgumentError(f"rule={rule!r} is not known; it must be one of {', '.join(RULES)}.")
     for number, group in enumerate(groups):
         group.check(number)
     grouped = Counter(name for group in groups for name in group.parameters)
     there = set(names)
     odd = sorted(name for name in {*grouped, *there} if grouped[name] != (name in there))
     if odd:
-        raise InvalidArgument(f"every parameter must be in one group; this is not so for {listed(odd)}.")
+        raise InvalidArgumentError(f"every parameter must be in one group; this is not so for {listed(odd)}.")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -168,7 +170,7 @@ class PortableState:
         parameters: by name.
 
     Raises:
-        InvalidArgument, UnsupportedTensor: it cannot be the state of such an optimizer; the text names the parameter.
+        InvalidArgumentError, UnsupportedTensorError: it cannot be the state of such an optimizer; the text names the parameter.
     """
 
     rule: str

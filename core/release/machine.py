@@ -21,7 +21,7 @@ from __future__ import annotations
 import dataclasses
 import enum
 
-from ..errors import Refused
+from ..errors import RefusedError
 
 
 class Policy(enum.Enum):
@@ -116,7 +116,7 @@ def decide(policy: Policy, status: Status, event: Event, *, strict: bool = True)
             step() and zero_grad() close nothing.
 
     Raises:
-        Refused: the event makes an exact result impossible; nothing was changed.
+        RefusedError: the event makes an exact result impossible; nothing was changed.
         ValueError: a tensor is queued, and something else than `ZeroGrad` comes: the frontend is at fault.
     """
     if isinstance(event, ZeroGrad):
@@ -132,7 +132,7 @@ def decide(policy: Policy, status: Status, event: Event, *, strict: bool = True)
 
 def _gradient_ready(policy: Policy, status: Status, event: GradientReady, strict: bool) -> Decision:
     if status is Status.RELEASED and strict:
-        raise Refused(
+        raise RefusedError(
             "it was already updated in this step, and another gradient arrived before optimizer.step(). "
             "Call optimizer.step() after each backward; or declare the micro-batches with accumulation='hold' or 'state'; "
             "or wrap a backward that is not meant to update it in release.paused()."
@@ -161,7 +161,7 @@ def _step(status: Status, event: Step, strict: bool) -> Decision:
             return Decision(Action.NOTHING, status)
         return Decision(Action.UPDATE_LAST if event.waiting and event.finite else Action.APPLY, Status.IDLE)
     if status is Status.RELEASED and event.waiting:
-        raise Refused(
+        raise RefusedError(
             "a gradient is in `.grad`, set by hand, left by release.paused(), or put there by a DistributedDataParallel that "
             "release_gradients was not given, after it was already updated in this step. "
             "Call optimizer.step() before such a gradient comes; optimizer.zero_grad() discards it."
@@ -174,7 +174,7 @@ def _zero_grad(status: Status, strict: bool) -> Decision:
         return Decision(Action.DISCARD, Status.IDLE)
     if status is Status.ACCUMULATED:
         if strict:
-            raise Refused(
+            raise RefusedError(
                 "micro-batches of it are in the optimizer's moments and cannot be discarded. Call optimizer.step() before "
                 "optimizer.zero_grad()."
             )

@@ -8,24 +8,24 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ...core.errors import InvalidArgument
+from ...core.errors import InvalidArgumentError
 from ..buffers import check_alive, is_concrete
 from ..state import PyTree
 
 
 def check_readable(tree: PyTree) -> None:
-    """Raise `InvalidArgument` unless all arrays of a state are in memory, and can be made again."""
+    """Raise `InvalidArgumentError` unless all arrays of a state are in memory, and can be made again."""
     for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
         name = f"state{jax.tree_util.keystr(path)}"
         numpys = isinstance(leaf, np.ndarray | np.generic)
         if not numpys and not is_concrete(leaf):
-            raise InvalidArgument(
+            raise InvalidArgumentError(
                 f"{name} is {type(leaf).__name__}, not an array in memory; give what init_train_state made, and do not call "
                 "this inside of jax.jit."
             )
         check_alive(leaf, name)
         if leaf.dtype.name == "float64" and jnp.result_type(float) != leaf.dtype:
-            raise InvalidArgument(f"{name} is {leaf.dtype}; set jax_enable_x64, as where it was made.")
+            raise InvalidArgumentError(f"{name} is {leaf.dtype}; set jax_enable_x64, as where it was made.")
 
 
 def to_host(leaf: Any) -> np.ndarray:

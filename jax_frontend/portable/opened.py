@@ -11,7 +11,7 @@ import jax
 import optax
 
 from ...core.dtypes import StateDtypes
-from ...core.errors import InvalidArgument, Refused
+from ...core.errors import InvalidArgumentError, RefusedError
 from ...core.portable.match import Expected
 from ...core.portable.names import Names, Target, table_of
 from ...core.portable.state import PortableGroup
@@ -48,11 +48,11 @@ class Slot:
         """The number of its updates.
 
         Raises:
-            Refused: the layers have had different ones.
+            RefusedError: the layers have had different ones.
         """
         steps = set(to_host(self.count).reshape(-1).tolist())
         if len(steps) > 1:
-            raise Refused(
+            raise RefusedError(
                 f"the layers of a stack have had different numbers of updates, {min(steps)} to {max(steps)}: a wrapper such as "
                 "optax.apply_if_finite has dropped those of some. A file has one number for all layers of a parameter."
             )
@@ -102,7 +102,7 @@ class Opened:
             parts.append((part, roles))
         slots = {name: slot for part, roles in parts for name, slot in _slots(part, roles).items()}
         if not slots:
-            raise InvalidArgument(
+            raise InvalidArgumentError(
                 "the optimizer state holds no moments of Adam's; there is nothing of it that a file could hold."
             )
         _check_counts(parts, slots)
@@ -117,10 +117,10 @@ class Opened:
             rules.add(rule_of(tx, own))
             settings |= {name: {"beta1": found[0], "beta2": found[1]} for name in biased}
         elif betas is not None:
-            raise InvalidArgument("betas is for optax.adam and optax.adamw; this transform knows its own. Leave it out.")
+            raise InvalidArgumentError("betas is for optax.adam and optax.adamw; this transform knows its own. Leave it out.")
         if len(rules) > 1:
             listed = " and ".join(sorted(rule.name for rule in rules))
-            raise Refused(f"the transform updates some parameters by {listed}: a file has one rule for all of them.")
+            raise RefusedError(f"the transform updates some parameters by {listed}: a file has one rule for all of them.")
         return cls(parts, slots, rules.pop(), found, settings)
 
     def table(self, names: Names) -> dict[str, Target]:
@@ -145,7 +145,7 @@ class Opened:
 
 def _answer(answers: dict[str, Answer], name: str) -> Answer:
     if name not in answers:
-        raise Refused(
+        raise RefusedError(
             f"it cannot be seen which rule updates {name!r}: something around penstock's transform does not hand its extra "
             "arguments on. Make a wrapper of your own an optax.GradientTransformationExtraArgs; give optax.MultiSteps as it is."
         )
@@ -161,11 +161,11 @@ def _slots(part: Part, roles: PyTree) -> dict[str, Slot]:
         if role.kind in (Kind.EXP_AVG, Kind.EXP_AVG_SQ, Kind.COMPENSATION):
             (name,) = role.names
             if role.kind in arrays[name]:
-                raise Refused(f"two transforms keep {role.kind.value} of {name!r}; a file has a place for one.")
+                raise RefusedError(f"two transforms keep {role.kind.value} of {name!r}; a file has a place for one.")
             arrays[name][role.kind] = leaf
             biased |= {name} if role.biased else set()
         elif role.kind is Kind.ZERO and to_host(leaf).any():
-            raise Refused(
+            raise RefusedError(
                 f"{role.where} of the optimizer state is {to_host(leaf)}: gradients are being accumulated, and no portable "
                 "state holds those. Take the last of the micro-steps first, or start from a fresh state."
             )
@@ -175,32 +175,32 @@ def _slots(part: Part, roles: PyTree) -> dict[str, Slot]:
     for name, found in list(arrays.items()):
         if Kind.EXP_AVG not in found:  # compensated, and updated by something without moments
             if to_host(found[Kind.COMPENSATION]).any():
-                raise Refused(f"{name!r} is compensated, but no Adam updates it; a file would lose its compensation.")
+                raise RefusedError(f"{name!r} is compensated, but no Adam updates it; a file would lose its compensation.")
             del arrays[name]
     return {name: Slot(params[name], found, name in biased, counts[name], part.layered) for name, found in arrays.items()}
 
 
 def _check_arrays(tx: optax.GradientTransformation, part: Part, roles: PyTree) -> None:
-    """Raise `InvalidArgument` where the transform keeps an array of another shape, or penstock's of another dtype: the state
-    is of other parameters, or another one's."""
+    """Raise `InvalidArgumentError` where the transform keeps an array of another shape, or penstock's of another dtype: the
+    state is of other parameters, or another one's."""
     made = jax.tree.leaves(jax.eval_shape(as_transformation(tx).init, part.kinds))
     layers = jax.tree.leaves(part.params)[0].shape[:1] if part.layered else ()
     for (role, leaf), own in zip(zipped(part, roles), made, strict=True):
         if leaf.shape != (*layers, *own.shape):
             of = f" of {role.names[0]!r}" if role.names else ""
-            raise InvalidArgument(
+            raise InvalidArgumentError(
                 f"{role.where}{of} has shape {leaf.shape} in the optimizer state, and these parameters need "
                 f"{(*layers, *own.shape)}; give the state that belongs to them."
             )
         if role.kind in (Kind.EXP_AVG, Kind.EXP_AVG_SQ, Kind.COMPENSATION) and not role.biased and leaf.dtype != own.dtype:
-            raise InvalidArgument(
+            raise InvalidArgumentError(
                 f"{role.where} of {role.names[0]!r} is {leaf.dtype} in the optimizer state, and the transform keeps it in "
                 f"{own.dtype}; give the transform that made the state (mu_dtype, nu_dtype, compensation)."
             )
 
 
 def _check_counts(parts: list[tuple[Part, PyTree]], slots: dict[str, Slot]) -> None:
-    """Raise `Refused` where a schedule has counted otherwise than the parameters' steps will say."""
+    """Raise `RefusedError` where a schedule has counted otherwise than the parameters' steps will say."""
     for part, roles in parts:
         for role, leaf in zipped(part, roles):
             if role.kind is not Kind.COUNT:
@@ -208,7 +208,7 @@ def _check_counts(parts: list[tuple[Part, PyTree]], slots: dict[str, Slot]) -> N
             counted = set(to_host(leaf).reshape(-1).tolist())
             for name in role.names:
                 if counted != {slots[name].step}:
-                    raise Refused(
+                    raise RefusedError(
                         f"{role.where} of the optimizer state is {sorted(counted)[0]}, but {name!r} has had {slots[name].step} "
                         "updates; a file has the second number only. Set them to one number, or keep a checkpoint of JAX."
                     )

@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from ...core.errors import InvalidArgument, Refused
+from ...core.errors import InvalidArgumentError, RefusedError
 from ...core.hyperparameters import RANGES, check_number
 from ...core.rules import ADAM, ADAMW, Rule
 from ..dependencies import flow
@@ -50,16 +50,16 @@ def check_adam(tx: optax.GradientTransformation, parts: Sequence[Part], betas: A
         betas: (b1, b2).
 
     Raises:
-        InvalidArgument: they were not given, are no betas, or are not those of the transform.
-        Refused: the transform is no Adam.
+        InvalidArgumentError: they were not given, are no betas, or are not those of the transform.
+        RefusedError: the transform is no Adam.
     """
     if betas is None:
-        raise InvalidArgument(
+        raise InvalidArgumentError(
             "betas=None is not possible for the moments of optax.adam or optax.adamw, which are debiased at each use: give "
             "betas=(b1, b2) as the transform has them. Its defaults are (0.9, 0.999)."
         )
     if not isinstance(betas, tuple | list) or len(betas) != 2:
-        raise InvalidArgument(f"betas={betas!r} must be two numbers (b1, b2).")
+        raise InvalidArgumentError(f"betas={betas!r} must be two numbers (b1, b2).")
     for name, beta in zip(("beta1", "beta2"), betas, strict=True):
         check_number(f"{name} of betas", beta, RANGES[name])
     found = float(betas[0]), float(betas[1])
@@ -80,7 +80,7 @@ def _check_decays(probe: Probe, betas: tuple[float, float]) -> None:
         for kind, beta, new in zip(before, betas, after[:2], strict=True):
             ratio = new / before[kind][name]
             if not abs(ratio - beta) <= 2.0 * float(jnp.finfo(probe.dtypes[name, kind]).eps):
-                raise InvalidArgument(
+                raise InvalidArgumentError(
                     f"betas={betas} are not those of this transform, which decays {kind.value} of {name!r} by {ratio:.6g}, and "
                     f"not by {beta:g}; give what optax.adam or optax.adamw was called with. Transforms with other moments "
                     "(adamax) have no portable state."
@@ -94,14 +94,14 @@ def _check_means(probe: Probe, betas: tuple[float, float]) -> None:
         units = [float(jnp.finfo(probe.dtypes[name, kind]).eps) for kind in (Kind.EXP_AVG, Kind.EXP_AVG_SQ)]
         rounded = any(unit > (1 - beta) / 8 for unit, beta in zip(units, betas, strict=True))
         if not rounded and not _alike(square, (1 - betas[1]) * (mean / (1 - betas[0])) ** 2, 2.0):
-            raise Refused(
+            raise RefusedError(
                 f"exp_avg and exp_avg_sq of {name!r} are not the means of one gradient and of its square, although the state "
                 "of the transform looks like Adam's; only Adam's moments have a portable state."
             )
 
 
 def _check_increments(probe: Probe, betas: tuple[float, float]) -> None:
-    """Raise `Refused` for what has Adam's moments and makes something else of them."""
+    """Raise `RefusedError` for what has Adam's moments and makes something else of them."""
     small, one, sixteen = (dict.fromkeys(probe.names, value) for value in (2.0**-6, 1.0, 16.0))
     for scheduled in _SCHEDULED:
         plain = probe(small, one, scheduled=scheduled)
@@ -115,7 +115,7 @@ def _check_increments(probe: Probe, betas: tuple[float, float]) -> None:
         # Where a later transform normalises the increment, nothing of it can be told.
         increments = [tried[name].increment for tried in (plain, lower, twice)]
         if _alike(increments[0], increments[1], 1.01) and not _alike(increments[0], increments[2], 1.01):
-            raise Refused(
+            raise RefusedError(
                 f"the first update of {name!r} does not depend on exp_avg_sq, as Adam's does (RAdam's is so): {_DECLARE}."
             )
     if 0.0 in betas:
@@ -125,7 +125,7 @@ def _check_increments(probe: Probe, betas: tuple[float, float]) -> None:
     still = probe(same[0], same[1], scheduled=scheduled)
     for name in probe.names:
         if not _alike(moved[name].increment, still[name].increment, 2.0):
-            raise Refused(
+            raise RefusedError(
                 f"the update of {name!r} depends on the gradient besides the moments, as Adam's does not (Nadam's does: "
                 f"nesterov=True): {_DECLARE}."
             )

@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 import jax
 import numpy as np
 
-from ...core.errors import Refused
+from ...core.errors import RefusedError
 
 Result = TypeVar("Result")
 
@@ -24,7 +24,7 @@ def together(action: Callable[[], Result], *, same: Callable[[Result], Any] = la
         same: what of the result must be equal on all processes.
 
     Raises:
-        Refused: another process failed, or has another result.
+        RefusedError: another process failed, or has another result.
     """
     if jax.process_count() == 1:
         return action()
@@ -36,9 +36,9 @@ def together(action: Callable[[], Result], *, same: Callable[[Result], Any] = la
         raise
     for number, (text, other) in enumerate(_tell_all("", told)):
         if text:
-            raise Refused(f"process {number} failed: {text}")
+            raise RefusedError(f"process {number} failed: {text}")
         if other != told:
-            raise Refused(
+            raise RefusedError(
                 f"process {number} has another state or file than this one, or was called with other arguments; give every "
                 "process the same call, and a file that all of them see."
             )

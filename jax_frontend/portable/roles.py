@@ -14,7 +14,7 @@ from typing import Any, cast
 import jax
 import optax
 
-from ...core.errors import InvalidArgument, Refused
+from ...core.errors import InvalidArgumentError, RefusedError
 from ...core.portable.names import LAYER
 from ..state import AdamState, CompensatedState, PyTree
 from ..train_state import LayeredState, check_train_state
@@ -118,13 +118,15 @@ class Part:
         """The parameters by name.
 
         Raises:
-            InvalidArgument: two have one name.
+            InvalidArgumentError: two have one name.
         """
         found: dict[str, Any] = {}
         for path, leaf in jax.tree_util.tree_leaves_with_path(self.params):
             name = self.name(path)
             if name in found:
-                raise InvalidArgument(f"two parameters are called {name!r}, their paths joined by dots; rename one of them.")
+                raise InvalidArgumentError(
+                    f"two parameters are called {name!r}, their paths joined by dots; rename one of them."
+                )
             found[name] = leaf
         return found
 
@@ -133,14 +135,14 @@ def parts_of(state: Any) -> list[Part]:
     """The parts of a train state.
 
     Raises:
-        InvalidArgument: it is none, or its parameters are not what its optimizer state says.
+        InvalidArgumentError: it is none, or its parameters are not what its optimizer state says.
     """
     check_train_state(state)
     params, opt_state = state.params, state.opt_state
     if not isinstance(opt_state, LayeredState):
         return [Part((), params, opt_state, False)]
     if not looks_stacked(params):
-        raise InvalidArgument('the optimizer state is of {"outer": ..., "layers": ...}, and the parameters are not.')
+        raise InvalidArgumentError('the optimizer state is of {"outer": ..., "layers": ...}, and the parameters are not.')
     parts = [Part(("outer",), params["outer"], opt_state.outer, False)]
     if type(opt_state.layers) is dict:  # several stacks; no transform has a dict as its state
         stacks = opt_state.layers.items()
@@ -157,7 +159,7 @@ def roles_of(part: Part, state: PyTree) -> PyTree:
     """A tree like the state of a part, or one of the same structure, with a `Role` in the place of each array.
 
     Raises:
-        Refused: a state that no portable state can hold.
+        RefusedError: a state that no portable state can hold.
     """
     return _roles(part, state, (), type(state).__name__)
 
@@ -210,7 +212,7 @@ def _roles(part: Part, node: PyTree, scope: tuple[str, ...], where: str) -> PyTr
         )
     if not jax.tree.leaves(node):
         return node
-    raise Refused(
+    raise RefusedError(
         f"a portable state has no place for the {kind.__name__} at {where} of the optimizer state: it holds Adam's moments, "
         "compensations and counts of updates. Keep such a state in a checkpoint of JAX, or take its transform out of the chain."
     )

@@ -12,7 +12,7 @@ import numpy as np
 import optax
 
 from ...core.dtypes import StateDtypes
-from ...core.errors import InvalidArgument
+from ...core.errors import InvalidArgumentError
 from ...core.moments import Moments
 from ...core.portable import file as portable_file
 from ...core.portable.bias import with_bias, without_bias
@@ -64,8 +64,9 @@ def export_state(
         betas: (b1, b2) of optax.adam or optax.adamw, which do not tell theirs; penstock's transforms do.
 
     Raises:
-        Refused: a transform keeps something that the file has no place for; the file cannot be written.
-        InvalidArgument: state is no TrainState of tx, or was donated; betas are wrong or missing; a name that does not fit.
+        RefusedError: a transform keeps something that the file has no place for; the file cannot be written.
+        InvalidArgumentError: state is no TrainState of tx, or was donated; betas are wrong or missing; a name that does not
+            fit.
     """
     opened = _opened(tx, state, betas, parameters)
     entries = {}
@@ -120,9 +121,9 @@ def import_state(
         betas: as for `export_state`.
 
     Raises:
-        Refused: tx keeps something that the file has no place for.
-        InvalidArgument: the file is damaged, or is not of this rule, model, dtypes or compensation; state is no TrainState of
-            tx, or was donated; parameters of one count that had different numbers of updates.
+        RefusedError: tx keeps something that the file has no place for.
+        InvalidArgumentError: the file is damaged, or is not of this rule, model, dtypes or compensation; state is no
+            TrainState of tx, or was donated; parameters of one count that had different numbers of updates.
     """
     opened = _opened(tx, state, betas, parameters)
     # Each process reads the file, and what follows may gather arrays: none goes on alone.
@@ -185,12 +186,12 @@ def _count(role: Role, leaf: Any, steps: dict[str, int]) -> np.ndarray | None:
         return None
     if len(found) > 1:
         odd = next(name for name in role.names if steps[name] != steps[role.names[0]])
-        raise InvalidArgument(
+        raise InvalidArgumentError(
             f"{role.names[0]!r} has had {steps[role.names[0]]} updates and {odd!r} {steps[odd]}, but {role.where} counts those "
             "of both; give each kind a transform of its own with optax.partition."
         )
     if found[0] > jnp.iinfo(leaf.dtype).max:
-        raise InvalidArgument(f"the file counts {found[0]} updates, more than {role.where}, {leaf.dtype}, can hold.")
+        raise InvalidArgumentError(f"the file counts {found[0]} updates, more than {role.where}, {leaf.dtype}, can hold.")
     return np.full(leaf.shape, found[0], leaf.dtype)
 
 

@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from ...core.errors import InvalidArgument
+from ...core.errors import InvalidArgumentError
 from ..state import PyTree
 from .stacked import like
 
@@ -24,7 +24,7 @@ FENCES = ("auto", "conditional", "barrier", "none")
 def resolve_fence(fence: Any) -> str:
     """The fence to use: "auto" is the conditional on a CPU, the barrier elsewhere."""
     if fence not in FENCES:
-        raise InvalidArgument(f"fence={fence!r} is not known; it must be one of {', '.join(FENCES)}.")
+        raise InvalidArgumentError(f"fence={fence!r} is not known; it must be one of {', '.join(FENCES)}.")
     if fence == "auto":
         return "conditional" if jax.default_backend() == "cpu" else "barrier"
     return str(fence)

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import optax
 
 from ...core import update as specification
-from ...core.errors import Refused
+from ...core.errors import RefusedError
 from ..array_ops import jax_ops, widened
 from ..state import AdamState, PyTree
 from ..step import Leaf, RuleTransformation, leaves_of
@@ -35,9 +35,9 @@ class Rest(NamedTuple):
 
 
 def check_in_state(tx: optax.GradientTransformation) -> None:
-    """Raise `Refused` unless tx is one of penstock's own transforms, which know how to accumulate."""
+    """Raise `RefusedError` unless tx is one of penstock's own transforms, which know how to accumulate."""
     if not isinstance(tx, RuleTransformation) or tx.arguments.scales_only:
-        raise Refused(
+        raise RefusedError(
             "accumulation='state' is only possible for stable_adamw, adamw and adam of penstock, neither chained nor wrapped; "
             "leave accumulation out: microbatches alone work with every separable transform, and are exact."
         )

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from ...core.errors import InvalidArgument, UnsupportedTensor
+from ...core.errors import InvalidArgumentError, UnsupportedTensorError
 from ..state import PyTree
 from .stacked import is_floating
 
@@ -53,7 +53,7 @@ class Layers:
         """The inputs of all layers, each leaf with a layer axis.
 
         Raises:
-            InvalidArgument: a leaf has none.
+            InvalidArgumentError: a leaf has none.
         """
         if self.inputs is None:
             return None
@@ -63,7 +63,7 @@ class Layers:
             if not shape and jnp.issubdtype(jnp.asarray(leaf).dtype, jax.dtypes.prng_key):
                 return jax.random.split(leaf, layers)
             if not shape or shape[0] != layers:
-                raise InvalidArgument(
+                raise InvalidArgumentError(
                     f"inputs(batch){jax.tree_util.keystr(path)} has shape {shape}; it must have a leading axis of the "
                     f"{layers} layers, or be a typed PRNG key. What is the same for all layers belongs into context."
                 )
@@ -75,17 +75,17 @@ class Layers:
         """One layer: (x, auxiliary), auxiliary None where there is none.
 
         Raises:
-            InvalidArgument: when traced, if the layer changes the structure, a shape or a dtype of x, or x has leaves that
+            InvalidArgumentError: when traced, if the layer changes the structure, a shape or a dtype of x, or x has leaves that
                 are not floating-point.
         """
         given = [value for asked, value in ((self.context, context), (self.inputs, inputs)) if asked is not None]
         returned, auxiliary = self.layer(layer_params, x, *given), None
         if self.auxiliary:
             if not isinstance(returned, tuple) or len(returned) != 2:
-                raise InvalidArgument("a layer with auxiliary=True must return a tuple (x, auxiliary).")
+                raise InvalidArgumentError("a layer with auxiliary=True must return a tuple (x, auxiliary).")
             returned, auxiliary = returned
             if not all(is_floating(leaf) for leaf in jax.tree.leaves(auxiliary)):
-                raise InvalidArgument("a layer's auxiliary output must be floating-point arrays; cast it with astype.")
+                raise InvalidArgumentError("a layer's auxiliary output must be floating-point arrays; cast it with astype.")
         _check_carry(x, returned)
         return returned, auxiliary
 
@@ -93,20 +93,20 @@ class Layers:
 def _check_carry(before: PyTree, after: PyTree) -> None:
     structures: list[Any] = [jax.tree.structure(tree) for tree in (before, after)]
     if structures[0] != structures[1]:
-        raise InvalidArgument(
+        raise InvalidArgumentError(
             f"the layer makes {structures[1]} of {structures[0]}; all layers of a stack must return "
             "the structure they are given (with auxiliary=True a tuple (x, auxiliary))."
         )
     for (path, old), new in zip(jax.tree_util.tree_leaves_with_path(before), jax.tree.leaves(after), strict=True):
         name = f"x{jax.tree_util.keystr(path)}"
         if not is_floating(old):
-            raise InvalidArgument(
+            raise InvalidArgumentError(
                 f"{name}, which goes through the layers, has dtype {jnp.asarray(old).dtype}; only floating-point arrays can. "
                 "Give the layers others as context or inputs."
             )
         was, now = ((jnp.shape(leaf), jnp.asarray(leaf).dtype) for leaf in (old, new))
         if was != now:
-            raise InvalidArgument(
+            raise InvalidArgumentError(
                 f"the layer makes {now[1]}{list(now[0])} of {name}, which is {was[1]}{list(was[0])}; all layers of a stack "
                 "must return the shapes and dtypes they are given: cast or reshape in embed, enter, or at the layer's end."
             )
@@ -130,7 +130,7 @@ class LayerStack:
             Where layers have auxiliary outputs: (outer, x, batch, auxiliary); with several stacks {name: auxiliary}.
 
     Raises:
-        InvalidArgument: something is not callable, or a mapping without stacks.
+        InvalidArgumentError: something is not callable, or a mapping without stacks.
     """
 
     embed: Callable[..., Any]
@@ -140,12 +140,12 @@ class LayerStack:
     def __post_init__(self) -> None:
         for name in ("embed", "loss"):
             if not callable(getattr(self, name)):
-                raise InvalidArgument(f"{name}={getattr(self, name)!r} is not callable.")
+                raise InvalidArgumentError(f"{name}={getattr(self, name)!r} is not callable.")
         if isinstance(self.layer, Mapping) and not self.layer:
-            raise InvalidArgument("layer={} names no stack; give at least one.")
+            raise InvalidArgumentError("layer={} names no stack; give at least one.")
         for name, stack in self.sections.items():
             if not callable(stack.layer):
-                raise InvalidArgument(f"the layer of {name!r} is {stack.layer!r}, which is not callable.")
+                raise InvalidArgumentError(f"the layer of {name!r} is {stack.layer!r}, which is not callable.")
 
     @property
     def sections(self) -> dict[str, Layers]:
@@ -201,22 +201,24 @@ def check_parameters(stack: LayerStack, params: PyTree) -> None:
     """Raise unless params are those of the stack.
 
     Raises:
-        InvalidArgument: other keys, or leaves without a common layer axis.
-        UnsupportedTensor: a leaf that is no floating-point array.
+        InvalidArgumentError: other keys, or leaves without a common layer axis.
+        UnsupportedTensorError: a leaf that is no floating-point array.
     """
     if not looks_stacked(params):
         found = sorted(map(str, params)) if isinstance(params, dict) else type(params).__name__
-        raise InvalidArgument(f'params must be a dict {{"outer": ..., "layers": ...}}, but have {found}.')
+        raise InvalidArgumentError(f'params must be a dict {{"outer": ..., "layers": ...}}, but have {found}.')
     if params["outer"] is None:
-        raise InvalidArgument(NO_OUTER)
+        raise InvalidArgumentError(NO_OUTER)
     if isinstance(stack.layer, Mapping):
         layers = params["layers"]
         if not isinstance(layers, dict) or layers.keys() != set(stack.layer):
             found = sorted(map(str, layers)) if isinstance(layers, dict) else type(layers).__name__
-            raise InvalidArgument(f'params["layers"] must be a dict of the stacks {sorted(stack.layer)}, but have {found}.')
+            raise InvalidArgumentError(
+                f'params["layers"] must be a dict of the stacks {sorted(stack.layer)}, but have {found}.'
+            )
     for path, leaf in jax.tree_util.tree_leaves_with_path(params):
         if not is_floating(leaf):
-            raise UnsupportedTensor(
+            raise UnsupportedTensorError(
                 f"params{jax.tree_util.keystr(path)} has dtype {getattr(leaf, 'dtype', type(leaf).__name__)}; parameters must "
                 "be floating-point arrays. Read others in embed, context, inputs or loss."
             )
@@ -225,15 +227,15 @@ def check_parameters(stack: LayerStack, params: PyTree) -> None:
 
 
 def check_layer_axis(layers: PyTree, name: str = "", remedy: str = "") -> None:
-    """Raise `InvalidArgument` unless all leaves have a leading axis of one common length, at least 1."""
+    """Raise `InvalidArgumentError` unless all leaves have a leading axis of one common length, at least 1."""
     root = f"params['layers']{[name] if name else ''}"
     leaves = jax.tree_util.tree_leaves_with_path(layers)
     if not leaves:
-        raise InvalidArgument(f"{root} has no arrays.")
+        raise InvalidArgumentError(f"{root} has no arrays.")
     first_path, first = leaves[0]
     for path, leaf in leaves:
         if not jnp.shape(leaf) or jnp.shape(leaf)[0] != (jnp.shape(first) or (0,))[0] or not jnp.shape(leaf)[0]:
-            raise InvalidArgument(
+            raise InvalidArgumentError(
                 f"{root}{jax.tree_util.keystr(path)} has shape {jnp.shape(leaf)} and {root}"
                 f"{jax.tree_util.keystr(first_path)} {jnp.shape(first)}; all need a common leading layer axis, at least 1. "
                 "Stack the layers with jnp.stack, or make them with jax.vmap; what is not a layer's belongs into "

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import optax
 from jax import lax
 
-from ...core.errors import InvalidArgument, Refused
+from ...core.errors import InvalidArgumentError, RefusedError
 from ..array_ops import widened
 from ..direct import apply_directly, as_transformation
 from ..donation import DonatingFunction
@@ -74,29 +74,29 @@ def make_release_step(
         max_norm, a first walk finds that out.
 
     Raises:
-        InvalidArgument: an argument out of range, or tx no transform; when traced, parameters without a common layer axis, a
-            layer that changes its x, a loss that is not a scalar, a batch that cannot be cut evenly, a state without a layer
-            axis or of another transform; at a step, an array that was deleted, or that is to be donated twice.
-        UnsupportedTensor: when traced, parameters that are not floating-point.
-        Refused: accumulation="state" with max_norm, a loss scale, a (sum, weight) loss or another transform; when traced, a
-            transform that is not separable, or changes the updates of a compensated one.
+        InvalidArgumentError: an argument out of range, or tx no transform; when traced, parameters without a common layer
+            axis, a layer that changes its x, a loss that is not a scalar, a batch that cannot be cut evenly, a state without a
+            layer axis or of another transform; at a step, an array that was deleted, or that is to be donated twice.
+        UnsupportedTensorError: when traced, parameters that are not floating-point.
+        RefusedError: accumulation="state" with max_norm, a loss scale, a (sum, weight) loss or another transform; when traced,
+            a transform that is not separable, or changes the updates of a compensated one.
 
     References:
         Lv et al., Full parameter fine-tuning with limited resources, https://arxiv.org/abs/2306.09782 (release);
         Zhang et al., AdamA, https://arxiv.org/abs/2305.19982.
     """
     if not isinstance(stack, LayerStack):
-        raise InvalidArgument(f"stack={stack!r} is not a LayerStack.")
+        raise InvalidArgumentError(f"stack={stack!r} is not a LayerStack.")
     as_transformation(tx)  # raises
     check_microbatches(microbatches)
     check_max_norm(max_norm)
     if accumulation not in _ACCUMULATIONS:
-        raise InvalidArgument(f"accumulation={accumulation!r} is not known; it must be None (exact) or 'state'.")
+        raise InvalidArgumentError(f"accumulation={accumulation!r} is not known; it must be None (exact) or 'state'.")
     resolve_fence(fence)
     if accumulation == "state":
         in_state.check_in_state(tx)
         if max_norm is not None:
-            raise Refused(
+            raise RefusedError(
                 "accumulation='state' puts a micro-batch into the moments before the norm of the whole gradient is known; "
                 "leave accumulation out (microbatches alone are exact), or use StableAdamW, which needs no clipping."
             )
@@ -116,15 +116,15 @@ def _check_state(stack: LayerStack, tx: optax.GradientTransformation, state: Tra
     check_parameters(stack, state.params)
     again = "make the state with init_train_state(tx, params, stack)."
     if not isinstance(state.opt_state, LayeredState):
-        raise InvalidArgument(f"the optimizer state has no layer axis; {again}")
+        raise InvalidArgumentError(f"the optimizer state has no layer axis; {again}")
     layers, states = state.params["layers"], state.opt_state.layers
     named = stack.named(layers)
     if isinstance(stack.layer, Mapping) and not (isinstance(states, dict) and states.keys() == named.keys()):
-        raise InvalidArgument(f"the optimizer state is not one of the stacks {sorted(named)}; {again}")
+        raise InvalidArgumentError(f"the optimizer state is not one of the stacks {sorted(named)}; {again}")
     for name, of_stack in stack.named(states).items():
         count = {leaf.shape[:1] for leaf in jax.tree.leaves(named[name])}
         if {leaf.shape[:1] for leaf in jax.tree.leaves(of_stack)} - count:
-            raise InvalidArgument(f"the optimizer state has another layer axis than the parameters; {again}")
+            raise InvalidArgumentError(f"the optimizer state has another layer axis than the parameters; {again}")
     kinds = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype), named)
     outer = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), state.params["outer"])
     pairs = [(outer, state.opt_state.outer), *((kinds[name], of_stack) for name, of_stack in stack.named(states).items())]
@@ -198,7 +198,7 @@ class _Release:
     def in_state(self, state: TrainState, batch: PyTree) -> tuple[TrainState, dict[str, jax.Array]]:
         """All layers of a micro-batch, straight into the moments; the last micro-batch also updates the parameters."""
         if state.loss_scale is not None:
-            raise Refused(
+            raise RefusedError(
                 "accumulation='state' puts a micro-batch into the moments before an overflow of a later one is known; leave "
                 "accumulation out, or use bfloat16, which needs no loss scale."
             )
@@ -211,7 +211,7 @@ class _Release:
             passed = forward(self.stack, state.params, chunk, self.save_residuals)
             start = head(self.stack, outer, passed, chunk, self.microbatches, 1.0)
             if start.weight is not None:
-                raise Refused(
+                raise RefusedError(
                     "accumulation='state' needs the weight of the whole batch before the first gradient, so the loss cannot "
                     "be (sum, weight); return the mean, or leave accumulation out."
                 )

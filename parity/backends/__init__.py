@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from ...core.errors import InvalidArgument, Refused
+from ...core.errors import InvalidArgumentError, RefusedError
 from .calls import check_description, reason
 from .interpreted_triton import TritonBackend
 from .jax_transforms import JaxBackend
@@ -49,11 +49,13 @@ def register(backend: Backend) -> None:
         backend: made by `torch_optimizer` or `optax_transform`; or anything else that is a `Backend`.
 
     Raises:
-        InvalidArgument: another backend has this name, or it is none.
+        InvalidArgumentError: another backend has this name, or it is none.
     """
     check_description(backend)
     if backend.name in _BACKENDS:
-        raise InvalidArgument(f"name={backend.name!r} is taken by another backend; unregister it first, or choose another.")
+        raise InvalidArgumentError(
+            f"name={backend.name!r} is taken by another backend; unregister it first, or choose another."
+        )
     _BACKENDS[backend.name] = backend
 
 
@@ -61,10 +63,10 @@ def unregister(name: str) -> None:
     """Take a backend out of the suite.
 
     Raises:
-        InvalidArgument: there is none of this name.
+        InvalidArgumentError: there is none of this name.
     """
     if name not in _BACKENDS:
-        raise InvalidArgument(f"name={name!r} is not known; it must be one of {', '.join(_BACKENDS)}.")
+        raise InvalidArgumentError(f"name={name!r} is not known; it must be one of {', '.join(_BACKENDS)}.")
     del _BACKENDS[name]
 
 
@@ -81,8 +83,8 @@ def choose(names: Iterable[str] | None, *, quick: bool = False) -> tuple[list[Ba
         quick: with names None, leave out those of `NOT_QUICK`, and take those of `QUICK` in place of `USUAL`.
 
     Raises:
-        InvalidArgument: an unknown name, or a backend that cannot say whether it is available.
-        Refused: a backend that was asked for is not available; the text says why.
+        InvalidArgumentError: an unknown name, or a backend that cannot say whether it is available.
+        RefusedError: a backend that was asked for is not available; the text says why.
     """
     if names is None:
         left_out = {name: _left_out(backend, quick) for name, backend in _BACKENDS.items()}
@@ -92,14 +94,14 @@ def choose(names: Iterable[str] | None, *, quick: bool = False) -> tuple[list[Ba
             {name: why for name, why in left_out.items() if why is not None},
         )
     if isinstance(names, str):
-        raise InvalidArgument(f"backends={names!r} must be a list of names, such as [{names!r}].")
+        raise InvalidArgumentError(f"backends={names!r} must be a list of names, such as [{names!r}].")
     chosen = []
     for name in dict.fromkeys(names):
         if name not in _BACKENDS:
-            raise InvalidArgument(f"backend={name!r} is not known; it must be one of {', '.join(_BACKENDS)}.")
+            raise InvalidArgumentError(f"backend={name!r} is not known; it must be one of {', '.join(_BACKENDS)}.")
         why = reason(_BACKENDS[name], "unavailable")
         if why is not None:
-            raise Refused(f"backend={name!r} cannot run here: {why}")
+            raise RefusedError(f"backend={name!r} cannot run here: {why}")
         chosen.append(_BACKENDS[name])
     return chosen, {}
 

@@ -1,7 +1,7 @@
 """Calls into a backend, which may be anybody's: what it raises, or returns wrongly, is a sentence that names the method.
 
-A backend that cannot say what it runs ends the suite (`BrokenBackend`): its cases could be neither run nor left out. One that
-fails at a case has a failed row there, and the suite goes on.
+A backend that cannot say what it runs ends the suite (`BrokenBackendError`): its cases could be neither run nor left out. One
+that fails at a case has a failed row there, and the suite goes on.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from ...core.dtypes import PARAMETER_DTYPES
-from ...core.errors import InvalidArgument
+from ...core.errors import InvalidArgumentError
 from ..cases import Case, Problem
 from .protocol import ABILITIES, Backend, Held
 
@@ -21,17 +21,17 @@ FAILURES = (Exception, SystemExit)
 """What a call into a backend may raise and a row can tell: sys.exit() too, which must not end the suite as a success."""
 
 
-class BrokenBackend(InvalidArgument):
+class BrokenBackendError(InvalidArgumentError):
     """What a backend says of itself is wrong, whatever the case is."""
 
 
-class FailedRun(Exception):  # noqa: N818  (what became of a run, told in a row)
+class FailedRunError(Exception):
     """A run failed; the text says in which method, and how."""
 
 
 def described(error: BaseException) -> str:
     """An exception in one line."""
-    text = str(error) if isinstance(error, FailedRun) else f"{type(error).__name__}: {error}"
+    text = str(error) if isinstance(error, FailedRunError) else f"{type(error).__name__}: {error}"
     return " ".join(text.split())
 
 
@@ -39,36 +39,38 @@ def check_description(backend: Any) -> None:
     """See that an object has what every backend must have.
 
     Raises:
-        InvalidArgument: it has not.
+        InvalidArgumentError: it has not.
     """
     if isinstance(backend, type):
-        raise InvalidArgument(f"backend={backend.__name__} is a class; register an instance of it.")
+        raise InvalidArgumentError(f"backend={backend.__name__} is a class; register an instance of it.")
     missing = [name for name in ("name", "unavailable", "refuses", "start") if not hasattr(backend, name)]
     if missing:
-        raise InvalidArgument(f"backend={backend!r} has no {' and no '.join(missing)}; see `penstock.parity.Backend`.")
+        raise InvalidArgumentError(f"backend={backend!r} has no {' and no '.join(missing)}; see `penstock.parity.Backend`.")
     if not isinstance(backend.name, str) or not backend.name:
-        raise InvalidArgument(f"name={backend.name!r} of a backend must be what --backend takes: a string that is not empty.")
+        raise InvalidArgumentError(
+            f"name={backend.name!r} of a backend must be what --backend takes: a string that is not empty."
+        )
     abilities = getattr(backend, "abilities", ())
     if isinstance(abilities, str) or not isinstance(abilities, Collection) or not set(abilities) <= set(ABILITIES):
-        raise InvalidArgument(f"abilities={abilities!r} of backend {backend.name!r} must be some of {list(ABILITIES)}.")
+        raise InvalidArgumentError(f"abilities={abilities!r} of backend {backend.name!r} must be some of {list(ABILITIES)}.")
     added = getattr(backend, "norm_eps", 0.0)
     if not isinstance(added, numbers.Real) or not 0.0 <= float(added) < np.inf:
-        raise InvalidArgument(f"norm_eps={added!r} of backend {backend.name!r} must be a number in [0, inf).")
+        raise InvalidArgumentError(f"norm_eps={added!r} of backend {backend.name!r} must be a number in [0, inf).")
 
 
 def reason(backend: Any, method: str, *case: Any) -> str | None:
     """What `unavailable` or one of the methods `refuses...` of a backend returns: a sentence, or None.
 
     Raises:
-        BrokenBackend: it raises, or returns something else.
+        BrokenBackendError: it raises, or returns something else.
     """
     where = f"backend={backend.name!r}: {method}()"
     try:
         answer = getattr(backend, method)(*case)
     except FAILURES as error:
-        raise BrokenBackend(f"{where} raised {described(error)}; it must return a sentence, or None.") from error
+        raise BrokenBackendError(f"{where} raised {described(error)}; it must return a sentence, or None.") from error
     if answer is not None and not (isinstance(answer, str) and answer.strip()):
-        raise BrokenBackend(f"{where} returned {answer!r}; it must return a sentence, or None.")
+        raise BrokenBackendError(f"{where} returned {answer!r}; it must return a sentence, or None.")
     return answer
 
 
@@ -76,7 +78,7 @@ def held_after(backend: Backend, case: Case, steps: Collection[int]) -> Iterator
     """What a new run of a case holds after each of some numbers of updates.
 
     Raises:
-        FailedRun: a method raised, or returned what it must not.
+        FailedRunError: a method raised, or returned what it must not.
     """
     at = "start()"
     try:
@@ -88,38 +90,38 @@ def held_after(backend: Backend, case: Case, steps: Collection[int]) -> Iterator
                 at = f"held() after step {step}"
                 yield step, checked(case.problem, running.held())
     except FAILURES as error:
-        raise FailedRun(f"{at}: {described(error)}") from error
+        raise FailedRunError(f"{at}: {described(error)}") from error
 
 
 def checked(problem: Problem, held: Any) -> Mapping[str, Held]:
     """What `held()` returned, if it is what it must be.
 
     Raises:
-        InvalidArgument: a tensor is missing, or an array is none of numpy's, or not of its shape, or a parameter not in the
-            problem's dtype, or a moment in no dtype of parameters.
+        InvalidArgumentError: a tensor is missing, or an array is none of numpy's, or not of its shape, or a parameter not in
+            the problem's dtype, or a moment in no dtype of parameters.
     """
     if not isinstance(held, Mapping):
-        raise InvalidArgument(f"held() returned {type(held).__name__}; it must return a mapping of names to `Held`.")
+        raise InvalidArgumentError(f"held() returned {type(held).__name__}; it must return a mapping of names to `Held`.")
     if held.keys() != problem.setting.shapes.keys():
-        raise InvalidArgument(f"held() has the tensors {sorted(held)}; it must have {sorted(problem.setting.shapes)}.")
+        raise InvalidArgumentError(f"held() has the tensors {sorted(held)}; it must have {sorted(problem.setting.shapes)}.")
     for name, shape in problem.setting.shapes.items():
         if not isinstance(held[name], Held):
-            raise InvalidArgument(f"held() has {type(held[name]).__name__} for {name!r}; it must have a `Held`.")
+            raise InvalidArgumentError(f"held() has {type(held[name]).__name__} for {name!r}; it must have a `Held`.")
         for field, array in held[name]._asdict().items():
             if array is not None or field == "parameter":
                 _check_array(f"{field} of {name!r}", array, shape)
         dtype = held[name].parameter.dtype.name
         if dtype != problem.dtype:
-            raise InvalidArgument(f"parameter of {name!r} has become {dtype}; it must stay {problem.dtype}.")
+            raise InvalidArgumentError(f"parameter of {name!r} has become {dtype}; it must stay {problem.dtype}.")
         _check_dtypes(name, held[name])
     return held
 
 
 def _check_array(what: str, array: Any, shape: tuple[int, ...]) -> None:
     if not isinstance(array, np.ndarray | np.generic):  # numpy makes scalars of 0-d arrays by itself
-        raise InvalidArgument(f"{what} is {type(array).__name__}; it must be a numpy array.")
+        raise InvalidArgumentError(f"{what} is {type(array).__name__}; it must be a numpy array.")
     if array.shape != shape:
-        raise InvalidArgument(f"{what} has the shape {list(array.shape)}; it must have {list(shape)}.")
+        raise InvalidArgumentError(f"{what} has the shape {list(array.shape)}; it must have {list(shape)}.")
 
 
 def _check_dtypes(name: str, held: Held) -> None:
@@ -128,4 +130,4 @@ def _check_dtypes(name: str, held: Held) -> None:
     for field, known in (("compensation", kept), ("exp_avg", PARAMETER_DTYPES), ("exp_avg_sq", PARAMETER_DTYPES)):
         array = getattr(held, field)
         if array is not None and array.dtype.name not in known:
-            raise InvalidArgument(f"{field} of {name!r} is {array.dtype.name}; it must be one of {', '.join(known)}.")
+            raise InvalidArgumentError(f"{field} of {name!r} is {array.dtype.name}; it must be one of {', '.join(known)}.")

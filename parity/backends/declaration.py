@@ -8,7 +8,7 @@ from typing import Any
 
 from ...core.compensation import possible
 from ...core.dtypes import PARAMETER_DTYPES
-from ...core.errors import InvalidArgument
+from ...core.errors import InvalidArgumentError
 from ...core.rules import RULES
 from ..cases import Case
 
@@ -60,21 +60,21 @@ def check(name: str, make: Mapping[str, Any], dtypes: Iterable[str] | Mapping[st
     """The compensation of every dtype.
 
     Raises:
-        InvalidArgument: a rule, a dtype or a compensation is not known, or there is none.
+        InvalidArgumentError: a rule, a dtype or a compensation is not known, or there is none.
     """
     if not isinstance(make, Mapping):
-        raise InvalidArgument(f"make of {name!r} must be a mapping of rules to functions, such as {{'adamw': ...}}.")
+        raise InvalidArgumentError(f"make of {name!r} must be a mapping of rules to functions, such as {{'adamw': ...}}.")
     if isinstance(dtypes, str):
-        raise InvalidArgument(f"dtypes of {name!r} must be a list, such as [{dtypes!r}].")
+        raise InvalidArgumentError(f"dtypes of {name!r} must be a list, such as [{dtypes!r}].")
     compensations = dict(dtypes) if isinstance(dtypes, Mapping) else dict.fromkeys(dtypes, "none")
     for argument, given, known in (("make", make, RULES), ("dtypes", compensations, PARAMETER_DTYPES)):
         unknown = sorted(set(given) - set(known))
         if unknown or not given:
             wrong = f"{unknown[0]!r} is not known" if unknown else "nothing is named"
-            raise InvalidArgument(f"{argument} of {name!r}: {wrong}; choose of {', '.join(known)}.")
+            raise InvalidArgumentError(f"{argument} of {name!r}: {wrong}; choose of {', '.join(known)}.")
     for dtype, compensation in compensations.items():
         if compensation not in possible(dtype):
-            raise InvalidArgument(
+            raise InvalidArgumentError(
                 f"dtypes of {name!r}: {dtype} has no compensation {compensation!r}; choose of {', '.join(possible(dtype))}."
             )
     return compensations

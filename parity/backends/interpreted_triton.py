@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ...core.errors import PenstockError, Refused
+from ...core.errors import PenstockError, RefusedError
 from ..cases import Case
 from .protocol import Held, Run
 from .torch_optimizers import TorchBackend
@@ -56,7 +56,7 @@ class Worker:
             failure, answer = pickle.load(self._process.stdout)
         except (EOFError, BrokenPipeError) as error:
             worker.cache_clear()
-            raise Refused("the process of Triton's interpreter has ended; its last words are above.") from error
+            raise RefusedError("the process of Triton's interpreter has ended; its last words are above.") from error
         if failure is not None:
             raise failure
         return answer
@@ -143,13 +143,13 @@ class TritonBackend:
     def start_trajectory(self, case: Trajectory) -> TrajectoryRun:
         here = self._here()
         if here is None:
-            raise Refused("backend='triton' trains the model only where there is a GPU, or inside its interpreter.")
+            raise RefusedError("backend='triton' trains the model only where there is a GPU, or inside its interpreter.")
         return here.start_trajectory(case)
 
     def _in_this_process(self) -> TorchBackend:
         here = self._here()
         if here is None:
-            raise Refused(f"backend='triton' cannot run this: {INTERPRETED_EVENTS}.")
+            raise RefusedError(f"backend='triton' cannot run this: {INTERPRETED_EVENTS}.")
         return here
 
     def _here(self) -> TorchBackend | None:

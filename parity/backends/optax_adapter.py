@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from ...core.errors import InvalidArgument
+from ...core.errors import InvalidArgumentError
 from ...core.hyperparameters import Hyperparameters
 from ..cases import Case
 from .declaration import Declaration, check
@@ -127,11 +127,13 @@ def optax_transform(
         requires, abilities, peer: as for `torch_optimizer`.
 
     Raises:
-        InvalidArgument: an unknown rule or dtype, or a compensation.
+        InvalidArgumentError: an unknown rule or dtype, or a compensation.
     """
     compensations = check(name, make, dtypes)
     if set(compensations.values()) != {"none"}:
-        raise InvalidArgument(f"dtypes of {name!r}: a transform keeps no compensation that the suite could read; give a list.")
+        raise InvalidArgumentError(
+            f"dtypes of {name!r}: a transform keeps no compensation that the suite could read; give a list."
+        )
     return TransformBackend(
         dict(make), name=name, compensations=compensations, requires=requires, abilities=abilities, peer=peer
     )

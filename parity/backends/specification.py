@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from ...core.array_ops import numpy_ops
-from ...core.moments import debiased_complements
+from ...core.moments import bias_corrections
 from ...core.update import TensorState, init_state, update
 from ..cases import Case
 from .protocol import Held
@@ -40,7 +40,7 @@ class NumpyRun:
                     numpy_ops,
                     problem.rule,
                     given[name],
-                    debiased_complements(given[name], self.count, np),
+                    bias_corrections(given[name], self.count, np),
                     self.case.storage.compensation,
                     self.parameters[name],
                     gradient,

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ...core.errors import InvalidArgument
+from ...core.errors import InvalidArgumentError
 from ...core.hyperparameters import Hyperparameters
 from ..cases import Case
 from .declaration import Declaration, check
@@ -59,7 +59,7 @@ class OptimizerRun:
         self.optimizer.step()
         for name, gradient in given_gradients.items():
             if self.keeps_gradients and to_numpy(gradient).tobytes() != gradients[name].tobytes():
-                raise InvalidArgument(f"the optimizer has changed the gradient of {name!r}; work on a copy of it.")
+                raise InvalidArgumentError(f"the optimizer has changed the gradient of {name!r}; work on a copy of it.")
 
     def held(self) -> dict[str, Held]:
         held = {}
@@ -121,11 +121,11 @@ def torch_optimizer(
         peer: whether it is compared but not judged.
 
     Raises:
-        InvalidArgument: an unknown rule or dtype, or a compensation that is not shown.
+        InvalidArgumentError: an unknown rule or dtype, or a compensation that is not shown.
     """
     compensations = check(name, make, dtypes)
     if kept is None and set(compensations.values()) != {"none"}:
-        raise InvalidArgument(f"kept=None, but {name!r} compensates; give a function that returns its compensation.")
+        raise InvalidArgumentError(f"kept=None, but {name!r} compensates; give a function that returns its compensation.")
     return OptimizerBackend(
         dict(make), kept, device, name=name, compensations=compensations, requires=requires, abilities=abilities, peer=peer
     )

@@ -30,7 +30,7 @@ def check(settings: Settings) -> np.ndarray:
         The text, uint8.
 
     Raises:
-        InvalidArgument: no such device, a text that cannot be read or is too short, or nowhere to write the figure.
+        InvalidArgumentError: no such device, a text that cannot be read or is too short, or nowhere to write the figure.
     """
     figure.check_output(settings.output)
     text = read_text(settings.text, at_least=settings.shape.context + 1)
@@ -100,8 +100,8 @@ def demonstrate(settings: Settings, console: Console) -> bool:
         of all runs are within `AGREEMENT` of the first run's.
 
     Raises:
-        InvalidArgument: see `check`; nothing has happened then.
-        Refused: the figure could not be written; the table has been printed.
+        InvalidArgumentError: see `check`; nothing has happened then.
+        RefusedError: the figure could not be written; the table has been printed.
     """
     text = check(settings)
     started = time.perf_counter()

@@ -10,7 +10,7 @@ from typing import Any
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
-from ...core.errors import InvalidArgument, Refused
+from ...core.errors import InvalidArgumentError, RefusedError
 from .results import MIB, Run
 
 # One look for each run, in order. The first is broad and pale, the later ones lie on it and leave it visible.
@@ -23,25 +23,27 @@ STYLES: tuple[dict[str, Any], ...] = (
 
 
 def check_output(path: Path) -> None:
-    """Raise `InvalidArgument` unless a figure can be written to this file; an existing one is replaced."""
+    """Raise `InvalidArgumentError` unless a figure can be written to this file; an existing one is replaced."""
     kinds = FigureCanvasAgg.get_supported_filetypes()
     wrong = f"the output {str(path)!r} cannot be written: "
     if path.suffix.lower().removeprefix(".") not in kinds:
-        raise InvalidArgument(f"the output {str(path)!r} must end in one of {', '.join('.' + kind for kind in sorted(kinds))}.")
+        raise InvalidArgumentError(
+            f"the output {str(path)!r} must end in one of {', '.join('.' + kind for kind in sorted(kinds))}."
+        )
     try:
         if path.is_dir():
-            raise InvalidArgument(f"the output {str(path)!r} is a directory; name a file.")
+            raise InvalidArgumentError(f"the output {str(path)!r} is a directory; name a file.")
         if not path.parent.is_dir():
-            raise InvalidArgument(f"the output's directory {str(path.parent)!r} does not exist.")
+            raise InvalidArgumentError(f"the output's directory {str(path.parent)!r} does not exist.")
         if path.exists() and not path.is_file():
-            raise InvalidArgument(f"the output {str(path)!r} is no regular file.")
+            raise InvalidArgumentError(f"the output {str(path)!r} is no regular file.")
         _try_to_open(Path(os.path.realpath(path)))
-    except InvalidArgument:
+    except InvalidArgumentError:
         raise
     except OSError as error:
-        raise InvalidArgument(f"{wrong}{(error.strerror or 'unknown error').lower()}.") from error
+        raise InvalidArgumentError(f"{wrong}{(error.strerror or 'unknown error').lower()}.") from error
     except ValueError as error:
-        raise InvalidArgument(f"{wrong}{error}.") from error
+        raise InvalidArgumentError(f"{wrong}{error}.") from error
 
 
 def _try_to_open(file: Path) -> None:
@@ -63,7 +65,7 @@ def draw(runs: Sequence[Run], *, model: str, gradient_bytes: int, output: Path) 
         output: file to write; its ending chooses the format.
 
     Raises:
-        Refused: the file cannot be written after all.
+        RefusedError: the file cannot be written after all.
     """
     figure = Figure(figsize=(13, 5.4), dpi=120, layout="constrained")
     FigureCanvasAgg(figure)
@@ -74,7 +76,7 @@ def draw(runs: Sequence[Run], *, model: str, gradient_bytes: int, output: Path) 
     try:
         figure.savefig(output)
     except (OSError, ValueError, RuntimeError) as error:  # RuntimeError: a format whose helper program fails
-        raise Refused(f"the output {str(output)!r} could not be written: {error}") from error
+        raise RefusedError(f"the output {str(output)!r} could not be written: {error}") from error
 
 
 def _draw_losses(axes: Any, runs: Sequence[Run]) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from ...core.errors import InvalidArgument
+from ...core.errors import InvalidArgumentError
 from ...jax_frontend import init_train_state, make_train_step, stable_adamw
 from .initialisation import Parameters
 from .jax_model import make_loss
@@ -25,7 +25,7 @@ def find_device(name: str) -> Any:
     """JAX's first device of the platform that has this name in PyTorch or in JAX; "cuda:1" is the second one.
 
     Raises:
-        InvalidArgument: there is no such device here.
+        InvalidArgumentError: there is no such device here.
     """
     platform, colon, index = name.partition(":")
     try:
@@ -33,7 +33,7 @@ def find_device(name: str) -> Any:
             raise ValueError(name)
         return jax.devices(platform)[int(index or 0)]
     except (RuntimeError, IndexError, ValueError) as error:
-        raise InvalidArgument(f"JAX finds no device {name!r} here.") from error
+        raise InvalidArgumentError(f"JAX finds no device {name!r} here.") from error
 
 
 @contextmanager

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from pathlib import Path
 
-from ...core.errors import InvalidArgument
+from ...core.errors import InvalidArgumentError
 
 DTYPES = ("float32", "float64")
 DEFAULT_STEPS = {"float32": 120, "float64": 100}
@@ -41,7 +41,7 @@ class Settings:
         shape: of the model.
 
     Raises:
-        InvalidArgument: steps not positive, or an unknown dtype.
+        InvalidArgumentError: steps not positive, or an unknown dtype.
     """
 
     steps: int = DEFAULT_STEPS["float32"]
@@ -56,9 +56,9 @@ class Settings:
 
     def __post_init__(self) -> None:
         if self.steps <= 0:
-            raise InvalidArgument(f"steps must be a positive whole number, not {self.steps}.")
+            raise InvalidArgumentError(f"steps must be a positive whole number, not {self.steps}.")
         if self.dtype not in DTYPES:
-            raise InvalidArgument(f"dtype must be {' or '.join(DTYPES)}, not {self.dtype!r}.")
+            raise InvalidArgumentError(f"dtype must be {' or '.join(DTYPES)}, not {self.dtype!r}.")
 
     @property
     def tokens_per_step(self) -> int:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 
-from ...core.errors import InvalidArgument
+from ...core.errors import InvalidArgumentError
 
 MAXIMAL_BYTES = 4 * 2**20
 
@@ -29,7 +29,7 @@ def read_text(path: Path | None, *, at_least: int, at_most: int = MAXIMAL_BYTES)
         uint8, shape [bytes].
 
     Raises:
-        InvalidArgument: there is no such file, it cannot be read, or it is too short.
+        InvalidArgumentError: there is no such file, it cannot be read, or it is too short.
     """
     files = standard_library_files() if path is None else [path]
     text = b""
@@ -39,14 +39,14 @@ def read_text(path: Path | None, *, at_least: int, at_most: int = MAXIMAL_BYTES)
                 text += source.read(at_most - len(text))
         except OSError as error:
             reason = (error.strerror or "unknown error").lower()
-            raise InvalidArgument(f"the text {str(file)!r} cannot be read: {reason}.") from error
+            raise InvalidArgumentError(f"the text {str(file)!r} cannot be read: {reason}.") from error
         except ValueError as error:  # no name of a file at all
-            raise InvalidArgument(f"the text {str(file)!r} cannot be read: {error}.") from error
+            raise InvalidArgumentError(f"the text {str(file)!r} cannot be read: {error}.") from error
         if len(text) >= at_most:
             break
     if len(text) < at_least:
         name = "the source of the standard library" if path is None else f"the text {str(path)!r}"
-        raise InvalidArgument(f"{name} has {len(text)} bytes; one training sequence needs {at_least}.")
+        raise InvalidArgumentError(f"{name} has {len(text)} bytes; one training sequence needs {at_least}.")
     return np.frombuffer(text, dtype=np.uint8)
 
 

@@ -7,7 +7,7 @@ from contextlib import ExitStack
 
 import torch
 
-from ...core.errors import InvalidArgument
+from ...core.errors import InvalidArgumentError
 from ...torch_frontend import StableAdamW, release_gradients
 from ..live_gradients import LiveGradientMeter
 from .initialisation import Parameters
@@ -26,16 +26,16 @@ def find_device(name: str) -> torch.device:
     """PyTorch's device of this name, "gpu" standing for "cuda".
 
     Raises:
-        InvalidArgument: there is no such device here.
+        InvalidArgumentError: there is no such device here.
     """
     wanted = name.replace("gpu", "cuda", 1) if name.startswith("gpu") else name
     try:
         device = torch.device(wanted)
         torch.empty(0, device=device)
     except (RuntimeError, AssertionError, ImportError) as error:
-        raise InvalidArgument(f"PyTorch finds no device {name!r} here.") from error
+        raise InvalidArgumentError(f"PyTorch finds no device {name!r} here.") from error
     if device.type == "meta":
-        raise InvalidArgument("PyTorch cannot train on the device 'meta', which holds no numbers.")
+        raise InvalidArgumentError("PyTorch cannot train on the device 'meta', which holds no numbers.")
     return device
 
 

@@ -20,7 +20,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from ...core.dtypes import compute_dtype
-from ..bounds import COMPLEMENT, SIDES, Bound, RoundingErrors, reference_debiasing, spacing, unit_roundoff
+from ..bounds import CORRECTION, SIDES, Bound, RoundingErrors, reference_debiasing, spacing, unit_roundoff
 from ..propagation import Coefficients, MomentErrors, Point, Propagation
 from .recorded import EventCase
 
@@ -93,7 +93,7 @@ class TensorErrors:
             errors: RoundingErrors = getattr(moments, name)
             value, dtype = np.abs(getattr(micro, name)), getattr(moments.dtypes, name)
             unit = SIDES[self._compute] * unit_roundoff(self._compute)
-            errors.linear += unit * ((COMPLEMENT + roundings) * _complement(beta, step) * magnitude + value)
+            errors.linear += unit * ((CORRECTION + roundings) * _complement(beta, step) * magnitude + value)
             if self._compute == "float64":
                 errors.passing = value * reference_debiasing(beta, step)
             if dtype != self._compute:

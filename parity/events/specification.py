@@ -10,7 +10,7 @@ import numpy as np
 
 from ...core.array_ops import numpy_dtype, numpy_ops
 from ...core.dtypes import compute_dtype
-from ...core.moments import debiased_complements
+from ...core.moments import bias_corrections
 from ...core.release import Action, GradientReady, Ledger, Policy, Status, ZeroGrad, decide
 from ...core.release import Step as StepEvent
 from ...core.update import TensorState, accumulate, apply, init_state, update
@@ -130,8 +130,8 @@ class NumpyEvents:
             gradient = self.waiting[name]
             for factor in factors:
                 gradient = (gradient.astype(numpy_dtype(compute_dtype(given.dtype))) * factor).astype(gradient.dtype)
-            complements = debiased_complements(self.hyperparameters, self.counts[name] + 1, np)
-            shared = (numpy_ops, rule, self.hyperparameters, complements, compensation, parameter, gradient, state)
+            corrections = bias_corrections(self.hyperparameters, self.counts[name] + 1, np)
+            shared = (numpy_ops, rule, self.hyperparameters, corrections, compensation, parameter, gradient, state)
             if action.steps:
                 self.parameters[name], self.states[name] = update(*shared, first=action.first)
             else:

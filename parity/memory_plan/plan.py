@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...core.errors import MissingDependency
+from ...core.errors import MissingDependencyError
 from ...torch_frontend import Adam, AdamW, StableAdamW, microbatch_blocks, release_gradients
 from ...torch_frontend.backends import OverShards, TensorSlot
 from ..live_storages import LiveStorageMeter
@@ -71,7 +71,7 @@ def plan(shape: LlamaShape, training: Training, mode: Mode, *, fake: bool = True
         fake: False: with real tensors, on the CPU.
 
     Raises:
-        MissingDependency: this PyTorch has no fake tensors.
+        MissingDependencyError: this PyTorch has no fake tensors.
     """
     started = time.perf_counter()
     with _fake_tensors() if fake else contextlib.nullcontext():
@@ -127,6 +127,8 @@ def _fake_tensors() -> Iterator[None]:
     try:
         from torch._subclasses.fake_tensor import FakeTensorMode  # not public, and there is no other way
     except ImportError as error:
-        raise MissingDependency("planning needs torch._subclasses.fake_tensor, which this PyTorch does not have.") from error
+        raise MissingDependencyError(
+            "planning needs torch._subclasses.fake_tensor, which this PyTorch does not have."
+        ) from error
     with FakeTensorMode(allow_non_fake_inputs=True):
         yield

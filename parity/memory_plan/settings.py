@@ -7,7 +7,7 @@ import dataclasses
 from ...core.array_ops import numpy_dtype
 from ...core.compensation import COMPENSATIONS, compensation_dtype, resolve
 from ...core.dtypes import state_dtypes
-from ...core.errors import InvalidArgument
+from ...core.errors import InvalidArgumentError
 from ...core.rules import ADAM, ADAMW, STABLE_ADAMW
 
 DTYPES = ("bfloat16", "float16", "float32")
@@ -33,11 +33,11 @@ class LlamaShape:
         for field in dataclasses.fields(self):
             value = getattr(self, field.name)
             if value is not None and value < 1:
-                raise InvalidArgument(f"{field.name}={value} must be at least 1.")
+                raise InvalidArgumentError(f"{field.name}={value} must be at least 1.")
         if self.width % self.heads or (self.width // self.heads) % 2:
-            raise InvalidArgument(f"heads={self.heads} must divide width={self.width} into even parts.")
+            raise InvalidArgumentError(f"heads={self.heads} must divide width={self.width} into even parts.")
         if self.heads % self.kv_heads:
-            raise InvalidArgument(f"key_value_heads={self.kv_heads} must divide heads={self.heads}.")
+            raise InvalidArgumentError(f"key_value_heads={self.kv_heads} must divide heads={self.heads}.")
 
     @property
     def kv_heads(self) -> int:
@@ -77,14 +77,16 @@ class Training:
     def __post_init__(self) -> None:
         for name in ("batch", "sequence", "micro_batches"):
             if getattr(self, name) < 1:
-                raise InvalidArgument(f"{name}={getattr(self, name)} must be at least 1.")
+                raise InvalidArgumentError(f"{name}={getattr(self, name)} must be at least 1.")
         if self.batch % self.micro_batches:
-            raise InvalidArgument(f"micro_batches={self.micro_batches} must divide batch={self.batch}.")
+            raise InvalidArgumentError(f"micro_batches={self.micro_batches} must divide batch={self.batch}.")
         for name, known in (("dtype", DTYPES), ("optimizer", OPTIMIZERS), ("compensation", COMPENSATIONS)):
             if getattr(self, name) not in known:
-                raise InvalidArgument(f"{name}={getattr(self, name)!r} is not known; it must be one of {', '.join(known)}.")
+                raise InvalidArgumentError(
+                    f"{name}={getattr(self, name)!r} is not known; it must be one of {', '.join(known)}."
+                )
         if self.state_dtype is not None and self.state_dtype not in DTYPES:
-            raise InvalidArgument(f"state_dtype={self.state_dtype!r} is not known; it must be one of {', '.join(DTYPES)}.")
+            raise InvalidArgumentError(f"state_dtype={self.state_dtype!r} is not known; it must be one of {', '.join(DTYPES)}.")
         _ = self.kept  # raises where they do not go together
 
     @property
@@ -138,12 +140,12 @@ def modes(names: list[str] | None, training: Training) -> list[Mode]:
     """The modes of these names; None: those that say something about this training.
 
     Raises:
-        InvalidArgument: no such mode.
+        InvalidArgumentError: no such mode.
     """
     known = {mode.name: mode for mode in MODES}
     if names is None:
         return [mode for mode in MODES if training.micro_batches > 1 or mode.name not in ("hold", "state", "blocks")]
     for name in names:
         if name not in known:
-            raise InvalidArgument(f"mode {name!r} is not known; it must be one of {', '.join(known)}.")
+            raise InvalidArgumentError(f"mode {name!r} is not known; it must be one of {', '.join(known)}.")
     return [known[name] for name in dict.fromkeys(names)]

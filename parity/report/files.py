@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from ...core.atomic_write import replacing
-from ...core.errors import InvalidArgument, Refused
+from ...core.errors import InvalidArgumentError, RefusedError
 from .page import page
 
 
@@ -18,7 +18,7 @@ def prepare(directory: pathlib.Path) -> None:
     """Make the directory and see that it can be written, before anything takes time.
 
     Raises:
-        InvalidArgument: it cannot.
+        InvalidArgumentError: it cannot.
     """
     try:
         directory.mkdir(parents=True, exist_ok=True)
@@ -26,14 +26,14 @@ def prepare(directory: pathlib.Path) -> None:
             pass
     except (OSError, ValueError) as error:
         reason = getattr(error, "strerror", None) or error
-        raise InvalidArgument(f"--report {str(directory)!r}: cannot write there: {reason}.") from error
+        raise InvalidArgumentError(f"--report {str(directory)!r}: cannot write there: {reason}.") from error
 
 
 def write_json(directory: pathlib.Path, content: Mapping[str, Any]) -> pathlib.Path:
     """Write parity.json into a directory, whole or not at all.
 
     Raises:
-        Refused: it could not be written; an earlier one is still there.
+        RefusedError: it could not be written; an earlier one is still there.
     """
     return write_whole(directory / "parity.json", content)
 
@@ -42,7 +42,7 @@ def write_page(directory: pathlib.Path, content: Mapping[str, Any]) -> pathlib.P
     """Write parity.html into a directory, whole or not at all: the page of what the JSON file says.
 
     Raises:
-        Refused: it could not be written; an earlier one is still there.
+        RefusedError: it could not be written; an earlier one is still there.
     """
     return _write(directory / "parity.html", [page(content)])
 
@@ -51,7 +51,7 @@ def write_whole(target: pathlib.Path, content: Mapping[str, Any]) -> pathlib.Pat
     """Write a JSON file, whole or not at all; its directory must exist.
 
     Raises:
-        Refused: it could not be written; an earlier one is still there.
+        RefusedError: it could not be written; an earlier one is still there.
     """
     return _write(target, itertools.chain(_json(content), "\n"))
 
@@ -82,5 +82,5 @@ def _write(target: pathlib.Path, pieces: Iterable[str]) -> pathlib.Path:
         with replacing(target) as temporary, temporary.open("w", encoding="utf-8") as file:
             file.writelines(pieces)
     except (OSError, ValueError) as error:
-        raise Refused(f"the report {str(target)!r} could not be written: {error}") from error
+        raise RefusedError(f"the report {str(target)!r} could not be written: {error}") from error
     return target

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ...core.reference import ReferenceTensor
-from ..bounds import ARITHMETIC, COMPLEMENT
+from ..bounds import ARITHMETIC, CORRECTION
 
 AMOUNT = 2.0**-36
 """delta: small enough that its square does not matter, large against the unit roundoff of float64, 2^-53."""
@@ -48,7 +48,7 @@ class Disturbance:
 
     def of_update(self, before: ReferenceTensor, after: ReferenceTensor) -> None:
         """What an update rounds: `bounds.ARITHMETIC` times in a step, and what is stored; the moments accordingly."""
-        for name, roundings in (("parameter", ARITHMETIC), ("m", COMPLEMENT + 2), ("v", COMPLEMENT + 3)):
+        for name, roundings in (("parameter", ARITHMETIC), ("m", CORRECTION + 2), ("v", CORRECTION + 3)):
             old, new = getattr(before, name), getattr(after, name)
             xi = self._generator.uniform(-1.0, 1.0, new.shape)
             setattr(after, name, new + AMOUNT * xi * (np.abs(new) + roundings * np.abs(new - old)))

@@ -7,7 +7,7 @@ import math
 import pytest
 
 from penstock.core.combinations import AXES, CLAUSES, Combination, Kind, require, table, verdict
-from penstock.core.errors import Refused
+from penstock.core.errors import RefusedError
 
 
 def test_every_cell_has_a_verdict_and_every_clause_a_cell() -> None:
@@ -22,7 +22,7 @@ def test_a_refusal_names_the_remedy_and_require_raises_it() -> None:
     for combination, found in table():
         if found.kind is Kind.REFUSED:
             assert "use " in found.why
-            with pytest.raises(Refused) as raised:
+            with pytest.raises(RefusedError) as raised:
                 require(combination)
             assert str(raised.value) == found.why
         else:

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from penstock.core import compensation as compensations
 from penstock.core.array_ops import numpy_dtype, numpy_ops
-from penstock.core.errors import InvalidArgument
+from penstock.core.errors import InvalidArgumentError
 
 PAIRS = [("bfloat16", "kahan"), ("bfloat16", "split"), ("float16", "kahan")]
 
@@ -76,9 +76,9 @@ def test_which_compensation_a_parameter_gets() -> None:
         "kahan",
     ]
     assert resolve("kahan", "float32") == "none"  # nothing to keep
-    with pytest.raises(InvalidArgument, match=r"compensation='split'.*kahan"):
+    with pytest.raises(InvalidArgumentError, match=r"compensation='split'.*kahan"):
         resolve("split", "float16")
-    with pytest.raises(InvalidArgument, match=r"compensation='half'.*auto, none, kahan, split"):
+    with pytest.raises(InvalidArgumentError, match=r"compensation='half'.*auto, none, kahan, split"):
         resolve("half", "float32")
 
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from penstock.core.dtypes import check_parameter_dtype, compute_dtype, state_dtypes
-from penstock.core.errors import InvalidArgument, UnsupportedTensor
+from penstock.core.errors import InvalidArgumentError, UnsupportedTensorError
 from penstock.core.hyperparameters import Hyperparameters
 
 GOOD = {"learning_rate": 1e-3, "beta1": 0.9, "beta2": 0.99, "eps": 1e-6, "weight_decay": 0.01}
@@ -31,7 +31,7 @@ BAD = [
 
 @pytest.mark.parametrize(("field", "value", "said"), BAD)
 def test_a_bad_value_names_itself(field: str, value: object, said: str) -> None:
-    with pytest.raises(InvalidArgument, match=rf"spelled={value!r}.*{said}"):
+    with pytest.raises(InvalidArgumentError, match=rf"spelled={value!r}.*{said}"):
         Hyperparameters(**{**GOOD, "decouple_lr": True, "max_lr": 1.0, field: value}, names={field: "spelled"})
 
 
@@ -43,7 +43,7 @@ def test_it_is_frozen_and_lets_arrays_through() -> None:
 
 
 def test_fully_decoupled_decay() -> None:
-    with pytest.raises(InvalidArgument, match=r"max_lr=None.*decouple_lr=True"):
+    with pytest.raises(InvalidArgumentError, match=r"max_lr=None.*decouple_lr=True"):
         Hyperparameters(**GOOD, decouple_lr=True)
     full = Hyperparameters(**GOOD, decouple_lr=True, max_lr=0.1)
     assert full.decay_rate == pytest.approx(0.1)
@@ -65,14 +65,14 @@ def test_state_dtypes_follow_the_parameter_where_they_can() -> None:
 @pytest.mark.parametrize(("asked", "beta2"), [("float16", 0.5), ("bfloat16", 0.999)])
 def test_a_state_dtype_that_is_too_low_is_refused(asked: str, beta2: float) -> None:
     for parameter in ("float32", "bfloat16", "float16"):
-        with pytest.raises(InvalidArgument, match=rf"state_dtype={asked}.*float32"):
+        with pytest.raises(InvalidArgumentError, match=rf"state_dtype={asked}.*float32"):
             state_dtypes(parameter, beta2, asked, asked)
-    with pytest.raises(InvalidArgument, match="state_dtype=int8"):
+    with pytest.raises(InvalidArgumentError, match="state_dtype=int8"):
         state_dtypes("float32", 0.9, "int8", "int8")
 
 
 def test_parameter_dtypes() -> None:
     assert [compute_dtype(name) for name in ("float64", "float32", "bfloat16", "float16")] == ["float64"] + ["float32"] * 3
     for name in ("complex64", "int32", "bool", "float8_e4m3fn"):
-        with pytest.raises(UnsupportedTensor, match=name):
+        with pytest.raises(UnsupportedTensorError, match=name):
             check_parameter_dtype(name)

@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 from tests.portable_support import contents, parameter, put_together, signed, state, taken_apart, with_header
 
-from penstock.core.errors import InvalidArgument
+from penstock.core.errors import InvalidArgumentError
 from penstock.core.portable.file import describe, load, save
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -31,7 +31,7 @@ def file(tmp_path: Path) -> Path:
 
 def refused(path: Path) -> str:
     """The sentence that both `load` and `describe` raise."""
-    with pytest.raises(InvalidArgument) as raised:
+    with pytest.raises(InvalidArgumentError) as raised:
         load(path)
     said = str(raised.value)
     assert said.startswith(f"{str(path)!r} ")
@@ -169,7 +169,7 @@ def test_a_lie_that_its_digests_agree_with_is_one_sentence(file: Path, lie: str)
     forged(file, change)
     assert sentence in refused(file)
     if lie not in ("nan", "negative", "bad step"):  # which only the arrays say
-        with pytest.raises(InvalidArgument):
+        with pytest.raises(InvalidArgumentError):
             describe(file)
 
 
@@ -251,7 +251,7 @@ def test_what_the_library_refuses_is_one_sentence(tmp_path: Path, claim: str) ->
 CLAIMED = """
 import sys
 from pathlib import Path
-from penstock.core.errors import InvalidArgument
+from penstock.core.errors import InvalidArgumentError
 from penstock.core.portable.file import describe, load
 
 def peak():  # resource's counts the parent's, too
@@ -265,7 +265,7 @@ for path in others:
     for read in (load, describe):
         try:
             read(path)
-        except InvalidArgument:
+        except InvalidArgumentError:
             continue
         sys.exit(f"{path} was not refused")
 print(peak() - before)
@@ -334,7 +334,7 @@ def test_what_is_no_file_is_refused(tmp_path: Path, file: Path, monkeypatch: pyt
     assert "it is not a regular file" in refused(tmp_path)
     assert "cannot be read: No such file or directory" in refused(tmp_path / "nowhere")
     assert "cannot be read: Not a directory" in refused(file / "below")
-    with pytest.raises(InvalidArgument, match="cannot be read: embedded null"):
+    with pytest.raises(InvalidArgumentError, match="cannot be read: embedded null"):
         load("a\0b")
     os.mkfifo(tmp_path / "pipe")  # opening it would wait for ever
     assert "it is not a regular file" in refused(tmp_path / "pipe")

@@ -11,7 +11,7 @@ import pytest
 from safetensors import safe_open
 from tests.portable_support import KINDS, contents, parameter, put_together, state, taken_apart
 
-from penstock.core.errors import InvalidArgument, UnsupportedTensor
+from penstock.core.errors import InvalidArgumentError, UnsupportedTensorError
 from penstock.core.portable.file import describe, load, save
 from penstock.core.portable.state import (
     ARRAYS,
@@ -110,7 +110,7 @@ def test_describe_reads_no_moments(tmp_path: Path) -> None:
     content[-1] ^= 1
     (tmp_path / "file").write_bytes(content)
     assert describe(tmp_path / "file").parameters["w"].step == 3
-    with pytest.raises(InvalidArgument, match=r"the bytes of 'parameter/w' are damaged"):
+    with pytest.raises(InvalidArgumentError, match=r"the bytes of 'parameter/w' are damaged"):
         load(tmp_path / "file")
 
 
@@ -125,19 +125,27 @@ def test_what_is_left_out_is_gone_and_the_rest_is_as_it_was() -> None:
 
 
 BAD = {
-    "dtype": ({"dtype": "int32"}, UnsupportedTensor, "dtype int32"),
-    "compensated": ({"compensated": "kahan"}, InvalidArgument, "cannot be 'kahan'"),
-    "automatic": ({"compensated": "auto"}, InvalidArgument, "cannot be 'auto'"),
-    "shape": ({"shape": (3, 2)}, InvalidArgument, r"exp_avg of 'w' has shape \(2, 3\), the parameter has \(3, 2\)"),
-    "moment": ({"exp_avg": np.zeros((2, 3), np.int16)}, InvalidArgument, "exp_avg of 'w' has dtype int16"),
-    "parameter": ({"parameter": np.zeros((2, 3), np.float64)}, InvalidArgument, "has dtype float64; it must be float32"),
-    "compensation": ({"compensation": np.zeros((2, 3), np.int16)}, InvalidArgument, "is 'none', but as an array it has one"),
-    "nan": ({"exp_avg": np.full((2, 3), np.nan, np.float32)}, InvalidArgument, "exp_avg of 'w' holds an infinity or a NaN"),
-    "infinity": ({"parameter": np.full((2, 3), np.inf, np.float32)}, InvalidArgument, "parameter of 'w' holds an inf"),
-    "negative": ({"exp_avg_sq": np.full((2, 3), -1e-45, np.float32)}, InvalidArgument, "holds a negative number"),
-    "step": ({"step": -1}, InvalidArgument, "step of parameter 'w' is -1"),
-    "fraction": ({"step": 1.5}, InvalidArgument, "step of parameter 'w' is 1.5"),
-    "late": ({"step": 2**63}, InvalidArgument, "step of parameter 'w'"),
+    "dtype": ({"dtype": "int32"}, UnsupportedTensorError, "dtype int32"),
+    "compensated": ({"compensated": "kahan"}, InvalidArgumentError, "cannot be 'kahan'"),
+    "automatic": ({"compensated": "auto"}, InvalidArgumentError, "cannot be 'auto'"),
+    "shape": ({"shape": (3, 2)}, InvalidArgumentError, r"exp_avg of 'w' has shape \(2, 3\), the parameter has \(3, 2\)"),
+    "moment": ({"exp_avg": np.zeros((2, 3), np.int16)}, InvalidArgumentError, "exp_avg of 'w' has dtype int16"),
+    "parameter": ({"parameter": np.zeros((2, 3), np.float64)}, InvalidArgumentError, "has dtype float64; it must be float32"),
+    "compensation": (
+        {"compensation": np.zeros((2, 3), np.int16)},
+        InvalidArgumentError,
+        "is 'none', but as an array it has one",
+    ),
+    "nan": (
+        {"exp_avg": np.full((2, 3), np.nan, np.float32)},
+        InvalidArgumentError,
+        "exp_avg of 'w' holds an infinity or a NaN",
+    ),
+    "infinity": ({"parameter": np.full((2, 3), np.inf, np.float32)}, InvalidArgumentError, "parameter of 'w' holds an inf"),
+    "negative": ({"exp_avg_sq": np.full((2, 3), -1e-45, np.float32)}, InvalidArgumentError, "holds a negative number"),
+    "step": ({"step": -1}, InvalidArgumentError, "step of parameter 'w' is -1"),
+    "fraction": ({"step": 1.5}, InvalidArgumentError, "step of parameter 'w' is 1.5"),
+    "late": ({"step": 2**63}, InvalidArgumentError, "step of parameter 'w'"),
 }
 
 
@@ -161,7 +169,7 @@ def test_a_parameter_that_cannot_be_is_refused(fault: str) -> None:
     ],
 )
 def test_a_state_that_cannot_be_is_refused(rule: str, groups: tuple[PortableGroup, ...], sentence: str) -> None:
-    with pytest.raises(InvalidArgument, match=sentence):
+    with pytest.raises(InvalidArgumentError, match=sentence):
         PortableState(rule, groups, {"w": parameter()})
 
 

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.portable_support import KINDS, contents, parameter, state
 
-from penstock.core.errors import InvalidArgument
+from penstock.core.errors import InvalidArgumentError
 from penstock.core.portable.names import Names, Target, Transposed, inverted, parse_table, table_of
 from penstock.core.portable.rename import rename
 from penstock.core.portable.state import PortableGroup, PortableState
@@ -179,22 +179,22 @@ FAULTS: dict[str, tuple[Callable[[], PortableState], Names, str]] = {
 @pytest.mark.parametrize("fault", FAULTS)
 def test_what_cannot_be_is_one_sentence(fault: str) -> None:
     make, names, sentence = FAULTS[fault]
-    with pytest.raises(InvalidArgument) as raised:
+    with pytest.raises(InvalidArgumentError) as raised:
         rename(make(), names)
     assert sentence in str(raised.value)
 
 
 def test_what_cannot_lead_back_is_refused() -> None:
-    with pytest.raises(InvalidArgument, match="several parameters: 'x'"):
+    with pytest.raises(InvalidArgumentError, match="several parameters: 'x'"):
         inverted({"a": "x", "b": Transposed("x")})
     unfit: Any
     for unfit in ((0, 0), (1, 2), "10", 1, (1.0, 0.0)):
-        with pytest.raises(InvalidArgument, match="must be a permutation"):
+        with pytest.raises(InvalidArgumentError, match="must be a permutation"):
             Transposed("x", unfit)
     unfit = [1, 0]
     assert Transposed("x", unfit) == Transposed("x", (1, 0))
     unfit = 3
-    with pytest.raises(InvalidArgument, match=r"Transposed\(3\) must have a name"):
+    with pytest.raises(InvalidArgumentError, match=r"Transposed\(3\) must have a name"):
         Transposed(unfit)
 
 
@@ -227,7 +227,7 @@ FORGOTTEN: dict[str, tuple[PortableState, Names, str]] = {
 @pytest.mark.parametrize("forgotten", FORGOTTEN)
 def test_how_a_square_matrix_lies_has_to_be_said_where_others_lie_transposed(forgotten: str) -> None:
     made, names, sentence = FORGOTTEN[forgotten]
-    with pytest.raises(InvalidArgument) as raised:
+    with pytest.raises(InvalidArgumentError) as raised:
         rename(made, names)
     assert sentence in str(raised.value)
     assert "Say it with names=: Transposed(NAME), or Transposed(NAME, ())" in str(raised.value)
@@ -280,5 +280,5 @@ def test_a_table_as_json() -> None:
     ],
 )
 def test_what_is_no_table_is_one_sentence(text: str, sentence: str) -> None:
-    with pytest.raises(InvalidArgument, match=sentence):
+    with pytest.raises(InvalidArgumentError, match=sentence):
         parse_table(text)

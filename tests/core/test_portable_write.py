@@ -17,7 +17,7 @@ import pytest
 import safetensors.numpy
 from tests.portable_support import contents, parameter, state
 
-from penstock.core.errors import InvalidArgument, Refused
+from penstock.core.errors import InvalidArgumentError, RefusedError
 from penstock.core.portable.file import load, save
 from penstock.core.portable.safetensors import write
 
@@ -46,7 +46,7 @@ def test_a_full_disk_changes_nothing(step: str, there: bool, tmp_path: Path, mon
     before = path.read_bytes() if there else None
     with monkeypatch.context() as disk:
         disk.setattr(*STEPS[step], full)
-        with pytest.raises(Refused, match=r"not be written: No space left on device; what was there is as it was\.$"):
+        with pytest.raises(RefusedError, match=r"not be written: No space left on device; what was there is as it was\.$"):
             save(path, LATER)
     assert [child.name for child in tmp_path.iterdir()] == (["file"] if there else [])
     assert not there or path.read_bytes() == before
@@ -62,7 +62,7 @@ def test_a_write_that_stops_in_the_middle_changes_nothing(limit: int, tmp_path: 
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (limit, hard))
     try:
-        with pytest.raises(Refused, match=r"could not be written: .*File too large.*; what was there is as it was\.$"):
+        with pytest.raises(RefusedError, match=r"could not be written: .*File too large.*; what was there is as it was\.$"):
             save(path, LATER)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
@@ -95,21 +95,21 @@ def test_a_path_that_cannot_be_written_is_one_sentence(
     target: Callable[[Path], Path | str], sentence: str, tmp_path: Path
 ) -> None:
     (tmp_path / "file").write_text("mine")
-    with pytest.raises(Refused, match=f"could not be written: {sentence}"):
+    with pytest.raises(RefusedError, match=f"could not be written: {sentence}"):
         save(target(tmp_path), LATER)
     assert [child.name for child in tmp_path.iterdir()] == ["file"]
     assert Path("/dev/null").is_char_device()
 
 
 def test_a_name_that_is_no_text_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(InvalidArgument, match=r"'exp_avg/\\udc80'"):
+    with pytest.raises(InvalidArgumentError, match=r"'exp_avg/\\udc80'"):
         save(tmp_path / "file", state({"\udc80": parameter(), "w": parameter()}))
     assert list(tmp_path.iterdir()) == []
 
 
 def test_a_header_that_could_not_be_read_again_is_not_written(tmp_path: Path) -> None:
     """One of more than 100 MB."""
-    with pytest.raises(Refused, match=r"(?i)header ?too ?large"):
+    with pytest.raises(RefusedError, match=r"(?i)header ?too ?large"):
         write(tmp_path / "file", {}, {"rule": "a" * 100_000_000})
     assert list(tmp_path.iterdir()) == []
 

@@ -9,9 +9,9 @@ from hypothesis import strategies as st
 
 from penstock.core.array_ops import numpy_ops
 from penstock.core.dtypes import StateDtypes
-from penstock.core.errors import Refused
+from penstock.core.errors import RefusedError
 from penstock.core.hyperparameters import Hyperparameters
-from penstock.core.moments import debiased_complements
+from penstock.core.moments import bias_corrections
 from penstock.core.reference import EndOfStep, Gradient, Reference, Settings
 from penstock.core.release import Action, Decision, GradientReady, Ledger, Policy, Status, Step, ZeroGrad, decide
 from penstock.core.rules import RULES
@@ -47,16 +47,16 @@ class Model:
 
     def _do(self, name: str, decision) -> None:
         action, p, state = decision.action, self.parameters[name], self.states[name]
-        complements = debiased_complements(CURRENT, self.steps[name] + 1, np)
+        corrections = bias_corrections(CURRENT, self.steps[name] + 1, np)
         if action is Action.APPLY:
             self.parameters[name], self.states[name] = apply(numpy_ops, self.rule, CURRENT, "none", p, state)
         elif action.steps:
             self.parameters[name], self.states[name] = update(
-                numpy_ops, self.rule, CURRENT, complements, "none", p, self.gradients[name], state, first=action.first
+                numpy_ops, self.rule, CURRENT, corrections, "none", p, self.gradients[name], state, first=action.first
             )
         elif action in (Action.ACCUMULATE, Action.ACCUMULATE_FIRST):
             self.states[name] = accumulate(
-                numpy_ops, self.rule, CURRENT, complements, "none", p, self.gradients[name], state, first=action.first
+                numpy_ops, self.rule, CURRENT, corrections, "none", p, self.gradients[name], state, first=action.first
             )
         self.steps[name] += action.steps
         if action.frees:
@@ -123,13 +123,13 @@ def test_the_lenient_machine_never_refuses_and_closes_nothing(events) -> None:
 def test_a_gradient_after_the_update_is_refused(policy: Policy) -> None:
     status = decide(policy, Status.IDLE, GradientReady(last=True)).status
     assert status is Status.RELEASED
-    with pytest.raises(Refused, match=r"optimizer\.step\(\).*accumulation"):
+    with pytest.raises(RefusedError, match=r"optimizer\.step\(\).*accumulation"):
         decide(policy, status, GradientReady(last=True))
 
 
 def test_zero_grad_discards_what_is_held_and_refuses_what_cannot_be_discarded() -> None:
     assert decide(Policy.HOLD, Status.HELD, ZeroGrad()).action is Action.DISCARD
-    with pytest.raises(Refused, match=r"step\(\) before"):
+    with pytest.raises(RefusedError, match=r"step\(\) before"):
         decide(Policy.STATE, Status.ACCUMULATED, ZeroGrad())
 
 
@@ -179,5 +179,5 @@ def test_a_paused_gradient_is_kept_and_loses_nothing(status: Status) -> None:
         assert decide(Policy.STATE, decision.status, Step(waiting=True)).action is Action.UPDATE_LAST
         assert decide(Policy.STATE, decision.status, Step(waiting=True, finite=False)).action is Action.APPLY
     if status is Status.RELEASED:
-        with pytest.raises(Refused, match="zero_grad"):
+        with pytest.raises(RefusedError, match="zero_grad"):
             decide(Policy.RELEASE, decision.status, Step(waiting=True))

@@ -15,9 +15,9 @@ from penstock.core import compensation as compensations
 from penstock.core.array_ops import numpy_dtype, numpy_ops
 from penstock.core.compensation import Stored
 from penstock.core.dtypes import state_dtypes
-from penstock.core.errors import InvalidArgument
+from penstock.core.errors import InvalidArgumentError
 from penstock.core.hyperparameters import Hyperparameters
-from penstock.core.moments import SMALLEST_NORMAL_FLOAT32, debiased_complement, debiased_complements
+from penstock.core.moments import SMALLEST_NORMAL_FLOAT32, bias_corrections, corrected_one_minus_beta
 from penstock.core.reference import Gradient, Reference, Settings
 from penstock.core.rules import ADAM, ADAMW, RULES, STABLE_ADAMW, Rule
 from penstock.core.update import TensorState, accumulate, init_state, update
@@ -55,8 +55,8 @@ def run(ops, rule: Rule, parameter, gradient_list, compensation: str = "none", *
     dtype = ops.dtype_name(parameter)
     state = init_state(ops, parameter, state_dtypes(dtype, current.beta2), compensation)
     for step, gradient in enumerate(gradient_list, 1):
-        complements = debiased_complements(current, step, np)
-        parameter, state = update(ops, rule, current, complements, compensation, parameter, gradient, state)
+        corrections = bias_corrections(current, step, np)
+        parameter, state = update(ops, rule, current, corrections, compensation, parameter, gradient, state)
     return parameter, state
 
 
@@ -144,7 +144,7 @@ def test_complements_of_arrays_are_those_of_numbers(beta: float) -> None:
     for step in (1, 7, 1000):
         expected = (1.0 - beta) / (1.0 - beta**step)
         for given in ((beta, step), (np.array(beta), step), (beta, np.array(step)), (np.array(beta), np.array(step))):
-            assert abs(debiased_complement(*given, np) / expected - 1.0) < 1e-12
+            assert abs(corrected_one_minus_beta(*given, np) / expected - 1.0) < 1e-12
 
 
 def test_the_rules_have_the_defaults_of_their_papers_and_of_torch() -> None:
@@ -156,7 +156,7 @@ def test_the_rules_have_the_defaults_of_their_papers_and_of_torch() -> None:
 
 
 def test_the_refusal_of_a_low_second_moment_says_what_beta2_it_needs() -> None:
-    with pytest.raises(InvalidArgument, match=r"it needs beta2 <= 0\.9921875"):
+    with pytest.raises(InvalidArgumentError, match=r"it needs beta2 <= 0\.9921875"):
         state_dtypes("bfloat16", 0.999, exp_avg_sq="bfloat16")
 
 
@@ -182,8 +182,8 @@ def test_a_constant_gradient_gives_a_direction_of_one(dtype: str, compensation: 
     gradient = np.array([size, -size]).astype(numpy_dtype(dtype))
     state = init_state(numpy_ops, parameter, state_dtypes(dtype, beta2), compensation)
     for step in range(1, 400):
-        complements = debiased_complements(current, step, np)
-        _, state = update(numpy_ops, rule, current, complements, compensation, parameter, gradient, state)
+        corrections = bias_corrections(current, step, np)
+        _, state = update(numpy_ops, rule, current, corrections, compensation, parameter, gradient, state)
         moments = [np.asarray(x).astype(np.float64) for x in (state.exp_avg, state.exp_avg_sq)]
         assert np.all(np.abs(np.abs(moments[0] / (np.sqrt(moments[1]) + rule.eps)) - 1) < 0.01), step
 
@@ -196,8 +196,8 @@ def test_a_steady_decay_is_not_lost(dtype: str, compensation: str) -> None:
     gradient = np.full(3, 1e-20).astype(parameter.dtype)
     state = init_state(numpy_ops, parameter, state_dtypes(dtype, current.beta2), compensation)
     for step in range(1, 2001):
-        complements = debiased_complements(current, step, np)
-        parameter, state = update(numpy_ops, STABLE_ADAMW, current, complements, compensation, parameter, gradient, state)
+        corrections = bias_corrections(current, step, np)
+        parameter, state = update(numpy_ops, STABLE_ADAMW, current, corrections, compensation, parameter, gradient, state)
     kept = np.asarray(compensations.load(numpy_ops, compensation, Stored(parameter, state.compensation)), np.float64)
     if (dtype, compensation) in (("bfloat16", "none"), ("float16", "none")):
         assert np.all(kept == 1.0)  # why compensation exists
@@ -227,8 +227,8 @@ def test_float32_drifts_less_than_one_and_a_half_millionths(rule: Rule) -> None:
 def test_the_debiased_complement_keeps_its_digits(beta: float, step: int) -> None:
     getcontext().prec = 60
     exact = float((1 - Decimal(beta)) / (1 - Decimal(beta) ** step))
-    assert debiased_complement(beta, step, np) == pytest.approx(exact, rel=1e-15 * max(1, 1 / (1 - beta) ** 0.5))
-    traced = debiased_complement(beta, np.float32(step), np)  # as on a device: float32
+    assert corrected_one_minus_beta(beta, step, np) == pytest.approx(exact, rel=1e-15 * max(1, 1 / (1 - beta) ** 0.5))
+    traced = corrected_one_minus_beta(beta, np.float32(step), np)  # as on a device: float32
     assert float(traced) == pytest.approx(exact, rel=2e-6 if step * (1 - beta) < 20 else 1e-6)
 
 
@@ -241,7 +241,7 @@ def test_parts_of_a_tensor_are_updated_with_the_mean_square_of_the_whole() -> No
     state = init_state(numpy_ops, whole, dtypes, "none")
     states = [init_state(numpy_ops, part, dtypes, "none") for part in parts]
     for step, gradient in enumerate(gradients((11,), 17), 1):
-        common = (numpy_ops, STABLE_ADAMW, current, debiased_complements(current, step, np), "none")
+        common = (numpy_ops, STABLE_ADAMW, current, bias_corrections(current, step, np), "none")
         here = [gradient[cut] for cut in cuts]
         squares = [accumulate(*common, *given, first=True).mean_square for given in zip(parts, here, states, strict=True)]
         mean = sum(square * part.size for square, part in zip(squares, parts, strict=True)) / whole.size

@@ -11,7 +11,7 @@ import optax
 import pytest
 from tests.jax_support import TRANSFORMS, float64
 
-from penstock.core.errors import InvalidArgument, UnsupportedTensor
+from penstock.core.errors import InvalidArgumentError, UnsupportedTensorError
 from penstock.jax_frontend import adam, adamw, compensated, scale_by_stable_adam, stable_adamw
 
 
@@ -31,13 +31,13 @@ from penstock.jax_frontend import adam, adamw, compensated, scale_by_stable_adam
     ],
 )
 def test_a_value_out_of_range_is_named_as_it_was_typed(rule, argument, value) -> None:
-    with pytest.raises(InvalidArgument, match=rf"^{argument}={value!r}.*\b(in)\b"):
+    with pytest.raises(InvalidArgumentError, match=rf"^{argument}={value!r}.*\b(in)\b"):
         TRANSFORMS[rule](**{"learning_rate": 1e-3, argument: value})
 
 
 @pytest.mark.parametrize("argument", ["mu_dtype", "nu_dtype"])
 def test_state_dtypes_are_checked(argument) -> None:
-    with pytest.raises(InvalidArgument, match=f"{argument}=int32"):
+    with pytest.raises(InvalidArgumentError, match=f"{argument}=int32"):
         adamw(1e-3, **{argument: "int32"})
     state = adamw(1e-3, **{argument: jnp.float32}).init(jnp.ones(2, jnp.bfloat16))
     assert {"mu_dtype": state.mu, "nu_dtype": state.nu}[argument].dtype == jnp.float32
@@ -45,10 +45,10 @@ def test_state_dtypes_are_checked(argument) -> None:
 
 def test_a_second_moment_that_could_not_decay() -> None:
     for low in ("float16", "bfloat16"):
-        with pytest.raises(InvalidArgument, match=f"nu_dtype={low} is too low"):
+        with pytest.raises(InvalidArgumentError, match=f"nu_dtype={low} is too low"):
             adamw(1e-3, b2=0.999, nu_dtype=low)
     stable_adamw(1e-3, b2=0.99, nu_dtype="bfloat16")
-    with pytest.raises(InvalidArgument, match="nu_dtype=bfloat16 is too low"):
+    with pytest.raises(InvalidArgumentError, match="nu_dtype=bfloat16 is too low"):
         stable_adamw(1e-3, b2=jnp.asarray(0.99), nu_dtype="bfloat16")
 
 
@@ -68,39 +68,39 @@ def test_default_state_dtypes(b2, parameter, second) -> None:
 
 
 def test_the_second_moment_error_names_b2() -> None:
-    with pytest.raises(InvalidArgument, match=r"decays with b2=0\.999 \(it needs b2 <="):
+    with pytest.raises(InvalidArgumentError, match=r"decays with b2=0\.999 \(it needs b2 <="):
         adamw(1e-3, b2=0.999, nu_dtype="bfloat16")
 
 
 @pytest.mark.parametrize("argument", ["mu_dtype", "nu_dtype"])
 def test_what_is_no_dtype(argument) -> None:
-    with pytest.raises(InvalidArgument, match=f"{argument}='nonsense' is not a dtype"):
+    with pytest.raises(InvalidArgumentError, match=f"{argument}='nonsense' is not a dtype"):
         adamw(1e-3, **{argument: "nonsense"})
 
 
 @pytest.mark.parametrize("argument", ["learning_rate", "b1", "eps", "weight_decay", "max_lr"])
 def test_numbers_are_scalars(argument) -> None:
-    with pytest.raises(InvalidArgument, match=rf"{argument} has shape \(3,\)"):
+    with pytest.raises(InvalidArgumentError, match=rf"{argument} has shape \(3,\)"):
         stable_adamw(**{"learning_rate": 1e-3, argument: jnp.ones(3)})
 
 
 def test_a_schedule_of_arrays() -> None:
     tx = stable_adamw(lambda count: jnp.ones(3))
-    with pytest.raises(InvalidArgument, match=r"learning_rate has shape \(3,\)"):
+    with pytest.raises(InvalidArgumentError, match=r"learning_rate has shape \(3,\)"):
         tx.update(jnp.ones(3), tx.init(jnp.ones(3)), jnp.ones(3))
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 @pytest.mark.parametrize("argument", ["b1", "b2", "eps"])
 def test_numbers_in_low_precision(argument, dtype) -> None:
-    with pytest.raises(InvalidArgument, match=rf"{argument} is a {dtype} array.*hyperparam_dtype=jnp\.float32"):
+    with pytest.raises(InvalidArgumentError, match=rf"{argument} is a {dtype} array.*hyperparam_dtype=jnp\.float32"):
         adamw(1e-3, **{argument: jnp.asarray(0.5, dtype)})
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_injected_numbers_in_low_precision(dtype) -> None:
     params = jnp.ones(3, dtype)
-    with pytest.raises(InvalidArgument, match="hyperparam_dtype"):
+    with pytest.raises(InvalidArgumentError, match="hyperparam_dtype"):
         optax.inject_hyperparams(adamw)(1e-3).init(params)
     tx = optax.inject_hyperparams(adamw, hyperparam_dtype=jnp.float32)(1e-3, compensation="none")
     updates, _ = tx.update(params, tx.init(params), params)
@@ -113,20 +113,20 @@ def test_gradients_are_floating_and_shaped_like_parameters(with_params) -> None:
     tx = adamw(1e-3, weight_decay=0.0)
     given = params if with_params else None
     for dtype in ("complex64", "int32", "bool"):
-        with pytest.raises(UnsupportedTensor, match=rf"gradient of params\['a'\]\[0\] has dtype {dtype}"):
+        with pytest.raises(UnsupportedTensorError, match=rf"gradient of params\['a'\]\[0\] has dtype {dtype}"):
             tx.update({"a": [jnp.ones(3, dtype), jnp.ones(1)]}, tx.init(params), given)
-    with pytest.raises(InvalidArgument, match=r"params\['a'\]\[0\] has shape \(1,\)"):
+    with pytest.raises(InvalidArgumentError, match=r"params\['a'\]\[0\] has shape \(1,\)"):
         tx.update({"a": [jnp.ones(1), jnp.ones(1)]}, tx.init(params), given)
-    with pytest.raises(InvalidArgument, match=r"params\['a'\]\[1\] has shape \(5,\)"):
+    with pytest.raises(InvalidArgumentError, match=r"params\['a'\]\[1\] has shape \(5,\)"):
         tx.update({"a": [jnp.ones(3), jnp.ones(5)]}, tx.init(params), given)
 
 
 def test_max_lr() -> None:
-    with pytest.raises(InvalidArgument, match="max_lr=None is not possible with decouple_lr=True"):
+    with pytest.raises(InvalidArgumentError, match="max_lr=None is not possible with decouple_lr=True"):
         stable_adamw(lambda count: 1e-3, weight_decay=1e-5, decouple_lr=True)
-    with pytest.raises(InvalidArgument, match="max_lr=None is not possible with decouple_lr=True"):
+    with pytest.raises(InvalidArgumentError, match="max_lr=None is not possible with decouple_lr=True"):
         stable_adamw(jnp.asarray(1e-3), weight_decay=1e-5, decouple_lr=True)
-    with pytest.raises(InvalidArgument, match="max_lr=0"):
+    with pytest.raises(InvalidArgumentError, match="max_lr=0"):
         stable_adamw(0.0, weight_decay=1e-5, decouple_lr=True)
     stable_adamw(lambda count: 1e-3, weight_decay=1e-5, decouple_lr=True, max_lr=1e-3)
     by_default = stable_adamw(1e-2, weight_decay=5e-4, decouple_lr=True)
@@ -148,27 +148,27 @@ def test_high_fully_decoupled_decay_warns_once() -> None:
 
 
 def test_adam_has_no_decoupled_decay() -> None:
-    with pytest.raises(InvalidArgument, match=r"decouple_lr=True.*use adamw"):
+    with pytest.raises(InvalidArgumentError, match=r"decouple_lr=True.*use adamw"):
         adam(1e-3, decouple_lr=True)
 
 
 @pytest.mark.parametrize("rule", TRANSFORMS)
 @pytest.mark.parametrize("dtype", ["int32", "complex64", "bool"])
 def test_parameters_that_cannot_be_optimized(rule, dtype) -> None:
-    with pytest.raises(UnsupportedTensor, match=rf"params\['a'\]\[1\] has dtype {dtype}"):
+    with pytest.raises(UnsupportedTensorError, match=rf"params\['a'\]\[1\] has dtype {dtype}"):
         TRANSFORMS[rule](1e-3).init({"a": [jnp.ones(2), jnp.ones(2, dtype)]})
 
 
 @pytest.mark.parametrize("rule", TRANSFORMS)
 def test_an_update_without_params(rule) -> None:
     params, grads = {"w": jnp.ones(3)}, {"w": jnp.full(3, 0.5)}
-    with pytest.raises(InvalidArgument, match=f"{rule} needs the parameters for weight_decay"):
+    with pytest.raises(InvalidArgumentError, match=f"{rule} needs the parameters for weight_decay"):
         TRANSFORMS[rule](1e-3, weight_decay=0.1).update(grads, TRANSFORMS[rule](1e-3).init(params))
-    with pytest.raises(InvalidArgument, match="needs the parameters for weight_decay"):
+    with pytest.raises(InvalidArgumentError, match="needs the parameters for weight_decay"):
         TRANSFORMS[rule](1e-3, weight_decay=lambda count: 0.0).update(grads, TRANSFORMS[rule](1e-3).init(params))
     low = jnp.ones(3, jnp.bfloat16)
     tx = TRANSFORMS[rule](1e-3, weight_decay=0.0)
-    with pytest.raises(InvalidArgument, match="needs the parameters for compensation='auto'"):
+    with pytest.raises(InvalidArgumentError, match="needs the parameters for compensation='auto'"):
         tx.update(low, tx.init(low))
     without, _ = tx.update(grads, tx.init(params))
     within, _ = tx.update(grads, tx.init(params), params)
@@ -178,13 +178,13 @@ def test_an_update_without_params(rule) -> None:
 def test_a_mask_has_booleans() -> None:
     for tx in (adamw(1e-3, mask={"w": 1.0}), scale_by_stable_adam(weight_decay=0.1, mask={"w": 1.0})):
         params = {"w": jnp.ones(3)}
-        with pytest.raises(InvalidArgument, match=r"mask has 1\.0 as a leaf"):
+        with pytest.raises(InvalidArgumentError, match=r"mask has 1\.0 as a leaf"):
             tx.update(params, tx.init(params), params)
 
 
 def test_a_schedule_out_of_range_is_named() -> None:
     tx = adamw(lambda count: -1.0)
-    with pytest.raises(InvalidArgument, match=r"learning_rate=-1\.0"):
+    with pytest.raises(InvalidArgumentError, match=r"learning_rate=-1\.0"):
         tx.update(jnp.ones(2), tx.init(jnp.ones(2)), jnp.ones(2))
 
 

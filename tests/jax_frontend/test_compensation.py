@@ -12,7 +12,7 @@ from tests.jax_support import TRANSFORMS, assert_close, assert_equal, scanned, s
 from penstock.core import compensation as compensations
 from penstock.core.array_ops import numpy_ops
 from penstock.core.compensation import Stored
-from penstock.core.errors import InvalidArgument, Refused
+from penstock.core.errors import InvalidArgumentError, RefusedError
 from penstock.jax_frontend import CompensatedState, adamw, compensated, make_update, stable_adamw
 from penstock.jax_frontend.array_ops import jax_ops
 from penstock.jax_frontend.compensation import lacking, step
@@ -188,18 +188,18 @@ def test_integers_pass_through_compensated() -> None:
 
 def test_refusals() -> None:
     params = jnp.ones(3, jnp.bfloat16)
-    with pytest.raises(InvalidArgument, match="compensates its updates itself"):
+    with pytest.raises(InvalidArgumentError, match="compensates its updates itself"):
         compensated(stable_adamw(1e-3)).init(params)
-    with pytest.raises(InvalidArgument, match="compensates its updates itself"):
+    with pytest.raises(InvalidArgumentError, match="compensates its updates itself"):
         compensated(compensated(optax.sgd(1e-3))).init(params)
-    with pytest.raises(InvalidArgument, match="compensation='lots'"):
+    with pytest.raises(InvalidArgumentError, match="compensation='lots'"):
         compensated(optax.sgd(1e-3), "lots")
-    with pytest.raises(InvalidArgument, match="compensation='lots'"):
+    with pytest.raises(InvalidArgumentError, match="compensation='lots'"):
         adamw(1e-3, compensation="lots")
-    with pytest.raises(InvalidArgument, match="float16"):
+    with pytest.raises(InvalidArgumentError, match="float16"):
         stable_adamw(1e-3, compensation="split").init(params.astype("float16"))
     tx = compensated(optax.sgd(1e-3))
-    with pytest.raises(InvalidArgument, match="needs the parameters"):
+    with pytest.raises(InvalidArgumentError, match="needs the parameters"):
         tx.update(params, tx.init(params))
 
 
@@ -207,7 +207,7 @@ def test_refusals() -> None:
 def test_a_later_transform_is_refused_where_the_update_is_applied(tx) -> None:
     chained = optax.chain(tx, optax.scale(0.5))
     params = jnp.ones(3, jnp.bfloat16)
-    with pytest.raises(Refused, match="last"):
+    with pytest.raises(RefusedError, match="last"):
         make_update(chained)(jnp.ones_like(params), chained.init(params), params)
     after, _ = train_directly(chained, params.astype("float32"), [jnp.ones(3)])  # nothing compensated, nothing refused
     assert_close(after, train(chained, params.astype("float32"), [jnp.ones(3)])[0], rtol=1e-7)
@@ -238,7 +238,7 @@ ALLOWED = {
 def test_under_a_wrapper_that_decides_it_must_be_last_too(name) -> None:
     tx = as_transformation(REFUSED[name])
     params = jnp.ones(3, jnp.bfloat16)
-    with pytest.raises(Refused, match=r"must be the last.*apply_if_finite.*compensation='none'"):
+    with pytest.raises(RefusedError, match=r"must be the last.*apply_if_finite.*compensation='none'"):
         make_update(tx)(jnp.ones_like(params), tx.init(params), params)
     wide = jnp.ones(3)  # nothing compensated, nothing refused
     make_update(tx)(jnp.ones(3), jax.tree.map(jnp.copy, tx.init(wide)), wide)

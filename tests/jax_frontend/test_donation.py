@@ -14,7 +14,7 @@ import optax
 import pytest
 from tests.jax_support import assert_equal
 
-from penstock.core.errors import InvalidArgument, UnsupportedTensor
+from penstock.core.errors import InvalidArgumentError, UnsupportedTensorError
 from penstock.jax_frontend import (
     LayerStack,
     adamw,
@@ -112,7 +112,7 @@ def test_a_call_runs_no_python_for_a_leaf(make: Callable[[int], Callable[[], Non
     assert len(few) <= 5  # those of a function from jax.jit included: one for each named tuple that comes out
 
 
-def refused(function: Any, *arguments: Any, match: str, error: type[Exception] = InvalidArgument, **kept: Any) -> None:
+def refused(function: Any, *arguments: Any, match: str, error: type[Exception] = InvalidArgumentError, **kept: Any) -> None:
     """A call is refused with a sentence, from an error of jax, and nothing that was alive is donated."""
     alive = [leaf for leaf in jax.tree.leaves((arguments, kept)) if isinstance(leaf, jax.Array) and not leaf.is_deleted()]
     for _ in range(2):
@@ -162,7 +162,7 @@ def test_a_step_explains_what_it_is_given() -> None:
     refused(step, state, batch, match=r"^state\.params\['leaf 0'\] was donated to an earlier update")
     shared = r"^state\.params\['leaf 0'\] and batch\['x'\] are the same memory"
     refused(step, new, {"x": new.params["leaf 0"]}, match=shared)
-    refused(step, new, {"x": "text"}, match=r"^batch\['x'\] is str, which is not an array", error=UnsupportedTensor)
+    refused(step, new, {"x": "text"}, match=r"^batch\['x'\] is str, which is not an array", error=UnsupportedTensorError)
     batch["x"].delete()
     refused(step, new, batch, match=r"^batch\['x'\] was deleted")
 

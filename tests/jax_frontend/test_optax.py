@@ -9,7 +9,7 @@ import optax
 import pytest
 from tests.jax_support import TRANSFORMS, assert_close, assert_equal, gradients, train, train_directly, tree
 
-from penstock.core.errors import Refused
+from penstock.core.errors import RefusedError
 from penstock.jax_frontend import adam, adamw, make_update, scale_by_stable_adam, stable_adamw
 from penstock.jax_frontend.direct import apply_directly
 
@@ -122,7 +122,7 @@ def test_compensation_under_lookahead_is_refused_where_the_update_is_applied() -
     tx = optax.lookahead(stable_adamw(1e-2), sync_period=2, slow_step_size=0.5)
     fast, slow = jnp.ones(4, jnp.bfloat16), jnp.ones(4, jnp.bfloat16)
     both = optax.LookaheadParams(fast, slow)
-    with pytest.raises(Refused, match="compensation='none'"):
+    with pytest.raises(RefusedError, match="compensation='none'"):
         make_update(tx)(jnp.ones(4, jnp.bfloat16), tx.init(both), both)
 
 
@@ -132,7 +132,7 @@ def test_compensation_under_schedule_free_is_refused_where_the_update_is_applied
         optax.contrib.schedule_free(stable_adamw(1e-2, b1=0.0, compensation=compensation), learning_rate=1e-2)
         for compensation in ("auto", "none")
     )
-    with pytest.raises(Refused, match=r"schedule_free.*compensation='none'"):
+    with pytest.raises(RefusedError, match=r"schedule_free.*compensation='none'"):
         make_update(refused)(gradient, jax.tree.map(jnp.copy, refused.init(params)), params)
     make_update(plain)(gradient, jax.tree.map(jnp.copy, plain.init(params)), params)
 

@@ -15,7 +15,7 @@ from tests.jax_support import TRANSFORMS, float64
 from tests.portable_support import KINDS
 from tests.walk_support import LAYERS, STACK, TX, batch, parameters
 
-from penstock.core.errors import InvalidArgument, Refused
+from penstock.core.errors import InvalidArgumentError, RefusedError
 from penstock.core.portable.file import describe, load, save
 from penstock.core.portable.names import Transposed
 from penstock.jax_frontend import (
@@ -202,12 +202,12 @@ def test_names_are_mapped_and_kernels_transposed_both_ways(path: Path) -> None:
     fresh = init_train_state(TX, parameters())
     assert_same_bits(import_state(path, TX, fresh, parameters=True, names=names), state)
     unrolled = init_train_state(TX, parameters(), stack=False)
-    with pytest.raises(InvalidArgument, match=r"lacks 'layers.bias', 'layers.down', 'layers.up'"):
+    with pytest.raises(InvalidArgumentError, match=r"lacks 'layers.bias', 'layers.down', 'layers.up'"):
         import_state(path, TX, unrolled, names={"outer.embedding": "wte.weight"})
     stacked = {"layers.bias": "layers.{layer}.bias", "layers.down": "layers.{layer}.down"} | names
     found = import_state(path, TX, unrolled, parameters=True, names=stacked)
     assert_same_bits(found.opt_state.mu, {"outer": state.opt_state.outer.mu, "layers": state.opt_state.layers.mu})
-    with pytest.raises(InvalidArgument, match=r"'layers.ups', and no parameter is called so; did you mean 'layers.up'"):
+    with pytest.raises(InvalidArgumentError, match=r"'layers.ups', and no parameter is called so; did you mean 'layers.up'"):
         export_state(path, TX, state, names={"layers.ups": "x"})
 
 
@@ -221,7 +221,7 @@ def test_moments_are_widened_exactly_and_a_compensation_begins_at_zero(path: Pat
     assert {leaf.dtype.name for leaf in jax.tree.leaves(found.compensation)} == {"int16"}
     assert not any(np.asarray(leaf).any() for leaf in jax.tree.leaves(found.compensation))
     export_state(path, high, TrainState(state.params, found))
-    with pytest.raises(InvalidArgument, match=r"exp_avg of 'blocks.0.empty' is float32.*mu_dtype=float32"):
+    with pytest.raises(InvalidArgumentError, match=r"exp_avg of 'blocks.0.empty' is float32.*mu_dtype=float32"):
         import_state(path, low, state)
 
 
@@ -233,7 +233,7 @@ def test_the_parameters_stay_unless_they_are_asked_for(path: Path) -> None:
     assert_same_bits(found, TrainState(fresh.params, state.opt_state))
     make_update(TX)(tree(1, "bfloat16"), found.opt_state, found.params)  # donated
     assert not any(leaf.is_deleted() for leaf in jax.tree.leaves(fresh))
-    with pytest.raises(InvalidArgument, match="parameters=True needs a file that holds the parameters"):
+    with pytest.raises(InvalidArgumentError, match="parameters=True needs a file that holds the parameters"):
         import_state(path, TX, fresh, parameters=True)
 
 
@@ -258,7 +258,7 @@ MISFITS: dict[str, tuple[Any, Any, str]] = {
 def test_a_state_that_does_not_fit_is_refused(path: Path, misfit: str) -> None:
     there, here, said = MISFITS[misfit]
     export_state(path, there, init_train_state(there, tree(0, "bfloat16")), parameters=True)
-    with pytest.raises(InvalidArgument, match=said):
+    with pytest.raises(InvalidArgumentError, match=said):
         import_state(path, here, init_train_state(here, tree(1, "bfloat16")), parameters=True)
 
 
@@ -268,7 +268,7 @@ def test_numbers_of_updates_that_one_count_cannot_hold_are_refused(path: Path) -
     content = load(path)
     object.__setattr__(content.parameters["blocks.1.vector"], "step", 5)
     save(path, content)
-    with pytest.raises(InvalidArgument, match=r"3 updates and 'blocks.1.vector' 5.*optax.partition"):
+    with pytest.raises(InvalidArgumentError, match=r"3 updates and 'blocks.1.vector' 5.*optax.partition"):
         import_state(path, TX, state)
     whole: Any = {"first": adamw(1e-2), "second": adamw(1e-3)}
 
@@ -289,19 +289,19 @@ def test_numbers_of_updates_that_one_count_cannot_hold_are_refused(path: Path) -
         for name in SHAPES:
             object.__setattr__(content.parameters[f"blocks.{i}.{name}"], "step", 2**31)
     save(path, content)
-    with pytest.raises(InvalidArgument, match=r"counts 2147483648 updates, more than .*int32"):
+    with pytest.raises(InvalidArgumentError, match=r"counts 2147483648 updates, more than .*int32"):
         import_state(path, apart, later)
 
 
 def test_what_a_file_cannot_hold_is_refused_by_name(path: Path) -> None:
-    def refused(tx: Any, said: str, steps: int = 1, kind: type[Exception] = Refused) -> None:
+    def refused(tx: Any, said: str, steps: int = 1, kind: type[Exception] = RefusedError) -> None:
         with pytest.raises(kind, match=said):
             export_state(path, tx, trained(tx, steps))
         assert not path.exists()
 
     refused(optax.chain(adamw(1e-2), optax.ema(0.9)), r"no place for the EmaState at tuple\[1\]")
     refused(optax.lion(1e-2), "ScaleByLionState")
-    refused(optax.sgd(1e-2), "no moments of Adam's", kind=InvalidArgument)
+    refused(optax.sgd(1e-2), "no moments of Adam's", kind=InvalidArgumentError)
     refused(optax.MultiSteps(adamw(1e-2), 3), r"mini_step of the optimizer state is 2: .*last of the micro-steps", steps=2)
     refused(
         optax.multi_transform({"first": adamw(1e-2), "second": adam(1e-2)}, halves), r"by adam and adamw: a file has one rule"
@@ -312,44 +312,46 @@ def test_what_a_file_cannot_hold_is_refused_by_name(path: Path) -> None:
     hidden = optax.with_extra_args_support(optax.GradientTransformation(adamw(1e-2).init, adamw(1e-2).update))
     refused(hidden, "cannot be seen which rule updates 'blocks.0.empty'")
     sgd = compensated(optax.multi_transform({"first": adamw(1e-2, compensation="none"), "second": optax.sgd(1e-2)}, halves))
-    with pytest.raises(Refused, match=r"'blocks.0.vector' is compensated, but no Adam updates it"):
+    with pytest.raises(RefusedError, match=r"'blocks.0.vector' is compensated, but no Adam updates it"):
         export_state(path, sgd, trained(sgd, dtype="bfloat16"))
     counted = optax.chain(adamw(1e-2), optax.scale_by_schedule(SCHEDULE))
     state = trained(counted)
     shifted = state.opt_state[0], optax.ScaleByScheduleState(state.opt_state[1].count + 4)
-    with pytest.raises(Refused, match=r"tuple\[1\].count of the optimizer state is 7, but 'blocks.0.empty' has had 3 updates"):
+    with pytest.raises(
+        RefusedError, match=r"tuple\[1\].count of the optimizer state is 7, but 'blocks.0.empty' has had 3 updates"
+    ):
         export_state(path, counted, TrainState(state.params, shifted))
 
 
 def test_layers_that_have_had_different_numbers_of_updates_are_refused(path: Path) -> None:
     state = init_train_state(TX, parameters())
     counts = state.opt_state.layers._replace(count=jnp.arange(LAYERS, dtype=jnp.int32))
-    with pytest.raises(Refused, match=r"different numbers of updates, 0 to 2.*apply_if_finite"):
+    with pytest.raises(RefusedError, match=r"different numbers of updates, 0 to 2.*apply_if_finite"):
         export_state(path, TX, state._replace(opt_state=state.opt_state._replace(layers=counts)))
 
 
 def test_what_is_no_state_of_the_transform_is_refused(path: Path) -> None:
     state = trained(TX)
     with pytest.raises(
-        InvalidArgument, match=r"state is a AdamState, no TrainState; .* TrainState\(params, opt_state\) of what"
+        InvalidArgumentError, match=r"state is a AdamState, no TrainState; .* TrainState\(params, opt_state\) of what"
     ):
         export_state(path, TX, state.opt_state)
     other: Any = optax.chain(TX, optax.identity())
-    with pytest.raises(InvalidArgument, match="not one of this transform"):
+    with pytest.raises(InvalidArgumentError, match="not one of this transform"):
         export_state(path, other, state)
-    with pytest.raises(InvalidArgument, match=r"betas is for optax\.adam"):
+    with pytest.raises(InvalidArgumentError, match=r"betas is for optax\.adam"):
         export_state(path, TX, state, betas=(0.9, 0.99))
     twice: Any = {"a": {"b": jnp.ones(2)}, "a.b": jnp.ones(2)}
-    with pytest.raises(InvalidArgument, match=r"two parameters are called 'a\.b'"):
+    with pytest.raises(InvalidArgumentError, match=r"two parameters are called 'a\.b'"):
         export_state(path, TX, init_train_state(TX, twice))
-    with pytest.raises(InvalidArgument, match=r"not an array in memory.*inside of jax.jit"):
+    with pytest.raises(InvalidArgumentError, match=r"not an array in memory.*inside of jax.jit"):
         jax.jit(lambda state: export_state(path, TX, state))(state)
     proceeded_from = jax.tree.map(jnp.copy, state)
     make_update(TX)(tree(1), proceeded_from.opt_state, proceeded_from.params)
-    with pytest.raises(InvalidArgument, match=r"state.params.* was donated"):
+    with pytest.raises(InvalidArgumentError, match=r"state.params.* was donated"):
         export_state(path, TX, proceeded_from)
     with float64():
         wide = trained(TX, dtype="float64")
-    with pytest.raises(InvalidArgument, match="set jax_enable_x64"):
+    with pytest.raises(InvalidArgumentError, match="set jax_enable_x64"):
         export_state(path, TX, wide)
     assert not path.exists()

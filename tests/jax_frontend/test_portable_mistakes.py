@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from penstock.core.errors import InvalidArgument
+from penstock.core.errors import InvalidArgumentError
 from penstock.core.portable.file import load
 from penstock.core.portable.names import Transposed
 from penstock.jax_frontend import TrainState, adamw, export_state, import_state, init_train_state, make_update
@@ -33,7 +33,7 @@ def test_lost_digits_are_not_put_beside_other_parameters(path: Path, compensatio
     tx = adamw(1e-2, compensation=compensation)
     state, other = trained(tx, "bfloat16"), trained(tx, "bfloat16", seed=1)
     export_state(path, tx, state, parameters=True)
-    with pytest.raises(InvalidArgument, match=r"'layers.w' is not that of the state, .*parameters=True.*checkpoint"):
+    with pytest.raises(InvalidArgumentError, match=r"'layers.w' is not that of the state, .*parameters=True.*checkpoint"):
         import_state(path, tx, other)
     found = import_state(path, tx, other._replace(params=state.params))
     assert all(map(np.array_equal, jax.tree.leaves(found), jax.tree.leaves(state)))
@@ -50,18 +50,18 @@ def test_lost_digits_are_not_put_beside_other_parameters(path: Path, compensatio
 def test_the_state_of_a_transform_with_other_dtypes_is_refused(path: Path, there: dict, here: dict, said: str) -> None:
     """Its structure is the same, so that only the dtypes tell."""
     state = trained(adamw(1e-2, **there), "bfloat16")
-    with pytest.raises(InvalidArgument, match=said):
+    with pytest.raises(InvalidArgumentError, match=said):
         export_state(path, adamw(1e-2, **here), state)
     assert not path.exists()
     export_state(path, adamw(1e-2, **there), state)
-    with pytest.raises(InvalidArgument, match=said):
+    with pytest.raises(InvalidArgumentError, match=said):
         import_state(path, adamw(1e-2, **here), state)
 
 
 def test_float64_of_numpy_is_not_narrowed(path: Path) -> None:
     tx = adamw(1e-2)
     wide = jax.tree.map(lambda leaf: np.asarray(leaf, "float64" if leaf.dtype.kind == "f" else None), trained(tx))
-    with pytest.raises(InvalidArgument, match=r"state.params.* is float64; set jax_enable_x64"):
+    with pytest.raises(InvalidArgumentError, match=r"state.params.* is float64; set jax_enable_x64"):
         import_state(path, tx, wide)
     narrow = jax.tree.map(np.asarray, trained(tx))
     export_state(path, tx, narrow, parameters=True)
@@ -78,7 +78,9 @@ def test_layers_stay_stacked_in_the_file_where_names_says_so(path: Path) -> None
     fresh = init_train_state(tx, jax.tree.map(jnp.zeros_like, state.params))
     found = import_state(path, tx, fresh, parameters=True, names=names)
     assert all(map(np.array_equal, jax.tree.leaves(found), jax.tree.leaves(state)))
-    with pytest.raises(InvalidArgument, match=r"lacks 'layers.{layer}.w' \(here 'layers.w'\); it has .*'layers.w'.*names="):
+    with pytest.raises(
+        InvalidArgumentError, match=r"lacks 'layers.{layer}.w' \(here 'layers.w'\); it has .*'layers.w'.*names="
+    ):
         import_state(path, tx, fresh, parameters=True)
 
 
@@ -94,7 +96,7 @@ def test_a_square_matrix_whose_values_lie_transposed_is_refused(path: Path, laye
 
     there, here = started(values), started(values.swapaxes(1, 2))
     export_state(path, tx, there, parameters=True)
-    with pytest.raises(InvalidArgument, match=r"'(layers\.)?w' lies transposed in the state: .*names=: Transposed"):
+    with pytest.raises(InvalidArgumentError, match=r"'(layers\.)?w' lies transposed in the state: .*names=: Transposed"):
         import_state(path, tx, here, parameters=parameters)
     names = {"layers.w": Transposed("layers.{layer}.w")} if layered else {"w": Transposed("w")}
     found = import_state(path, tx, here, parameters=parameters, names=names)
@@ -109,7 +111,7 @@ def test_what_is_no_path_or_no_names_is_told(path: Path) -> None:
     for given in (None, 3, b"state", ["state"]):
         unfit: Any = given
         for function in (export_state, import_state):
-            with pytest.raises(InvalidArgument, match="is no path of a file; give a str"):
+            with pytest.raises(InvalidArgumentError, match="is no path of a file; give a str"):
                 function(unfit, tx, state)
     export_state(path, tx, state)
     before = path.read_bytes()
@@ -121,7 +123,7 @@ def test_what_is_no_path_or_no_names_is_told(path: Path) -> None:
     ):
         unfit = given
         for function in (export_state, import_state):
-            with pytest.raises(InvalidArgument, match=said):
+            with pytest.raises(InvalidArgumentError, match=said):
                 function(path, tx, state, names=unfit)
     assert path.read_bytes() == before
 
@@ -130,5 +132,7 @@ def test_a_count_of_another_shape_is_refused(path: Path) -> None:
     tx = adamw(1e-2)
     state = trained(tx)
     for count in (jnp.zeros(2, int), jnp.zeros(0, int)):
-        with pytest.raises(InvalidArgument, match=r"AdamState.count of '.*' has shape \(.,\).* these parameters need \(\)"):
+        with pytest.raises(
+            InvalidArgumentError, match=r"AdamState.count of '.*' has shape \(.,\).* these parameters need \(\)"
+        ):
             export_state(path, tx, state._replace(opt_state=state.opt_state._replace(count=count)))

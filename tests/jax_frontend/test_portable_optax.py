@@ -15,7 +15,7 @@ import optax
 import pytest
 from tests.jax_support import float64, tree
 
-from penstock.core.errors import InvalidArgument, Refused
+from penstock.core.errors import InvalidArgumentError, RefusedError
 from penstock.core.portable.file import describe, load
 from penstock.jax_frontend import (
     TrainState,
@@ -132,7 +132,7 @@ def test_the_betas_must_be_given_and_be_right(path: Path) -> None:
         ((0.9, 0.99), r"decays exp_avg of 'empty' by 0.8, and not by 0.9"),
     ):
         given: Any = betas
-        with pytest.raises(InvalidArgument, match=said):
+        with pytest.raises(InvalidArgumentError, match=said):
             export_state(path, tx, state, betas=given)
         assert not path.exists()
 
@@ -150,12 +150,12 @@ def of_normalised_gradients(learning_rate: Any, b1: float, b2: float) -> optax.G
 
 
 LOOK_ALIKES: dict[str, tuple[Any, type[Exception], str]] = {
-    "adamax": (optax.adamax, InvalidArgument, "decays exp_avg_sq of 'empty' by .*adamax"),
-    "yogi": (optax.yogi, InvalidArgument, "decays exp_avg_sq"),
-    "adopt": (optax.contrib.adopt, InvalidArgument, "decays exp_avg "),
-    "nadamw": (optax.nadamw, Refused, r"depends on the gradient besides .*Nadam.* give optax.adam or optax.adamw"),
-    "radam": (optax.radam, Refused, r"does not depend on exp_avg_sq.*RAdam.* give optax.adam or optax.adamw"),
-    "of normalised gradients": (of_normalised_gradients, Refused, "are not the means of one gradient and of its square"),
+    "adamax": (optax.adamax, InvalidArgumentError, "decays exp_avg_sq of 'empty' by .*adamax"),
+    "yogi": (optax.yogi, InvalidArgumentError, "decays exp_avg_sq"),
+    "adopt": (optax.contrib.adopt, InvalidArgumentError, "decays exp_avg "),
+    "nadamw": (optax.nadamw, RefusedError, r"depends on the gradient besides .*Nadam.* give optax.adam or optax.adamw"),
+    "radam": (optax.radam, RefusedError, r"does not depend on exp_avg_sq.*RAdam.* give optax.adam or optax.adamw"),
+    "of normalised gradients": (of_normalised_gradients, RefusedError, "are not the means of one gradient and of its square"),
 }
 AROUND: dict[str, Callable[[Callable[..., Any]], Any]] = {
     "alone": lambda make: make(1e-2, *BETAS),

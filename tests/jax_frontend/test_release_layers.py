@@ -12,7 +12,7 @@ import pytest
 from tests.jax_support import TRANSFORMS, assert_close, assert_equal, float64
 from tests.sharding_support import rows, spread, three_steps
 
-from penstock.core.errors import InvalidArgument, MissingDependency, Refused
+from penstock.core.errors import InvalidArgumentError, MissingDependencyError, RefusedError
 from penstock.jax_frontend import LayerStack, init_train_state, make_release_step, release_layers, stable_adamw
 
 needs_references = pytest.mark.skipif(not hasattr(jax, "new_ref"), reason="this jax has no jax.new_ref")
@@ -243,7 +243,7 @@ def test_a_layer_that_is_not_visited_exactly_once_is_refused_before_anything_cha
     wrong, text = REFUSED[name]
     state = init_train_state(TX, parameters())
     before = jax.tree.map(jnp.copy, state)
-    with pytest.raises(Refused, match=text):
+    with pytest.raises(RefusedError, match=text):
         release_layers(wrong, layer, TX)(state, tokens())
     assert_equal(state, before)
 
@@ -263,30 +263,30 @@ def test_a_layer_can_be_dropped_by_the_data_when_it_is_still_used() -> None:
 @needs_references
 def test_mistakes_are_named() -> None:
     state, batch = init_train_state(TX, parameters()), tokens()
-    with pytest.raises(InvalidArgument, match="loss_fn=None is not callable"):
+    with pytest.raises(InvalidArgumentError, match="loss_fn=None is not callable"):
         release_layers(None, layer, TX)
-    with pytest.raises(InvalidArgument, match="fence"):
+    with pytest.raises(InvalidArgumentError, match="fence"):
         release_layers(loss, layer, TX, fence="wall")
-    with pytest.raises(InvalidArgument, match=r"index of shape \(\) and dtype float32"):
+    with pytest.raises(InvalidArgumentError, match=r"index of shape \(\) and dtype float32"):
         release_layers(lambda outer, layers, batch: jnp.mean(layers(0.0, embed(outer, batch))), layer, TX)(state, batch)
-    with pytest.raises(InvalidArgument, match=r"index of shape \(4,\)"):
+    with pytest.raises(InvalidArgumentError, match=r"index of shape \(4,\)"):
         release_layers(lambda o, layers, b: jnp.mean(layers(layers.indices, embed(o, b))), layer, TX)(state, batch)
-    with pytest.raises(InvalidArgument, match="must return a scalar"):
+    with pytest.raises(InvalidArgumentError, match="must return a scalar"):
         release_layers(lambda outer, layers, batch: embed(outer, batch), layer, TX)(state, batch)
-    with pytest.raises(InvalidArgument, match="divide by the weight"):
+    with pytest.raises(InvalidArgumentError, match="divide by the weight"):
         release_layers(lambda *given: (loss(*given), jnp.ones(())), layer, TX)(state, batch)
-    with pytest.raises(InvalidArgument, match="init_train_state"):
+    with pytest.raises(InvalidArgumentError, match="init_train_state"):
         release_layers(loss, layer, TX)(init_train_state(TX, parameters(), stack=False), batch)
-    with pytest.raises(InvalidArgument, match="not one of this transform"):
+    with pytest.raises(InvalidArgumentError, match="not one of this transform"):
         release_layers(loss, layer, TX)(init_train_state(optax.sgd(1e-2), parameters()), batch)
-    with pytest.raises(InvalidArgument, match="not an Optax transform"):
+    with pytest.raises(InvalidArgumentError, match="not an Optax transform"):
         release_layers(loss, layer, stable_adamw)
     clipping = optax.chain(optax.clip_by_global_norm(1.0), TX)
-    with pytest.raises(Refused, match="max_norm="):
+    with pytest.raises(RefusedError, match="max_norm="):
         release_layers(loss, layer, clipping)(init_train_state(clipping, parameters()), batch)
 
 
 def test_a_jax_without_references_is_told(monkeypatch) -> None:
     monkeypatch.delattr(jax, "new_ref", raising=False)
-    with pytest.raises(MissingDependency, match=r"jax\.new_ref.*make_release_step"):
+    with pytest.raises(MissingDependencyError, match=r"jax\.new_ref.*make_release_step"):
         release_layers(loss, layer, TX)

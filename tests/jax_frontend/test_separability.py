@@ -12,7 +12,7 @@ import pytest
 from optax import contrib
 from tests.jax_support import tree
 
-from penstock.core.errors import InvalidArgument, Refused, UnsupportedTensor
+from penstock.core.errors import InvalidArgumentError, RefusedError, UnsupportedTensorError
 from penstock.jax_frontend import adam, adamw, check_separable, compensated, init_train_state, release_layers, stable_adamw
 
 SCHEDULE = optax.linear_schedule(1e-2, 0.0, 10)
@@ -94,17 +94,17 @@ def test_what_works_on_each_array_by_itself_is_separable(name) -> None:
 
 @pytest.mark.parametrize("name", ENTANGLED)
 def test_what_looks_at_all_parameters_is_refused_with_a_remedy(name) -> None:
-    with pytest.raises(Refused, match=rf"^tx cannot be applied layer by layer: .* Remedy: .*{name}: \w+"):
+    with pytest.raises(RefusedError, match=rf"^tx cannot be applied layer by layer: .* Remedy: .*{name}: \w+"):
         check_separable(ENTANGLED[name], layer())
 
 
 def test_the_remedy_for_a_global_norm_is_max_norm() -> None:
-    with pytest.raises(Refused, match="clip_by_global_norm: leave it out and give the training step max_norm="):
+    with pytest.raises(RefusedError, match="clip_by_global_norm: leave it out and give the training step max_norm="):
         check_separable(optax.inject_hyperparams(optax.clip_by_global_norm)(max_norm=1e9), layer())
 
 
 def test_noise_is_found_in_low_precision_too() -> None:
-    with pytest.raises(Refused, match="add_noise"):
+    with pytest.raises(RefusedError, match="add_noise"):
         check_separable(ENTANGLED["add_noise"], layer("bfloat16"))
 
 
@@ -112,9 +112,9 @@ def test_any_params_tree_is_looked_at() -> None:
     check_separable(stable_adamw(1e-2), tree(0))  # an empty, a 0-d and a None leaf
     check_separable(stable_adamw(1e-2), {})
     check_separable(optax.adam(1e-2), jnp.ones(3))
-    with pytest.raises(Refused):
+    with pytest.raises(RefusedError):
         check_separable(optax.clip_by_global_norm(1.0), jnp.ones(()))
-    with pytest.raises(UnsupportedTensor, match=r"params\['ids'\] has dtype int32"):
+    with pytest.raises(UnsupportedTensorError, match=r"params\['ids'\] has dtype int32"):
         check_separable(optax.sgd(1e-2), {"ids": jnp.arange(3)})
 
 
@@ -166,20 +166,20 @@ HIDDEN = (by_the_largest_so_far, by_the_first_array_so_far, from_the_first_param
 
 @pytest.mark.parametrize("tx", HIDDEN)
 def test_hidden_ways_from_layer_to_layer_are_found(tx) -> None:
-    with pytest.raises(Refused, match="Remedy: leave out what looks at all parameters at once"):
+    with pytest.raises(RefusedError, match="Remedy: leave out what looks at all parameters at once"):
         check_separable(optax.chain(tx(), optax.sgd(1e-2)), layer())
 
 
 def test_extra_arguments() -> None:
     tx = optax.chain(optax.sgd(1e-2), contrib.reduce_on_plateau())
     check_separable(tx, layer(), value=jnp.ones(()))
-    with pytest.raises(Refused, match="its update fails when it is given the gradient, the state and the parameters"):
+    with pytest.raises(RefusedError, match="its update fails when it is given the gradient, the state and the parameters"):
         check_separable(tx, layer())
 
 
 def test_a_state_that_changes_its_shape_is_named() -> None:
     growing = optax.GradientTransformation(lambda params: (), lambda updates, state, params=None: (updates, (*state, 1.0)))
-    with pytest.raises(InvalidArgument, match="state of another structure"):
+    with pytest.raises(InvalidArgumentError, match="state of another structure"):
         check_separable(growing, layer())
 
 
@@ -187,7 +187,7 @@ def test_a_mask_that_fits_one_layer_only() -> None:
     def mask(params):
         return {"dense": {"kernel": params["dense"]["kernel"].ndim > 1, "bias": False}, "norm": {"scale": False}}
 
-    with pytest.raises(Refused, match="give masks and labels as functions of the parameters"):
+    with pytest.raises(RefusedError, match="give masks and labels as functions of the parameters"):
         check_separable(optax.masked(optax.sgd(1e-2), mask), layer())
 
 
@@ -201,7 +201,7 @@ def test_masks_and_labels_of_all_parameters_do_not_fit_one_layer() -> None:
         optax.multi_transform({"True": optax.sgd(1e-2), "False": optax.set_to_zero()}, labels),
     ):
         for made in (lambda tx=tx: init_train_state(tx, params), lambda tx=tx: check_separable(tx, layer())):
-            with pytest.raises(Refused, match=r"tx.init fails on a part .* Remedy: give masks and labels as functions"):
+            with pytest.raises(RefusedError, match=r"tx.init fails on a part .* Remedy: give masks and labels as functions"):
                 made()
 
 
@@ -210,7 +210,7 @@ def test_a_mask_of_all_parameters_is_refused_where_it_is_first_looked_at() -> No
     params = {"outer": layer(), "layers": jax.tree.map(lambda leaf: jnp.stack([leaf] * 2), layer())}
     tx = stable_adamw(1e-2, mask={"outer": MASK, "layers": MASK})  # whose init does not look at it
     step = release_layers(lambda outer, layers, batch: batch, lambda params, x: x, tx)
-    with pytest.raises(InvalidArgument, match=r"mask, PyTreeDef.* has not the structure of params.*a function of them"):
+    with pytest.raises(InvalidArgumentError, match=r"mask, PyTreeDef.* has not the structure of params.*a function of them"):
         step(init_train_state(tx, params), jnp.ones(()))
 
 
@@ -223,7 +223,7 @@ def test_it_can_be_asked_while_a_step_is_traced() -> None:
     @jax.jit
     def step(params):
         check_separable(optax.adamw(1e-2), params)
-        with pytest.raises(Refused):
+        with pytest.raises(RefusedError):
             check_separable(ENTANGLED["add_noise"], params)
         return params
 

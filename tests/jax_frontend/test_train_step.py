@@ -9,7 +9,7 @@ import optax
 import pytest
 from tests.jax_support import TRANSFORMS, assert_close, assert_equal, float64
 
-from penstock.core.errors import InvalidArgument, Refused, UnsupportedTensor
+from penstock.core.errors import InvalidArgumentError, RefusedError, UnsupportedTensorError
 from penstock.jax_frontend import TrainState, init_train_state, make_train_step, make_update, stable_adamw
 
 WIDTH, LAYERS, BATCH = 6, 3, 8
@@ -195,23 +195,23 @@ def test_parameters_shared_with_the_state_are_copied() -> None:
 def test_mistakes_are_named() -> None:
     tx, params = stable_adamw(1e-2), model()
     state = init_train_state(tx, params)
-    with pytest.raises(InvalidArgument, match=r"microbatches=3 does not divide.*\['mask'\].*\(8,\)"):
+    with pytest.raises(InvalidArgumentError, match=r"microbatches=3 does not divide.*\['mask'\].*\(8,\)"):
         make_train_step(mean_loss, tx, microbatches=3)(state, batch())
-    with pytest.raises(InvalidArgument, match=r"\['mask'\] has 4 rows .*belong together"):
+    with pytest.raises(InvalidArgumentError, match=r"\['mask'\] has 4 rows .*belong together"):
         make_train_step(mean_loss, tx, microbatches=2)(state, {**batch(), "mask": batch()["mask"][:4]})
     make_train_step(mean_loss, tx, microbatches=2)(state, {**batch(), "one row for each": jnp.ones((2, 3))})
     state = init_train_state(tx, params)
-    with pytest.raises(InvalidArgument, match=r"shape \(8,\); it must return a scalar"):
+    with pytest.raises(InvalidArgumentError, match=r"shape \(8,\); it must return a scalar"):
         make_train_step(each_loss, tx)(state, batch())
-    with pytest.raises(InvalidArgument, match="must return a scalar"):
+    with pytest.raises(InvalidArgumentError, match="must return a scalar"):
         make_train_step(lambda p, b: {"loss": mean_loss(p, b)}, tx)(state, batch())
-    with pytest.raises(InvalidArgument, match="must return a scalar"):
+    with pytest.raises(InvalidArgumentError, match="must return a scalar"):
         make_train_step(lambda p, b: (mean_loss(p, b), 1, 2), tx)(state, batch())
-    with pytest.raises(InvalidArgument, match="dtype int32"):
+    with pytest.raises(InvalidArgumentError, match="dtype int32"):
         make_train_step(lambda p, b: jnp.sum(b["mask"]), tx)(state, batch())
-    with pytest.raises(UnsupportedTensor, match=r"params\['n'\] has dtype int32"):
+    with pytest.raises(UnsupportedTensorError, match=r"params\['n'\] has dtype int32"):
         make_train_step(mean_loss, optax.sgd(1e-2))(init_train_state(optax.sgd(1e-2), {"n": jnp.arange(3)}), batch())
-    with pytest.raises(InvalidArgument, match=r"not one of this transform.*init_train_state"):
+    with pytest.raises(InvalidArgumentError, match=r"not one of this transform.*init_train_state"):
         make_train_step(mean_loss, optax.sgd(1e-2))(state, batch())
     for wrong in (None, stable_adamw):
         for build in (
@@ -219,14 +219,14 @@ def test_mistakes_are_named() -> None:
             make_update,
             lambda wrong: init_train_state(wrong, params),
         ):
-            with pytest.raises(InvalidArgument, match=r"tx=.* is not an Optax transform"):
+            with pytest.raises(InvalidArgumentError, match=r"tx=.* is not an Optax transform"):
                 build(wrong)
     for value in (0, -1, 1.5, True, "two"):
-        with pytest.raises(InvalidArgument, match="microbatches"):
+        with pytest.raises(InvalidArgumentError, match="microbatches"):
             make_train_step(mean_loss, tx, microbatches=value)
     for value in (0.0, -1.0, float("nan"), "one"):
-        with pytest.raises(InvalidArgument, match="max_norm"):
+        with pytest.raises(InvalidArgumentError, match="max_norm"):
             make_train_step(mean_loss, tx, max_norm=value)
     chained = optax.chain(tx, optax.scale(0.5))
-    with pytest.raises(Refused, match="last"):
+    with pytest.raises(RefusedError, match="last"):
         make_train_step(mean_loss, chained)(init_train_state(chained, model("bfloat16")), batch("bfloat16"))

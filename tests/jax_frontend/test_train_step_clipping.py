@@ -10,7 +10,7 @@ from benchmarks.jax_decoder import Decoder
 from tests.jax_support import assert_close, float64
 from tests.sharding_support import LAYOUTS, rows, spread, three_steps
 
-from penstock.core.errors import InvalidArgument
+from penstock.core.errors import InvalidArgumentError
 from penstock.jax_frontend import TrainState, init_train_state, make_train_step, stable_adamw
 
 LAYERS, WIDTH, ROWS = 12, 256, 4
@@ -117,8 +117,8 @@ def test_the_norm_is_that_of_the_gradient_that_is_clipped() -> None:
 
 def test_passes_that_make_no_sense_are_named() -> None:
     for passes in (0, 3, True, "two"):
-        with pytest.raises(InvalidArgument, match="clip_passes"):
+        with pytest.raises(InvalidArgumentError, match="clip_passes"):
             make_train_step(loss, TX, max_norm=1.0, clip_passes=passes)
-    with pytest.raises(InvalidArgument, match=r"clip_passes=2 with microbatches=4.*make_release_step"):
+    with pytest.raises(InvalidArgumentError, match=r"clip_passes=2 with microbatches=4.*make_release_step"):
         make_train_step(loss, TX, microbatches=4, max_norm=1.0, clip_passes=2)
     make_train_step(loss, TX, microbatches=4, max_norm=1.0, clip_passes=1)

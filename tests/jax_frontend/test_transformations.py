@@ -16,7 +16,7 @@ from tests.jax_support import TRANSFORMS, assert_close, scanned_over, train
 from penstock.core.array_ops import numpy_ops
 from penstock.core.dtypes import state_dtypes
 from penstock.core.hyperparameters import Hyperparameters
-from penstock.core.moments import debiased_complements
+from penstock.core.moments import bias_corrections
 from penstock.core.rules import RULES
 from penstock.core.update import init_state, update
 from penstock.jax_frontend.array_ops import jax_ops
@@ -72,9 +72,9 @@ def test_the_same_core_functions_run_on_numpy_and_jax(rule, dtype, compensation)
         parameter = ops.cast(start, dtype)
         state = init_state(ops, parameter, state_dtypes(dtype, row.betas[1]), compensation)
         for t, gradient in enumerate(grads, 1):
-            complements = debiased_complements(hyperparameters, t, ops.xp)
+            corrections = bias_corrections(hyperparameters, t, ops.xp)
             gradient = ops.cast(gradient, dtype)
-            parameter, state = update(ops, RULES[rule], hyperparameters, complements, compensation, parameter, gradient, state)
+            parameter, state = update(ops, RULES[rule], hyperparameters, corrections, compensation, parameter, gradient, state)
         results.append([ops.cast(leaf, "float32") for leaf in (parameter, state.exp_avg, state.exp_avg_sq)])
     for ours, theirs in zip(*results, strict=True):
         np.testing.assert_allclose(ours, theirs, rtol=1e-6 if dtype == "float32" else 2**-7, atol=1e-7)
@@ -90,9 +90,9 @@ def test_a_missing_package_is_named_with_its_remedy(package) -> None:
     done = run(
         "import importlib.util as u; find = u.find_spec\n"
         f"u.find_spec = lambda name, *a: None if name == {package!r} else find(name, *a)\n"
-        "from penstock.core.errors import MissingDependency\n"
+        "from penstock.core.errors import MissingDependencyError\n"
         "try: import penstock.jax_frontend\n"
-        "except MissingDependency as error: print(error)"
+        "except MissingDependencyError as error: print(error)"
     )
     assert package in done.stdout, done.stderr
     assert "pip install penstock[jax]" in done.stdout

@@ -12,7 +12,7 @@ import optax
 import pytest
 from tests.walk_support import STACK, TX, batch, parameters
 
-from penstock.core.errors import InvalidArgument, PenstockError, UnsupportedTensor
+from penstock.core.errors import InvalidArgumentError, PenstockError, UnsupportedTensorError
 from penstock.jax_frontend import (
     TrainState,
     adamw,
@@ -39,15 +39,15 @@ def donated() -> Any:
 
 
 PARAMETERS: dict[str, tuple[Callable[[], Any], type[PenstockError], str]] = {
-    "none": (lambda: None, InvalidArgument, "params have no arrays"),
-    "empty": (lambda: {"w": None}, InvalidArgument, "params have no arrays"),
-    "integers": (lambda: {"w": jnp.ones(2, int)}, UnsupportedTensor, r"params\['w'\] has dtype int32"),
-    "a number": (lambda: {"w": 3}, UnsupportedTensor, r"params\['w'\] has dtype int32"),
-    "complex": (lambda: {"w": jnp.ones(2, complex)}, UnsupportedTensor, r"params\['w'\] has dtype complex64"),
-    "a key": (lambda: {"w": jax.random.key(0)}, UnsupportedTensor, r"params\['w'\] has dtype key"),
-    "a word": (lambda: {"w": "x"}, UnsupportedTensor, r"params\['w'\] is str"),
-    "donated": (donated, InvalidArgument, r"params\['w'\] was donated to an earlier update"),
-    "outer is none": (lambda: {"outer": None, "layers": PARAMS}, InvalidArgument, r'params\["outer"\] is None; give \{\}'),
+    "none": (lambda: None, InvalidArgumentError, "params have no arrays"),
+    "empty": (lambda: {"w": None}, InvalidArgumentError, "params have no arrays"),
+    "integers": (lambda: {"w": jnp.ones(2, int)}, UnsupportedTensorError, r"params\['w'\] has dtype int32"),
+    "a number": (lambda: {"w": 3}, UnsupportedTensorError, r"params\['w'\] has dtype int32"),
+    "complex": (lambda: {"w": jnp.ones(2, complex)}, UnsupportedTensorError, r"params\['w'\] has dtype complex64"),
+    "a key": (lambda: {"w": jax.random.key(0)}, UnsupportedTensorError, r"params\['w'\] has dtype key"),
+    "a word": (lambda: {"w": "x"}, UnsupportedTensorError, r"params\['w'\] is str"),
+    "donated": (donated, InvalidArgumentError, r"params\['w'\] was donated to an earlier update"),
+    "outer is none": (lambda: {"outer": None, "layers": PARAMS}, InvalidArgumentError, r'params\["outer"\] is None; give \{\}'),
 }
 
 
@@ -57,7 +57,9 @@ def test_what_cannot_be_trained_is_refused_before_a_state_is_made(case: str, tx:
     made, error, said = PARAMETERS[case]
     with pytest.raises(error, match=said) as raised:
         init_train_state(tx, made())
-    assert (error is UnsupportedTensor) == ("What the model reads and does not train goes into the batch" in str(raised.value))
+    assert (error is UnsupportedTensorError) == (
+        "What the model reads and does not train goes into the batch" in str(raised.value)
+    )
 
 
 STEPS: dict[str, Any] = {
@@ -73,7 +75,7 @@ def test_what_is_no_state_is_told_by_its_type(step: str) -> None:
     state = init_train_state(TX, parameters())
     for given in (None, state.params, state.opt_state, tuple(state)):
         with pytest.raises(
-            InvalidArgument, match=f"state is a {type(given).__name__}, no TrainState; make it with init_train_state"
+            InvalidArgumentError, match=f"state is a {type(given).__name__}, no TrainState; make it with init_train_state"
         ):
             STEPS[step](given, batch())
     assert not any(leaf.is_deleted() for leaf in jax.tree.leaves(state))
@@ -84,23 +86,23 @@ def test_what_is_no_state_is_told_by_its_type(step: str) -> None:
 )
 def test_a_norm_is_a_number(make: Any) -> None:
     for value in (-1, 0.0, float("nan"), "1", True, jnp.ones(2)):
-        with pytest.raises(InvalidArgument, match=r"max_norm"):
+        with pytest.raises(InvalidArgumentError, match=r"max_norm"):
             make(max_norm=value)
     make(max_norm=jnp.ones(()))
 
 
 def test_a_loss_is_callable() -> None:
-    with pytest.raises(InvalidArgument, match="loss_fn=None is not callable"):
+    with pytest.raises(InvalidArgumentError, match="loss_fn=None is not callable"):
         make_train_step(None, TX)  # type: ignore[arg-type]
 
 
 def test_trees_that_do_not_go_together_are_shown() -> None:
     tx, other = adamw(1e-2), {"v": jnp.ones((3, 2))}
-    with pytest.raises(InvalidArgument, match=r"the gradients have the structure .*'v'.*, and the parameters .*'w'"):
+    with pytest.raises(InvalidArgumentError, match=r"the gradients have the structure .*'v'.*, and the parameters .*'w'"):
         tx.update(other, tx.init(PARAMS), PARAMS)
-    with pytest.raises(InvalidArgument, match=r"the gradients have the structure .*'w'.*, and the optimizer state .*'v'"):
+    with pytest.raises(InvalidArgumentError, match=r"the gradients have the structure .*'w'.*, and the optimizer state .*'v'"):
         tx.update(PARAMS, tx.init(other), PARAMS)
-    with pytest.raises(InvalidArgument, match="not one of this transform"):
+    with pytest.raises(InvalidArgumentError, match="not one of this transform"):
         make_train_step(loss, tx)(TrainState(PARAMS, tx.init(other)), jnp.ones((4, 3)))
 
 
@@ -112,7 +114,7 @@ def test_parameters_that_are_cast_after_init_are_refused(transform, before: str,
     state = tx.init({"a": jnp.ones(3, before)})
     params, grads = ({"a": jnp.ones(3, after)} for _ in range(2))
     for update in (tx.update, make_update(tx)):
-        with pytest.raises(InvalidArgument, match=rf"params\['a'\] has dtype {after}.* cast after init.*Cast them first"):
+        with pytest.raises(InvalidArgumentError, match=rf"params\['a'\] has dtype {after}.* cast after init.*Cast them first"):
             update(grads, state, params)
     assert not grads["a"].is_deleted()
     make_update(tx)(grads, tx.init(params), params)
@@ -124,10 +126,10 @@ def test_a_state_that_is_not_the_transform_s_is_named(state) -> None:
     if isinstance(state, optax.GradientTransformation):
         state = state.init(params)
     state = params if state == "the parameters" else state
-    with pytest.raises(InvalidArgument, match=rf"state is a {type(state).__name__}, and adamw needs an AdamState"):
+    with pytest.raises(InvalidArgumentError, match=rf"state is a {type(state).__name__}, and adamw needs an AdamState"):
         adamw(1e-2).update(params, state, params)
 
 
 def test_init_takes_the_transform_first() -> None:
-    with pytest.raises(InvalidArgument, match="is not an Optax transform"):
+    with pytest.raises(InvalidArgumentError, match="is not an Optax transform"):
         init_train_state({"a": jnp.ones(3)}, adamw(1e-2))

@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 
 from penstock.__main__ import main
-from penstock.core.errors import InvalidArgument
+from penstock.core.errors import InvalidArgumentError
 from penstock.parity import Held, register, run, unregister
-from penstock.parity.backends.calls import BrokenBackend, held_after
+from penstock.parity.backends.calls import BrokenBackendError, held_after
 from penstock.parity.backends.specification import NumpyBackend, NumpyRun
 from penstock.parity.cases import select
 from penstock.parity.compare import Row
@@ -78,7 +78,7 @@ def test_a_backend_that_cannot_say_what_it_runs_is_bad_usage(
 
 def test_a_backend_that_cannot_say_whether_it_is_there_is_not_left_out_in_silence(mine: Callable[..., None]) -> None:
     mine(unavailable=explode)
-    with pytest.raises(BrokenBackend, match="backend='mine': unavailable"):
+    with pytest.raises(BrokenBackendError, match="backend='mine': unavailable"):
         run(None, CASES_OF["updates"], [1])
 
 
@@ -131,7 +131,7 @@ def test_a_run_that_fails_is_a_failed_row_that_names_the_method(fault: str, mine
     [
         ({"__init__": explode}, "start_events(): ZeroDivisionError: too much"),
         ({"run": explode}, "event 1: ZeroDivisionError: too much"),
-        ({"held": lambda _: {}}, "held(): InvalidArgument: held() has the tensors []"),
+        ({"held": lambda _: {}}, "held(): InvalidArgumentError: held() has the tensors []"),
         ({"updates": lambda _: None}, "updates(): TypeError"),
         ({"updates": lambda _: {"matrix": 6}}, "updates(): KeyError: 'vector'"),
         ({"live_bytes": lambda run: [0] * (1 + run.passes % 2)}, "live_bytes(): ValueError"),
@@ -182,14 +182,14 @@ def test_what_moves_under_our_hands_is_compared_as_it_was(mine: Callable[..., No
     ],
 )
 def test_a_description_that_cannot_be_is_refused_at_once(backend: Any, sentence: str) -> None:
-    with pytest.raises(InvalidArgument, match=sentence):
+    with pytest.raises(InvalidArgumentError, match=sentence):
         register(backend)
 
 
 def test_names_that_are_none_are_refused() -> None:
-    with pytest.raises(InvalidArgument, match=r"backends='numpy' must be a list of names, such as \['numpy'\]"):
+    with pytest.raises(InvalidArgumentError, match=r"backends='numpy' must be a list of names, such as \['numpy'\]"):
         run("numpy")
-    with pytest.raises(InvalidArgument, match="name='nobody' is not known"):
+    with pytest.raises(InvalidArgumentError, match="name='nobody' is not known"):
         unregister("nobody")
 
 

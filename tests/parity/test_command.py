@@ -7,7 +7,7 @@ import sys
 import pytest
 
 from penstock.__main__ import COMMANDS, main
-from penstock.core.errors import Refused
+from penstock.core.errors import RefusedError
 from penstock.parity import report, unregister
 from penstock.parity.cases import Case, select
 from penstock.parity.compare import Row, failed
@@ -103,10 +103,10 @@ def test_the_json_has_every_row_and_says_where_it_comes_from(tmp_path: pathlib.P
 
 def test_a_report_that_cannot_be_finished_leaves_the_last_one(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
     report.write_json(tmp_path, {"rows": [1]})
-    with pytest.raises(Refused, match="JSON"):
+    with pytest.raises(RefusedError, match="JSON"):
         report.write_json(tmp_path, {"rows": [float("nan")]})
     monkeypatch.setattr(os, "replace", lambda *_: (_ for _ in ()).throw(OSError("disk full")))
-    with pytest.raises(Refused, match=r"parity\.json' could not be written: disk full"):
+    with pytest.raises(RefusedError, match=r"parity\.json' could not be written: disk full"):
         report.write_json(tmp_path, {"rows": [2]})
     assert [path.name for path in tmp_path.iterdir()] == ["parity.json"]
     assert json.loads((tmp_path / "parity.json").read_text()) == {"rows": [1]}

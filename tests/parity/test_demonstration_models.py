@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from penstock.core.errors import InvalidArgument
+from penstock.core.errors import InvalidArgumentError
 from penstock.parity.demonstration import jax_run, torch_runs
 from penstock.parity.demonstration.initialisation import initial_parameters, nbytes
 from penstock.parity.demonstration.jax_model import make_loss
@@ -129,9 +129,9 @@ def test_float32_runs_start_together_in_both_frameworks() -> None:
 
 @pytest.mark.parametrize("name", ["abacus", "cuda:99", "cpu:x", "cpu:-1", "", "meta"])
 def test_a_device_that_is_not_there_is_refused(name: str) -> None:
-    with pytest.raises(InvalidArgument, match=f"PyTorch .* device '{name}'"):
+    with pytest.raises(InvalidArgumentError, match=f"PyTorch .* device '{name}'"):
         torch_runs.find_device(name)
-    with pytest.raises(InvalidArgument, match=f"JAX .* device '{name}'"):
+    with pytest.raises(InvalidArgumentError, match=f"JAX .* device '{name}'"):
         jax_run.find_device(name)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from penstock.core.errors import InvalidArgument
+from penstock.core.errors import InvalidArgumentError
 from penstock.parity.demonstration.initialisation import initial_parameters, nbytes
 from penstock.parity.demonstration.settings import ModelShape, Settings
 from penstock.parity.demonstration.text import MAXIMAL_BYTES, Batches, read_text, standard_library_files
@@ -28,12 +28,12 @@ def test_at_most_so_many_bytes_are_read(tmp_path) -> None:
 
 
 def test_a_text_that_is_missing_or_too_short_is_named(tmp_path) -> None:
-    with pytest.raises(InvalidArgument, match=r"nowhere.* cannot be read: no such file"):
+    with pytest.raises(InvalidArgumentError, match=r"nowhere.* cannot be read: no such file"):
         read_text(tmp_path / "nowhere", at_least=1)
-    with pytest.raises(InvalidArgument, match="cannot be read: is a directory"):
+    with pytest.raises(InvalidArgumentError, match="cannot be read: is a directory"):
         read_text(tmp_path, at_least=1)
     (tmp_path / "short").write_bytes(b"ab")
-    with pytest.raises(InvalidArgument, match="has 2 bytes; one training sequence needs 3"):
+    with pytest.raises(InvalidArgumentError, match="has 2 bytes; one training sequence needs 3"):
         read_text(tmp_path / "short", at_least=3)
     assert len(read_text(tmp_path / "short", at_least=2)) == 2
 
@@ -81,5 +81,5 @@ def test_the_default_model_has_one_to_three_million_parameters_and_small_layers(
 
 @pytest.mark.parametrize("wrong", [{"steps": 0}, {"steps": -3}, {"dtype": "float16"}])
 def test_settings_refuse(wrong) -> None:
-    with pytest.raises(InvalidArgument, match=next(iter(wrong))):
+    with pytest.raises(InvalidArgumentError, match=next(iter(wrong))):
         Settings(**wrong)

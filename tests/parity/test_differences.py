@@ -9,7 +9,7 @@ import types
 import numpy as np
 import pytest
 
-from penstock.core.errors import Refused
+from penstock.core.errors import RefusedError
 from penstock.core.rules import RULES
 from penstock.parity import run
 from penstock.parity.backends import choose
@@ -68,7 +68,7 @@ def test_compiled_is_the_specification(stored: str) -> None:
     pytest.importorskip("torch")
     try:
         counts = differing_after(["numpy", "compiled"], f"B/adamw/{stored}/state-default", 62)
-    except Refused as why:
+    except RefusedError as why:
         pytest.skip(str(why))
     assert set(counts.values()) == {0}
 
@@ -90,7 +90,7 @@ JAX_AGAINST_NUMPY = """
 import dataclasses
 import jax, numpy as np
 from penstock.core.array_ops import numpy_ops
-from penstock.core.moments import Complements, debiased_complements
+from penstock.core.moments import Corrections, bias_corrections
 from penstock.core.update import init_state, update
 from penstock.jax_frontend.array_ops import jax_ops
 from penstock.parity.cases import select
@@ -105,15 +105,15 @@ def count(case):
     state = init_state(numpy_ops, parameter, case.storage.moments(case.problem), kept)
 
     @jax.jit
-    def step(parameter, gradient, state, complements, lr, decay):
+    def step(parameter, gradient, state, corrections, lr, decay):
         current = dataclasses.replace(given, learning_rate=lr, weight_decay=decay)
-        return update(jax_ops, rule, current, Complements(*complements), kept, parameter, gradient, state)
+        return update(jax_ops, rule, current, Corrections(*corrections), kept, parameter, gradient, state)
 
     other, other_state = jax.numpy.array(parameter), jax.tree.map(jax.numpy.array, state)
     for number in range(1, 31):
-        gradient, complements = case.problem.gradients(number)["matrix"], debiased_complements(given, number, np)
-        parameter, state = update(numpy_ops, rule, given, complements, kept, parameter, gradient, state)
-        numbers = [np.float32(each) for each in (*complements, given.learning_rate, given.weight_decay)]
+        gradient, corrections = case.problem.gradients(number)["matrix"], bias_corrections(given, number, np)
+        parameter, state = update(numpy_ops, rule, given, corrections, kept, parameter, gradient, state)
+        numbers = [np.float32(each) for each in (*corrections, given.learning_rate, given.weight_decay)]
         other, other_state = step(other, gradient, other_state, tuple(numbers[:2]), *numbers[2:])
     pairs = [(parameter, other), *zip(state[:3], other_state[:3], strict=True)]
     return [differing(np.asarray(one), two) for one, two in pairs if one is not None]
@@ -137,7 +137,7 @@ def jax_against_numpy(patterns: list[str], flags: str) -> dict[str, list[int]]:
 
 @pytest.mark.skipif(platform.machine() not in ("x86_64", "AMD64"), reason="the flag is one of this instruction set")
 def test_xla_without_fused_multiply_add_is_the_specification() -> None:
-    """With complements computed by the host, as numpy has them, jax.jit of the formula agrees on every bit."""
+    """With corrections computed by the host, as numpy has them, jax.jit of the formula agrees on every bit."""
     pytest.importorskip("jax")
     patterns = [f"B/{rule}/{stored}/state-default" for rule in ("adamw", "adam") for stored in STORED[1:]]
     found = jax_against_numpy(patterns, "--xla_cpu_max_isa=AVX")

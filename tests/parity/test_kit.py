@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from penstock.core.errors import InvalidArgument
+from penstock.core.errors import InvalidArgumentError
 from penstock.parity import Row, optax_transform, register, run, torch_optimizer, unregister
 from penstock.parity.backends import PEERS, choose
 from penstock.parity.cases import select as select_updates
@@ -150,7 +150,7 @@ def _torch_adamw(params, h):
     ],
 )
 def test_a_registration_that_cannot_be_is_refused(make: Callable[[], object], sentence: str) -> None:
-    with pytest.raises(InvalidArgument) as error:
+    with pytest.raises(InvalidArgumentError) as error:
         make()
     assert str(error.value).startswith(sentence)
 
@@ -180,7 +180,7 @@ def test_what_an_optimizer_must_not_do_is_told(fault: str, sentence: str) -> Non
 
 
 def test_a_backend_without_its_methods_is_refused() -> None:
-    with pytest.raises(InvalidArgument, match="backend='mine' has no name and no unavailable"):
+    with pytest.raises(InvalidArgumentError, match="backend='mine' has no name and no unavailable"):
         register("mine")
 
 

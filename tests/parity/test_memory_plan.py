@@ -7,7 +7,7 @@ import dataclasses
 import pytest
 import torch
 
-from penstock.core.errors import InvalidArgument
+from penstock.core.errors import InvalidArgumentError
 from penstock.parity.memory_plan.llama import Llama
 from penstock.parity.memory_plan.plan import plan
 from penstock.parity.memory_plan.settings import DTYPES, MODES, OPTIMIZERS, LlamaShape, Training, modes
@@ -108,5 +108,5 @@ def test_modes_that_say_nothing_are_left_out() -> None:
     ],
 )
 def test_what_cannot_be_planned(make, text: str) -> None:
-    with pytest.raises(InvalidArgument, match=text):
+    with pytest.raises(InvalidArgumentError, match=text):
         make()

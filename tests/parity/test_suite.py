@@ -3,7 +3,7 @@ from collections.abc import Mapping
 import numpy as np
 import pytest
 
-from penstock.core.errors import InvalidArgument, Refused
+from penstock.core.errors import InvalidArgumentError, RefusedError
 from penstock.parity import Case, Held, register, run, unregister
 from penstock.parity.backends import PEERS, choose
 from penstock.parity.backends.jax_arguments import float64
@@ -27,7 +27,7 @@ def test_every_rule_dtype_compensation_and_setting_has_a_case() -> None:
 def test_a_part_of_a_name_selects_and_is_not_mistaken_for_a_longer_one() -> None:
     assert {case.problem.rule.name for case in select("adam")} == {"adam"}
     assert {case.problem.dtype for case in select("B/*/float16/*")} == {"float16"}
-    with pytest.raises(InvalidArgument, match="no case matches 'sgd'"):
+    with pytest.raises(InvalidArgumentError, match="no case matches 'sgd'"):
         select("sgd")
 
 
@@ -52,7 +52,7 @@ def test_the_compiled_backend_is_within_every_bound(stored: str) -> None:
     pytest.importorskip("torch")
     try:
         rows = run(["compiled"], f"B/stable_adamw/{stored}/state-default", [1, 100])
-    except Refused as why:
+    except RefusedError as why:
         pytest.skip(str(why))
     assert len(rows) == 6
     assert [row for row in rows if not row.within] == []
@@ -71,12 +71,12 @@ def test_the_triton_kernels_run_in_the_interpreter_when_they_are_named() -> None
 
 @pytest.mark.parametrize("steps", [[], [0], [1, -1], [1.5]])
 def test_no_steps_are_no_verdict(steps: list[int]) -> None:
-    with pytest.raises(InvalidArgument, match="must be numbers of updates from 1 on"):
+    with pytest.raises(InvalidArgumentError, match="must be numbers of updates from 1 on"):
         run(["numpy"], "B/adamw/float32/*", steps)
 
 
 def test_cases_that_all_backends_refuse_are_no_verdict() -> None:
-    with pytest.raises(Refused, match="refuse every one of these cases"):
+    with pytest.raises(RefusedError, match="refuse every one of these cases"):
         run(["numpy"], "memory", [1])
 
 
@@ -183,7 +183,7 @@ def test_a_nan_is_never_within_a_bound() -> None:
 
 
 def test_a_name_is_given_once() -> None:
-    with pytest.raises(InvalidArgument, match="'numpy' is taken"):
+    with pytest.raises(InvalidArgumentError, match="'numpy' is taken"):
         register(NumpyBackend())
 
 
@@ -200,7 +200,7 @@ def test_what_is_not_available_is_skipped_unless_asked_for() -> None:
         chosen, reasons = choose(None)
         assert "absent" not in {backend.name for backend in chosen}
         assert reasons["absent"] == "there is no such device"
-        with pytest.raises(Refused, match="'absent' cannot run here: there is no such device"):
+        with pytest.raises(RefusedError, match="'absent' cannot run here: there is no such device"):
             choose(["absent"])
     finally:
         unregister("absent")
@@ -236,7 +236,7 @@ def test_sections_are_told_apart_by_the_names_of_their_cases() -> None:
         assert [case.name for case in found] == [case.name for case in section.cases(quick=False)]
     names = [case.name for section in SECTIONS for case in section.cases(quick=False)]
     assert len(names) == len(set(names))
-    with pytest.raises(InvalidArgument, match=r"no case matches 'sgd'.*The sections are updates, events, "):
+    with pytest.raises(InvalidArgumentError, match=r"no case matches 'sgd'.*The sections are updates, events, "):
         select_sections("sgd")
 
 

@@ -10,7 +10,7 @@ import torch
 from tests.torch_support import batches, layers, loss_of, same_parameters, snapshot, train, unchanged
 from torch import nn
 
-from penstock.core.errors import InvalidArgument, Refused, UnsupportedTensor
+from penstock.core.errors import InvalidArgumentError, RefusedError, UnsupportedTensorError
 from penstock.torch_frontend import AdamW, StableAdamW, release_gradients
 
 WRITES = {
@@ -41,7 +41,7 @@ def test_a_setting_written_to_after_its_use_is_refused() -> None:
     release_gradients(model, optimizer)
     loss_of(model, batches(1)[0]).backward()
     optimizer.param_groups[0]["betas"][0] = 0.5
-    with pytest.raises(Refused, match="betas of parameter group 0 changed"):
+    with pytest.raises(RefusedError, match="betas of parameter group 0 changed"):
         optimizer.step()
 
 
@@ -110,12 +110,12 @@ def test_a_parameter_may_be_replaced_in_the_model_and_in_its_group(max_norm) -> 
 @pytest.mark.parametrize("shape", [(3, 4), (4,)])
 def test_elements_that_share_memory_are_refused(shape) -> None:
     expanded = nn.Parameter(torch.ones(1).expand(shape))
-    with pytest.raises(UnsupportedTensor, match=r"share memory.*clone"):
+    with pytest.raises(UnsupportedTensorError, match=r"share memory.*clone"):
         AdamW([expanded])
-    with pytest.raises(UnsupportedTensor, match="share memory"):
+    with pytest.raises(UnsupportedTensorError, match="share memory"):
         AdamW([nn.Parameter(torch.ones(8).as_strided((3, 4), (2, 1)))])
     optimizer = AdamW([nn.Parameter(torch.ones(shape).mT if len(shape) > 1 else torch.ones(shape))])
-    with pytest.raises(UnsupportedTensor, match="share memory"):
+    with pytest.raises(UnsupportedTensorError, match="share memory"):
         optimizer.add_param_group({"params": [expanded]})
     assert len(optimizer.param_groups) == 1
     AdamW([nn.Parameter(torch.ones(1).expand(0, 4)), nn.Parameter(torch.ones(3, 4)[:, ::2]), nn.Parameter(torch.ones(3, 1))])
@@ -149,7 +149,7 @@ def test_zero_grad_leaves_no_gradient_in_the_ledger(how: str) -> None:
     before = snapshot(model, optimizer)
     if how == "a failed backward":
         optimizer.param_groups[0]["lr"] = -1.0
-        with pytest.raises(InvalidArgument, match="lr"):
+        with pytest.raises(InvalidArgumentError, match="lr"):
             losses[0].backward()
         assert unchanged(before, snapshot(model, optimizer))
         optimizer.param_groups[0]["lr"] = 1e-2
@@ -176,7 +176,7 @@ def test_a_parameter_that_was_resized_is_refused_before_anything_is_changed() ->
         if size == 3:
             optimizer.step()
     before = {name: value.clone() for name, value in optimizer.state[parameter].items()}
-    with pytest.raises(Refused, match="resized"):
+    with pytest.raises(RefusedError, match="resized"):
         optimizer.step()
     assert all(torch.equal(before[name], value) for name, value in optimizer.state[parameter].items())
 
@@ -204,7 +204,7 @@ def test_a_learning_rate_on_another_device_is_refused_again_until_it_is_repaired
     before = p.detach().clone()
     optimizer.param_groups[0]["lr"] = torch.tensor(0.1, device="meta")
     for _ in range(2):
-        with pytest.raises(InvalidArgument, match="lr is a tensor on meta"):
+        with pytest.raises(InvalidArgumentError, match="lr is a tensor on meta"):
             optimizer.step()
     assert torch.equal(p, before)
     optimizer.param_groups[0]["lr"] = 0.1

@@ -8,7 +8,7 @@ import pytest
 import torch
 from tests.torch_support import batches, layers, loss_of, snapshot, train, unchanged
 
-from penstock.core.errors import InvalidArgument, NonFiniteGradient, Refused
+from penstock.core.errors import InvalidArgumentError, NonFiniteGradientError, RefusedError
 from penstock.parity.live_gradients import LiveGradientMeter
 from penstock.torch_frontend import AdamW, StableAdamW, release_gradients
 
@@ -76,7 +76,7 @@ def test_a_declared_norm_without_the_guard_raises_before_the_first_update() -> N
     optimizer = AdamW(model.parameters())
     release = release_gradients(model, optimizer, max_norm=1.0)
     before = snapshot(model, optimizer)
-    with pytest.raises(Refused, match=r"max_norm=1.0.*release\.guard\(loss\)"):
+    with pytest.raises(RefusedError, match=r"max_norm=1.0.*release\.guard\(loss\)"):
         loss_of(model, batches(1)[0]).backward()
     assert unchanged(before, snapshot(model, optimizer))
     optimizer.zero_grad()
@@ -87,17 +87,17 @@ def test_what_guard_refuses() -> None:
     model = layers()
     optimizer = AdamW(model.parameters())
     release = release_gradients(model, optimizer, max_norm=1.0)
-    with pytest.raises(InvalidArgument, match=r"loss has shape \(6, 8\)"):
+    with pytest.raises(InvalidArgumentError, match=r"loss has shape \(6, 8\)"):
         release.guard(model(batches(1)[0]))
     loss = release.guard(loss_of(model, batches(1)[0]))
     loss.backward(retain_graph=True)
     optimizer.step()
-    with pytest.raises(Refused, match="twice on a guarded loss"):
+    with pytest.raises(RefusedError, match="twice on a guarded loss"):
         loss.backward()
     before = snapshot(model, optimizer)
     with release.paused():
         loss_of(model, batches(1)[0]).backward()
-    with pytest.raises(Refused, match=r"earlier backward.*zero_grad"):
+    with pytest.raises(RefusedError, match=r"earlier backward.*zero_grad"):
         release.guard(loss_of(model, batches(1)[0])).backward()
     assert unchanged(before, snapshot(model, optimizer))
     with torch.no_grad():
@@ -148,9 +148,9 @@ def test_two_guards_or_a_guard_over_another_release_are_refused_before_anything_
     first, second = AdamW(model[0].parameters()), AdamW(model[1:].parameters())
     releases = [release_gradients(model, first, max_norm=1.0), release_gradients(model, second, max_norm=1.0)]
     before = [p.detach().clone() for p in model.parameters()]
-    with pytest.raises(Refused, match="guarded already"):
+    with pytest.raises(RefusedError, match="guarded already"):
         releases[0].guard(releases[1].guard(loss_of(model, batches(1)[0])))
-    with pytest.raises(Refused, match="another optimizer's release"):
+    with pytest.raises(RefusedError, match="another optimizer's release"):
         releases[0].guard(loss_of(model, batches(1)[0])).backward()
     assert all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
 
@@ -219,7 +219,7 @@ def test_a_second_guarded_backward_is_refused_even_of_other_parameters() -> None
     batch = batches(1)[0]
     release.guard(loss_of(model[0], batch)).backward()
     before = snapshot(model, optimizer)
-    with pytest.raises(Refused, match=r"second guarded backward.*guard their sum"):
+    with pytest.raises(RefusedError, match=r"second guarded backward.*guard their sum"):
         release.guard(loss_of(model[1], batch)).backward()
     assert unchanged(before, snapshot(model, optimizer))
     optimizer.step()
@@ -239,7 +239,7 @@ def test_a_gradient_that_the_norm_does_not_include_is_refused(how: str) -> None:
         with release.paused():
             loss_of(model[1], batches(1)[0]).backward()
     before = snapshot(model, optimizer)
-    with pytest.raises(Refused, match=r"'1\.0\.0\.(weight|bias)'.*does not include"):
+    with pytest.raises(RefusedError, match=r"'1\.0\.0\.(weight|bias)'.*does not include"):
         optimizer.step()
     assert unchanged(before, snapshot(model, optimizer))
     optimizer.zero_grad()
@@ -253,7 +253,7 @@ def test_what_raises_leaves_the_gradients_of_others_as_they_were() -> None:
     head.weight.grad = torch.ones(2, 8)
     model[0][0].weight.register_hook(lambda g: g * float("nan"))
     before = snapshot(model, optimizer)
-    with pytest.raises(NonFiniteGradient, match="nothing was updated"):
+    with pytest.raises(NonFiniteGradientError, match="nothing was updated"):
         release.guard(loss_of(torch.nn.Sequential(model, head), batches(1)[0])).backward()
     assert torch.equal(head.weight.grad, torch.ones(2, 8))
     assert head.bias.grad is None

@@ -13,7 +13,7 @@ from tests.torch_support import batches, layers, loss_of
 from torch import nn
 
 from penstock.core.combinations import Combination, Kind, Verdict, table
-from penstock.core.errors import Refused
+from penstock.core.errors import RefusedError
 from penstock.torch_frontend import StableAdamW, release_gradients
 from penstock.torch_frontend.backends.triton.availability import interpreted
 from penstock.torch_frontend.release import release as release_module
@@ -104,7 +104,7 @@ def test_a_refused_cell_is_refused_before_anything_changes(cell, monkeypatch: py
     c, verdict = cell
     monkeypatch.setattr(release_module, "communication_name", lambda model, group: c.communication)
     model, optimizer = build(c)
-    with pytest.raises(Refused) as raised:
+    with pytest.raises(RefusedError) as raised:
         set_up(c, model, optimizer, scaler_of(c))
     assert str(raised.value) == verdict.why
     assert optimizer.release is None

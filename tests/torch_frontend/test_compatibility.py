@@ -10,7 +10,7 @@ from tests.torch_support import OPTIMIZERS, batches, gone, layers, loss_of, same
 from torch import nn
 from torch.optim.lr_scheduler import CosineAnnealingLR
 
-from penstock.core.errors import InvalidArgument, Refused
+from penstock.core.errors import InvalidArgumentError, RefusedError
 from penstock.core.reference import Gradient, Reference, Settings
 from penstock.torch_frontend import (
     AdamW,
@@ -91,7 +91,7 @@ def test_removing_applies_what_waits_in_the_moments() -> None:
     before = [p.detach().clone() for p in model.parameters()]
     loss_of(model, batches(1)[0]).backward()
     assert all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
-    with pytest.raises(Refused, match="optimizer_accumulation=False"):
+    with pytest.raises(RefusedError, match="optimizer_accumulation=False"):
         optimizer.state_dict()
     remove_gradient_release(model)
     assert not any(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
@@ -100,13 +100,13 @@ def test_removing_applies_what_waits_in_the_moments() -> None:
 
 def test_what_it_refuses() -> None:
     model = layers()
-    with pytest.raises(Refused, match="without gradient_release=True"):
+    with pytest.raises(RefusedError, match="without gradient_release=True"):
         prepare_for_gradient_release(model, AdamW(model.parameters()))
-    with pytest.raises(InvalidArgument, match="penstock"):
+    with pytest.raises(InvalidArgumentError, match="penstock"):
         prepare_for_gradient_release(model, torch.optim.AdamW(model.parameters()))
-    with pytest.raises(Refused, match="not released"):
+    with pytest.raises(RefusedError, match="not released"):
         remove_gradient_release(model)
-    with pytest.raises(Refused, match=r"on_nonfinite='raise'"):
+    with pytest.raises(RefusedError, match=r"on_nonfinite='raise'"):
         prepare_for_gradient_release(model, AdamW(model.parameters(), gradient_release=True, on_nonfinite="raise"))
 
 
@@ -147,7 +147,7 @@ def test_low_precision() -> None:
     assert model[1].count.dtype is torch.int64
     to_low_precision(model, torch.float16, fp32_modules=None, fp32_buffers=None)
     assert {t.dtype for t in (*model.parameters(), *model.buffers())} == {torch.float16, torch.int64}
-    with pytest.raises(InvalidArgument, match=r"dtype=torch.float32.*bfloat16"):
+    with pytest.raises(InvalidArgumentError, match=r"dtype=torch.float32.*bfloat16"):
         to_low_precision(model, torch.float32)
-    with pytest.raises(InvalidArgument, match="fp32_modules"):
+    with pytest.raises(InvalidArgumentError, match="fp32_modules"):
         to_low_precision(model, fp32_modules=[int])

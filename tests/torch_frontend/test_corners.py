@@ -13,7 +13,7 @@ from tests.torch_support import batches, gone, layers, loss_of, same_parameters,
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from penstock.core.errors import Refused
+from penstock.core.errors import RefusedError
 from penstock.parity.live_gradients import LiveGradientMeter
 from penstock.torch_frontend import AdamW, StableAdamW, release_gradients
 
@@ -50,7 +50,7 @@ def test_reentrant_checkpoints_of_a_layer_used_twice_raise_before_the_first_wron
     x = model[0](x) if below else checkpoint(call(model[0]), x, use_reentrant=True)
     for layer in (model[0], model[1]):
         x = checkpoint(call(layer), x, use_reentrant=True)
-    with pytest.raises(Refused, match=r"'0\.0\.\w+'.*in several parts.*use_reentrant=False"):
+    with pytest.raises(RefusedError, match=r"'0\.0\.\w+'.*in several parts.*use_reentrant=False"):
         x.pow(2).mean().backward()
     assert unchanged(before, snapshot(model[0], optimizer))
     optimizer.zero_grad()
@@ -66,7 +66,7 @@ def test_reentrant_checkpoints_of_a_layer_used_twice_raise_in_the_measuring_pass
     x = batches(1)[0].requires_grad_()
     for layer in (model[0], model[1], model[0]):
         x = checkpoint(layer, x, use_reentrant=True)
-    with pytest.raises(Refused, match="in several parts"):
+    with pytest.raises(RefusedError, match="in several parts"):
         release.guard(x.pow(2).mean()).backward()
     assert unchanged(before, snapshot(model, optimizer))
     assert gone(model.parameters())
@@ -106,7 +106,7 @@ def test_a_model_made_real_after_set_up_is_noticed() -> None:
     nn.init.ones_(model.bias)
     model(batches(1)[0]).pow(2).mean().backward()
     before = [p.detach().clone() for p in model.parameters()]
-    with pytest.raises(Refused, match=r"replaced after release_gradients.*to_empty"):
+    with pytest.raises(RefusedError, match=r"replaced after release_gradients.*to_empty"):
         optimizer.step()
     assert all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
 
@@ -117,7 +117,7 @@ def test_a_module_that_is_swapped_is_noticed() -> None:
     release_gradients(model, optimizer)
     model[1] = layers(1)[0]
     loss_of(model, batches(1)[0]).backward()
-    with pytest.raises(Refused, match=r"'1\.0\.weight'.*replaced"):
+    with pytest.raises(RefusedError, match=r"'1\.0\.weight'.*replaced"):
         optimizer.step()
 
 
@@ -141,7 +141,7 @@ def test_no_copy_is_made_in_the_middle_of_a_step() -> None:
     optimizer = StableAdamW(model.parameters(), lr=1e-2)
     release_gradients(model, optimizer)
     loss_of(model, batches(1)[0]).backward()
-    with pytest.raises(Refused, match=r"copy.*in the middle of a step"):
+    with pytest.raises(RefusedError, match=r"copy.*in the middle of a step"):
         copy.deepcopy((model, optimizer))
     optimizer.step()
     copy.deepcopy((model, optimizer))
@@ -188,7 +188,7 @@ def test_concurrent_backwards_raise_and_leave_every_parameter_updated_once_at_mo
         thread.join()
     errors = [outcome for outcome in outcomes if outcome is not None]
     assert errors  # a second backward, or a parameter modified in place under the other's graph
-    assert all(isinstance(error, Refused) or "modified by an inplace operation" in str(error) for error in errors)
+    assert all(isinstance(error, RefusedError) or "modified by an inplace operation" in str(error) for error in errors)
     assert all(float(optimizer.state[p]["step"]) == 1 for p in model.parameters() if optimizer.state[p])
     optimizer.zero_grad()
     for p, q in zip(model.parameters(), plain.parameters(), strict=True):

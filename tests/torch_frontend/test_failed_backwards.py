@@ -11,7 +11,7 @@ from tests.torch_frontend.test_small_gradients import WIDTH, Counting, blocks, o
 from tests.torch_support import batches, loss_of, snapshot, train, unchanged
 from torch import Tensor, nn
 
-from penstock.core.errors import Refused
+from penstock.core.errors import RefusedError
 from penstock.torch_frontend import AdamW, prepare_for_gradient_release, release_gradients
 from penstock.torch_frontend.release import guard
 
@@ -51,7 +51,7 @@ def test_what_was_restored_stays_as_it_was_saved() -> None:
     model, optimizer, _, _ = failed()
     saved = copy.deepcopy(blocks().state_dict())
     model.load_state_dict(saved)
-    with pytest.raises(Refused, match="in the middle of a step"):
+    with pytest.raises(RefusedError, match="in the middle of a step"):
         optimizer.load_state_dict(AdamW(blocks().parameters()).state_dict())
     optimizer.zero_grad()
     optimizer.load_state_dict(AdamW(blocks().parameters(), lr=1e-2).state_dict())
@@ -100,7 +100,7 @@ def test_what_waits_is_in_grad_once_the_release_is_gone(by: str) -> None:
 def test_looking_changes_nothing(call: str) -> None:
     model, optimizer, _, _ = failed()
     before = [p.detach().clone() for p in model.parameters()]
-    with pytest.raises(Refused, match=r"is (queued|released)"):
+    with pytest.raises(RefusedError, match=r"is (queued|released)"):
         optimizer.state_dict() if call == "state_dict" else copy.deepcopy(optimizer)
     assert all(torch.equal(p, old) for p, old in zip(model.parameters(), before, strict=True))
 
@@ -110,7 +110,7 @@ def test_another_backward_is_refused_before_anything_changes(released: Callable)
     model, optimizer, release, _ = failed(released)
     before = [p.detach().clone() for p in model.parameters()]
     loss = loss_of(model, batches(1, WIDTH)[0])
-    with pytest.raises(Refused, match=r"a backward\(\) has failed.*zero_grad|a second backward\(\)"):
+    with pytest.raises(RefusedError, match=r"a backward\(\) has failed.*zero_grad|a second backward\(\)"):
         loss.backward(retain_graph=True)
     assert all(torch.equal(p, old) for p, old in zip(model.parameters(), before, strict=True))
     optimizer.zero_grad()
@@ -122,7 +122,7 @@ def test_another_backward_is_refused_before_anything_changes(released: Callable)
 def test_another_guarded_backward_is_refused_before_anything_changes() -> None:
     model, _, release, _ = failed()
     before = [p.detach().clone() for p in model.parameters()]
-    with pytest.raises(Refused, match="second guarded backward"):
+    with pytest.raises(RefusedError, match="second guarded backward"):
         guard.two_passes(release.pipeline, loss_of(model, batches(1, WIDTH)[0]), torch.ones(()), 0)
     assert all(torch.equal(p, old) for p, old in zip(model.parameters(), before, strict=True))
 

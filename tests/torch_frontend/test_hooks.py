@@ -19,7 +19,7 @@ from tests.torch_support import (
 )
 from torch import nn
 
-from penstock.core.errors import InvalidArgument, Refused, UnsupportedTensor
+from penstock.core.errors import InvalidArgumentError, RefusedError, UnsupportedTensorError
 from penstock.torch_frontend import AdamW, StableAdamW, release_gradients, remove_gradient_release
 
 
@@ -47,7 +47,7 @@ def test_parameters_replaced_after_set_up_are_noticed() -> None:
         train(model, optimizer, batches(1))
         replace(model)
         loss_of(model, batches(1)[0]).backward()
-        with pytest.raises(Refused, match=r"'0\.0\.weight'.*replaced.*release\.remove\(\)"):
+        with pytest.raises(RefusedError, match=r"'0\.0\.weight'.*replaced.*release\.remove\(\)"):
             optimizer.step()
 
 
@@ -65,42 +65,42 @@ def test_added_groups_are_hooked_at_once() -> None:
 def test_set_up_refuses_what_cannot_work() -> None:
     model, other = layers(), layers()
     optimizer = AdamW(model.parameters())
-    with pytest.raises(InvalidArgument, match=r"accumulation='sum'.*'hold' or 'state'"):
+    with pytest.raises(InvalidArgumentError, match=r"accumulation='sum'.*'hold' or 'state'"):
         release_gradients(model, optimizer, accumulation="sum")
-    with pytest.raises(InvalidArgument, match=r"clipping='norm'.*exact, per_tensor"):
+    with pytest.raises(InvalidArgumentError, match=r"clipping='norm'.*exact, per_tensor"):
         release_gradients(model, optimizer, clipping="norm")
-    with pytest.raises(InvalidArgument, match=r"max_norm=-1.*\(0, inf\)"):
+    with pytest.raises(InvalidArgumentError, match=r"max_norm=-1.*\(0, inf\)"):
         release_gradients(model, optimizer, max_norm=-1)
-    with pytest.raises(InvalidArgument, match=r"clipping='per_tensor' needs max_norm"):
+    with pytest.raises(InvalidArgumentError, match=r"clipping='per_tensor' needs max_norm"):
         release_gradients(model, optimizer, clipping="per_tensor")
-    with pytest.raises(InvalidArgument, match=r"sync.*accumulation"):
+    with pytest.raises(InvalidArgumentError, match=r"sync.*accumulation"):
         release_gradients(model, optimizer, sync=lambda: True)
-    with pytest.raises(InvalidArgument, match=r"optimizer is a AdamW.*penstock"):
+    with pytest.raises(InvalidArgumentError, match=r"optimizer is a AdamW.*penstock"):
         release_gradients(model, torch.optim.AdamW(model.parameters()))
-    with pytest.raises(InvalidArgument, match=r"model is a list"):
+    with pytest.raises(InvalidArgumentError, match=r"model is a list"):
         release_gradients(list(model.parameters()), optimizer)
-    with pytest.raises(Refused, match=r"no trainable parameter of this model"):
+    with pytest.raises(RefusedError, match=r"no trainable parameter of this model"):
         release_gradients(other, optimizer)
-    with pytest.raises(Refused, match=r"on_nonfinite='raise'.*on_nonfinite='skip'"):
+    with pytest.raises(RefusedError, match=r"on_nonfinite='raise'.*on_nonfinite='skip'"):
         release_gradients(model, AdamW(model.parameters(), on_nonfinite="raise"))
     for arguments in ({"max_norm": 1.0}, {"scaler": torch.amp.GradScaler("cpu")}):
-        with pytest.raises(Refused, match=r"accumulation='state'.*use accumulation='hold'"):
+        with pytest.raises(RefusedError, match=r"accumulation='state'.*use accumulation='hold'"):
             release_gradients(model, optimizer, accumulation="state", **arguments)
-    with pytest.raises(InvalidArgument, match=r"scaler is a float.*torch\.amp\.GradScaler"):
+    with pytest.raises(InvalidArgumentError, match=r"scaler is a float.*torch\.amp\.GradScaler"):
         release_gradients(model, optimizer, scaler=1.0)
     half = layers(dtype=torch.float16)
-    with pytest.raises(Refused, match=r"float16 ones; use float32 parameters under torch\.autocast"):
+    with pytest.raises(RefusedError, match=r"float16 ones; use float32 parameters under torch\.autocast"):
         release_gradients(half, AdamW(half.parameters()), scaler=torch.amp.GradScaler("cpu"))
     for keep_bytes in (-1, 1.5, True):
-        with pytest.raises(InvalidArgument, match=r"keep_bytes=.*\[0, inf\)"):
+        with pytest.raises(InvalidArgumentError, match=r"keep_bytes=.*\[0, inf\)"):
             release_gradients(model, optimizer, max_norm=1.0, keep_bytes=keep_bytes)
-    with pytest.raises(InvalidArgument, match=r"keep_bytes=10 shortens the second pass"):
+    with pytest.raises(InvalidArgumentError, match=r"keep_bytes=10 shortens the second pass"):
         release_gradients(model, optimizer, keep_bytes=10)
     assert optimizer.release is None
     release_gradients(model, optimizer)
-    with pytest.raises(Refused, match=r"released already.*remove\(\)"):
+    with pytest.raises(RefusedError, match=r"released already.*remove\(\)"):
         release_gradients(model, optimizer)
-    with pytest.raises(Refused, match=r"another optimizer's release"):
+    with pytest.raises(RefusedError, match=r"another optimizer's release"):
         release_gradients(model, StableAdamW(model[0].parameters()))
     optimizer.release.remove()
     release_gradients(model, StableAdamW(model[0].parameters()))
@@ -108,7 +108,7 @@ def test_set_up_refuses_what_cannot_work() -> None:
 
 def test_sparse_gradients_are_refused_at_set_up_and_never_half_way() -> None:
     model = nn.Sequential(nn.Embedding(5, 4, sparse=True), nn.Linear(4, 4))
-    with pytest.raises(UnsupportedTensor, match=r"module '0'.*sparse=False"):
+    with pytest.raises(UnsupportedTensorError, match=r"module '0'.*sparse=False"):
         release_gradients(model, AdamW(model.parameters()))
     release_gradients(model, AdamW(model[1].parameters()))  # the embedding is somebody else's
 
@@ -128,7 +128,7 @@ def test_a_model_whose_optimizer_is_gone_says_so() -> None:
     model = layers(2)
     release_gradients(model, AdamW(model.parameters()))
     gc.collect()
-    with pytest.raises(Refused, match=r"no longer exists.*remove_gradient_release\(model\)"):
+    with pytest.raises(RefusedError, match=r"no longer exists.*remove_gradient_release\(model\)"):
         loss_of(model, batches(1)[0]).backward()
     remove_gradient_release(model)
     model.zero_grad()
@@ -159,7 +159,7 @@ def test_hooks_lost_by_a_swapping_conversion_never_change_the_numbers() -> None:
     release = release_gradients(model, optimizer, max_norm=1.0)
     swapped_to_double(model)
     before = snapshot(model, optimizer)
-    with pytest.raises(Refused, match=r"lost its hook.*release\.remove\(\)"):
+    with pytest.raises(RefusedError, match=r"lost its hook.*release\.remove\(\)"):
         release.guard(loss_of(model, batches(1, dtype=torch.float64)[0])).backward()
     assert unchanged(before, snapshot(model, optimizer))
 
@@ -169,7 +169,7 @@ def test_ownership_is_checked_when_groups_are_added() -> None:
     first, second = AdamW(model[0].parameters()), AdamW(model[1].parameters())
     for optimizer in (first, second):
         release_gradients(model, optimizer)
-    with pytest.raises(Refused, match="another optimizer's release"):
+    with pytest.raises(RefusedError, match="another optimizer's release"):
         second.add_param_group({"params": list(model[0].parameters())})
     assert len(second.param_groups) == 1
 
@@ -187,7 +187,7 @@ def test_release_of_a_part_leaves_the_rest_to_step() -> None:
             optimizer.step()
             optimizer.zero_grad()
     assert same_parameters(*models)
-    with pytest.raises(Refused, match="outside this model"):
+    with pytest.raises(RefusedError, match="outside this model"):
         release_gradients(models[0][1], optimizers[0], max_norm=1.0)
 
 
@@ -198,7 +198,7 @@ def test_two_releases_on_one_model_and_one_optimizer_gone() -> None:
         release_gradients(model, optimizer)
     del first, optimizer
     gc.collect()
-    with pytest.raises(Refused, match="no longer exists"):
+    with pytest.raises(RefusedError, match="no longer exists"):
         loss_of(model, batches(1)[0]).backward()
     second.zero_grad()
     second.release.remove()

@@ -13,7 +13,7 @@ from torch import nn
 from torch.nn.utils import clip_grad_norm_, clip_grad_value_, get_total_norm
 from torch.utils.checkpoint import checkpoint
 
-from penstock.core.errors import Refused
+from penstock.core.errors import RefusedError
 from penstock.torch_frontend import AdamW, StableAdamW, prepare_for_gradient_release, release_gradients
 
 EVERY_WAY = {
@@ -147,7 +147,7 @@ CHANGES = {
 def test_an_undeclared_use_raises_at_its_own_line(change, arguments) -> None:
     model, optimizer, release = after_backward(**arguments)
     before = snapshot(model, optimizer)
-    with pytest.raises((Refused, RuntimeError), match=r"parameter '.*'|data pointer"):
+    with pytest.raises((RefusedError, RuntimeError), match=r"parameter '.*'|data pointer"):
         change(model)
     assert unchanged(before, snapshot(model, optimizer))
     assert release.ledger.live == 0
@@ -205,7 +205,7 @@ def test_an_undeclared_scaler_is_refused_where_it_unscales() -> None:
     scale = torch.amp.GradScaler("cpu", init_scale=4.0)
     release_gradients(model, optimizer)
     scale.scale(loss_of(model, batches(1)[0])).backward()
-    with pytest.raises(Refused, match=r"unscaling by 0.25 .*scaler="):
+    with pytest.raises(RefusedError, match=r"unscaling by 0.25 .*scaler="):
         scale.step(optimizer)
 
 
@@ -257,7 +257,7 @@ def test_a_paused_backward_leaves_real_gradients() -> None:
     with release.paused():
         loss_of(model, batches(1)[0]).backward()
     assert all(torch.equal(a.grad, b.grad) for a, b in zip(model.parameters(), other.parameters(), strict=True))
-    with pytest.raises(Refused, match=r"left by release\.paused"):
+    with pytest.raises(RefusedError, match=r"left by release\.paused"):
         optimizer.step()
 
 
@@ -269,9 +269,9 @@ def test_an_infinite_gradient_is_told() -> None:
     loss_of(model, batches(1)[0]).backward()
     assert not torch.isfinite(release.last_norm)
     assert not torch.isfinite(model[0][0].weight.grad.norm())
-    with pytest.raises(Refused, match="multiplication by nan"):  # the other gradients were used as they were
+    with pytest.raises(RefusedError, match="multiplication by nan"):  # the other gradients were used as they were
         clip_grad_norm_(model.parameters(), 1.0)
-    with pytest.raises(Refused, match="to be skipped"):
+    with pytest.raises(RefusedError, match="to be skipped"):
         optimizer.zero_grad()
 
 
@@ -285,7 +285,7 @@ def test_an_undeclared_scaler_of_scale_one_finds_an_overflow() -> None:
     scale.step(optimizer)
     scale.update()
     assert scale.get_scale() == 0.5
-    with pytest.raises(Refused, match="to be skipped"):
+    with pytest.raises(RefusedError, match="to be skipped"):
         optimizer.zero_grad()
 
 
@@ -310,7 +310,7 @@ def test_nothing_is_added_to_a_marker_outside_of_a_backward() -> None:
         lambda g: g + torch.ones_like(model[0][0].weight),
         lambda g: g.add_(torch.ones_like(model[0][0].weight), alpha=2),
     ):
-        with pytest.raises(Refused, match="an addition"):
+        with pytest.raises(RefusedError, match="an addition"):
             add(model[0][0].weight.grad)
     optimizer.step()
 
@@ -321,7 +321,7 @@ def test_a_marker_is_no_gradient_of_another_parameter() -> None:
     optimizer = AdamW(other.parameters())
     release_gradients(other, optimizer)
     other[0][0].weight.grad = model[0][0].weight.grad
-    with pytest.raises(Refused, match="another parameter"):
+    with pytest.raises(RefusedError, match="another parameter"):
         optimizer.step()
 
 
@@ -335,7 +335,7 @@ def test_the_norm_is_refused_while_micro_batches_are_in_the_moments(lenient: boo
         assert release_gradients(model, optimizer, accumulation="state").last_norm is None
     for batch in batches(2):
         loss_of(model, batch).backward()
-        with pytest.raises(Refused, match="not known with micro-batches in the moments"):
+        with pytest.raises(RefusedError, match="not known with micro-batches in the moments"):
             clip_grad_norm_(model.parameters(), 1.0)
     if lenient:
         model.zero_grad(set_to_none=False)  # there is nothing left to clear
@@ -401,5 +401,5 @@ def test_a_model_whose_optimizer_is_gone_says_so() -> None:
     del optimizer
     gc.collect()
     model.zero_grad()
-    with pytest.raises(Refused, match="no longer exists"):
+    with pytest.raises(RefusedError, match="no longer exists"):
         loss_of(model, batches(1)[0]).backward()

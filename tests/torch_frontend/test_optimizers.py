@@ -15,8 +15,8 @@ from torch import nn
 from penstock.core import compensation as compensations
 from penstock.core.compensation import Stored
 from penstock.core.dtypes import PARAMETER_DTYPES, state_dtypes
-from penstock.core.errors import InvalidArgument, NonFiniteGradient, Refused, UnsupportedTensor
-from penstock.core.moments import debiased_complements
+from penstock.core.errors import InvalidArgumentError, NonFiniteGradientError, RefusedError, UnsupportedTensorError
+from penstock.core.moments import bias_corrections
 from penstock.core.reference import Gradient, Reference, Settings
 from penstock.core.update import init_state, update
 from penstock.torch_frontend import Adam, AdamW, StableAdamW
@@ -46,8 +46,8 @@ def test_eager_is_the_specification_bit_for_bit(optimizer_class, dtype, compensa
         p.grad = gradient.clone()
         optimizer.step()
         assert torch.equal(bits(p.grad), bits(gradient)), "the caller's gradient was changed"
-        complements = debiased_complements(current, step, torch)
-        expected, state = update(torch_ops, optimizer.rule, current, complements, compensation, expected, gradient, state)
+        corrections = bias_corrections(current, step, torch)
+        expected, state = update(torch_ops, optimizer.rule, current, corrections, compensation, expected, gradient, state)
         if p.numel() <= 2**17:  # one piece: the mean square is summed in the same order
             assert torch.equal(bits(p), bits(expected))
             assert torch.equal(bits(optimizer.state[p]["exp_avg_sq"]), bits(state.exp_avg_sq))
@@ -184,29 +184,29 @@ def test_tensor_learning_rates_named_parameters_groups_closures_and_step_hooks()
     ],
 )
 def test_a_bad_argument_names_itself(arguments: dict, said: str) -> None:
-    with pytest.raises(InvalidArgument, match=said):
+    with pytest.raises(InvalidArgumentError, match=said):
         StableAdamW([nn.Parameter(torch.ones(2))], **arguments)
 
 
 def test_what_cannot_be_optimized_is_refused() -> None:
     for bad in (torch.ones(2, dtype=torch.complex64), torch.ones(2, 2).to_sparse()):
-        with pytest.raises(UnsupportedTensor, match=r"complex64|sparse"):
+        with pytest.raises(UnsupportedTensorError, match=r"complex64|sparse"):
             AdamW([bad.requires_grad_()])
     with pytest.raises(ValueError, match="empty parameter list"):
         AdamW([])
-    with pytest.raises(InvalidArgument, match=r"compensation='split'.*kahan"):
+    with pytest.raises(InvalidArgumentError, match=r"compensation='split'.*kahan"):
         AdamW([nn.Parameter(torch.ones(2, dtype=torch.float16))], compensation="split")
-    with pytest.raises(InvalidArgument, match=r"decouple_lr=True.*AdamW"):
+    with pytest.raises(InvalidArgumentError, match=r"decouple_lr=True.*AdamW"):
         Adam([nn.Parameter(torch.ones(2))], decouple_lr=True)
     optimizer = AdamW([nn.Parameter(torch.ones(2))])
-    with pytest.raises(InvalidArgument, match="eps=0"):
+    with pytest.raises(InvalidArgumentError, match="eps=0"):
         optimizer.add_param_group({"params": [nn.Parameter(torch.ones(2))], "eps": 0})
     assert len(optimizer.param_groups) == 1
-    with pytest.raises(Refused, match="gradient_release=True"):
+    with pytest.raises(RefusedError, match="gradient_release=True"):
         optimizer.optimizer_accumulation = True
     lenient = AdamW([nn.Parameter(torch.ones(2))], gradient_release=True)
     lenient.optimizer_accumulation = True
-    with pytest.raises(Refused, match="prepare_for_gradient_release"):
+    with pytest.raises(RefusedError, match="prepare_for_gradient_release"):
         lenient.step()
 
 
@@ -216,12 +216,12 @@ def test_a_refused_gradient_or_setting_changes_nothing() -> None:
     model[0](torch.ones(4)).sum().backward()
     model[1](torch.tensor([1])).sum().backward()
     before = snapshot(model, optimizer)
-    with pytest.raises(UnsupportedTensor, match=r"sparse.*sparse=False"):
+    with pytest.raises(UnsupportedTensorError, match=r"sparse.*sparse=False"):
         optimizer.step()
     assert unchanged(before, snapshot(model, optimizer))
     model[1].weight.grad = None
     optimizer.param_groups[0]["lr"] = -1.0
-    with pytest.raises(InvalidArgument, match=r"lr=-1\.0"):
+    with pytest.raises(InvalidArgumentError, match=r"lr=-1\.0"):
         optimizer.step()
     assert unchanged(before, snapshot(model, optimizer))
 
@@ -237,7 +237,7 @@ def test_non_finite_gradients(bad: float) -> None:
             p.grad = torch.ones_like(p)
         p.grad[-1] = bad  # the last parameter: the others must not be updated, either
         if how == "raise":
-            with pytest.raises(NonFiniteGradient):
+            with pytest.raises(NonFiniteGradientError):
                 optimizer.step()
         else:
             optimizer.step()

@@ -12,7 +12,7 @@ from tests.torch_support import OPTIMIZERS, batches, bits, layers, loss_of, snap
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
-from penstock.core.errors import InvalidArgument, Refused
+from penstock.core.errors import InvalidArgumentError, RefusedError
 from penstock.core.portable.file import load, save
 from penstock.core.portable.names import Transposed
 from penstock.torch_frontend import Adam, AdamW, StableAdamW, export_state, import_state, release_gradients
@@ -184,7 +184,7 @@ def test_hyperparameters_come_along_when_asked_for(path: Path) -> None:
     assert (second["lr"], second["weight_decay"], second["betas"], second["eps"]) == (0.25, 0.5, (0.8, 0.9), 1e-6)
     assert (first["weight_decay"], first["betas"], first["eps"], first["maximize"]) == (1e-2, (0.9, 0.99), 1e-3, True)
     one = StableAdamW(other.parameters())
-    with pytest.raises(InvalidArgument, match=r"group 0 have different hyperparameters.*2 groups"):
+    with pytest.raises(InvalidArgumentError, match=r"group 0 have different hyperparameters.*2 groups"):
         import_state(path, one, other, hyperparameters=True)
     import_state(path, one, other)
 
@@ -211,7 +211,7 @@ def test_moments_are_widened_exactly_and_never_rounded(path: Path) -> None:
         assert not wide.state[q]["compensation"].any()
     export_state(path, wide, again)
     before = snapshot(model, optimizer)
-    with pytest.raises(InvalidArgument, match=r"exp_avg of '0.0.weight' is float32.*state_dtype=float32"):
+    with pytest.raises(InvalidArgumentError, match=r"exp_avg of '0.0.weight' is float32.*state_dtype=float32"):
         import_state(path, optimizer, model)
     assert unchanged(before, snapshot(model, optimizer))
 
@@ -223,9 +223,9 @@ def test_in_the_middle_of_a_step_it_is_refused(path: Path) -> None:
         release_gradients(model, optimizer, accumulation=accumulation)
         loss_of(model, batches(1)[0]).backward()
         before, earlier = snapshot(model, optimizer), path.read_bytes()
-        with pytest.raises(Refused, match=r"export_state\(\) in the middle of a step.*optimizer\.step\(\)"):
+        with pytest.raises(RefusedError, match=r"export_state\(\) in the middle of a step.*optimizer\.step\(\)"):
             export_state(path, optimizer, model)
-        with pytest.raises(Refused, match=r"import_state\(\) in the middle of a step"):
+        with pytest.raises(RefusedError, match=r"import_state\(\) in the middle of a step"):
             import_state(path, optimizer, model)
         assert unchanged(before, snapshot(model, optimizer))
         assert path.read_bytes() == earlier
@@ -260,7 +260,7 @@ def test_a_state_that_does_not_fit_changes_nothing(path: Path, misfit: str) -> N
     model, optimizer = trained(**here, seed=3)
     before = snapshot(model, optimizer), copy.deepcopy(optimizer.param_groups)
     for hyperparameters in (False, True):
-        with pytest.raises(InvalidArgument, match=said):
+        with pytest.raises(InvalidArgumentError, match=said):
             import_state(path, optimizer, model, parameters=True, hyperparameters=hyperparameters)
         assert unchanged(before[0], snapshot(model, optimizer))
         assert str(before[1]) == str(optimizer.param_groups)
@@ -274,18 +274,18 @@ def test_another_model_changes_nothing(path: Path) -> None:
     for other in (more, wider):
         export_state(path.with_suffix(".other"), StableAdamW(other.parameters()), other)
         said = r"has, and the optimizer has not, '2.0.bias', '2.0.weight'" if other is more else r"shape \(9, 9\).*\(8, 8\)"
-        with pytest.raises(InvalidArgument, match=said):
+        with pytest.raises(InvalidArgumentError, match=said):
             import_state(path.with_suffix(".other"), optimizer, model)
     renamed = nn.ModuleDict({"x": model})
-    with pytest.raises(InvalidArgument, match=r"lacks 'x.0.0.bias', .* names="):
+    with pytest.raises(InvalidArgumentError, match=r"lacks 'x.0.0.bias', .* names="):
         import_state(path, optimizer, renamed)
-    with pytest.raises(InvalidArgument, match="parameters=True needs a file that holds the parameters"):
+    with pytest.raises(InvalidArgumentError, match="parameters=True needs a file that holds the parameters"):
         import_state(path, optimizer, model, parameters=True)
-    with pytest.raises(InvalidArgument, match=r"shape \(8, 8\) of group 0 is not among model.named_parameters"):
+    with pytest.raises(InvalidArgumentError, match=r"shape \(8, 8\) of group 0 is not among model.named_parameters"):
         import_state(path, optimizer, more)
-    with pytest.raises(InvalidArgument, match=r"not among model.named_parameters"):
+    with pytest.raises(InvalidArgumentError, match=r"not among model.named_parameters"):
         export_state(path, optimizer, more)
-    with pytest.raises(InvalidArgument, match=r"is no torch.nn.Module"):
+    with pytest.raises(InvalidArgumentError, match=r"is no torch.nn.Module"):
         export_state(path, optimizer, list(model.parameters()))  # type: ignore[arg-type]
     assert unchanged(before, snapshot(model, optimizer))
 
@@ -311,7 +311,7 @@ def test_a_failure_on_the_way_changes_nothing(path: Path, monkeypatch: pytest.Mo
     damaged = bytearray(path.read_bytes())
     damaged[-1] ^= 1
     path.write_bytes(damaged)
-    with pytest.raises(InvalidArgument):
+    with pytest.raises(InvalidArgumentError):
         import_state(path, fresh, again, parameters=True)
     assert unchanged(before, snapshot(again, fresh))
 
@@ -321,7 +321,7 @@ def test_a_run_that_has_gone_wrong_does_not_replace_an_earlier_file(path: Path) 
     export_state(path, optimizer, model)
     earlier = path.read_bytes()
     optimizer.state[model[1][0].bias]["exp_avg"][2] = float("nan")
-    with pytest.raises(InvalidArgument, match=r"exp_avg of '1.0.bias' holds an infinity or a NaN"):
+    with pytest.raises(InvalidArgumentError, match=r"exp_avg of '1.0.bias' holds an infinity or a NaN"):
         export_state(path, optimizer, model)
     assert path.read_bytes() == earlier
 
@@ -336,7 +336,7 @@ def test_more_steps_than_torch_counts_are_refused(path: Path) -> None:
         if step == 2**24:
             import_state(path, optimizer, model)
             assert int(optimizer.state[model[0][0].bias]["step"]) == step
-    with pytest.raises(InvalidArgument, match=r"step of '0.0.bias' is 16777217; torch's optimizers count to 16777216"):
+    with pytest.raises(InvalidArgumentError, match=r"step of '0.0.bias' is 16777217; torch's optimizers count to 16777216"):
         import_state(path, optimizer, model)
 
 

@@ -9,7 +9,7 @@ import torch
 from tests.torch_support import batches, layers, snapshot, train, unchanged
 from torch import nn
 
-from penstock.core.errors import InvalidArgument, Refused
+from penstock.core.errors import InvalidArgumentError, RefusedError
 from penstock.core.portable.names import Transposed
 from penstock.torch_frontend import StableAdamW, export_state, import_state
 
@@ -28,7 +28,7 @@ def test_lost_digits_are_not_put_beside_other_parameters(tmp_path: Path, compens
     export_state(path, optimizer, model, parameters=True)
     again, fresh = trained(torch.bfloat16, seed=1, compensation=compensation)
     before = snapshot(again, fresh)
-    with pytest.raises(InvalidArgument, match=r"'0.0.weight' is not that of the state, .*parameters=True.*checkpoint"):
+    with pytest.raises(InvalidArgumentError, match=r"'0.0.weight' is not that of the state, .*parameters=True.*checkpoint"):
         import_state(path, fresh, again)
     assert unchanged(before, snapshot(again, fresh))
     again.load_state_dict(model.state_dict())
@@ -52,9 +52,9 @@ def test_a_name_that_the_file_has_not_is_told_as_it_is_called_on_both_sides(tmp_
     path = tmp_path / "state"
     model, optimizer = trained(torch.float32)
     export_state(path, optimizer, model)
-    with pytest.raises(InvalidArgument, match=r"lacks 'h.0.weight' \(here '0.0.weight'\); it has '0.0.\w+', .*names="):
+    with pytest.raises(InvalidArgumentError, match=r"lacks 'h.0.weight' \(here '0.0.weight'\); it has '0.0.\w+', .*names="):
         import_state(path, optimizer, model, names={"0.0.weight": "h.0.weight"})
-    with pytest.raises(InvalidArgument, match=r"lacks 'w' \(here '{layer}.0.weight'\)"):
+    with pytest.raises(InvalidArgumentError, match=r"lacks 'w' \(here '{layer}.0.weight'\)"):
         import_state(path, optimizer, model, names={"{layer}.0.weight": "w"})
 
 
@@ -67,7 +67,7 @@ def test_a_square_matrix_whose_values_lie_transposed_is_refused(tmp_path: Path, 
     with torch.no_grad():
         model[0][0].weight.copy_(model[0][0].weight.T.clone())
     before = snapshot(model, optimizer)
-    with pytest.raises(InvalidArgument, match=r"'0.0.weight' lies transposed in the state: .*names=: Transposed"):
+    with pytest.raises(InvalidArgumentError, match=r"'0.0.weight' lies transposed in the state: .*names=: Transposed"):
         import_state(path, optimizer, model, parameters=parameters)
     assert unchanged(before, snapshot(model, optimizer))
     names = {"0.0.weight": Transposed("0.0.weight"), "1.0.weight": Transposed("1.0.weight", ())}
@@ -86,12 +86,12 @@ def test_a_state_that_torch_would_not_have_made_is_told_by_name(tmp_path: Path) 
     ):
         optimizer = torch.optim.AdamW(model.parameters())
         optimizer.state[model.weight] = kept
-        with pytest.raises(InvalidArgument, match=said):
+        with pytest.raises(InvalidArgumentError, match=said):
             export_state(path, optimizer, model)
     for betas in (None, (0.9,), (2.0, 0.9)):
         optimizer = torch.optim.AdamW(model.parameters())
         optimizer.param_groups[0]["betas"] = betas
-        with pytest.raises(InvalidArgument, match="betas"):
+        with pytest.raises(InvalidArgumentError, match="betas"):
             export_state(path, optimizer, model)
     assert not path.exists()
 
@@ -100,10 +100,10 @@ def test_where_no_step_could_follow_nothing_is_imported(tmp_path: Path) -> None:
     path = tmp_path / "state"
     model, optimizer = trained(torch.float32)
     export_state(path, optimizer, model)
-    with torch.inference_mode(), pytest.raises(Refused, match="inference_mode"):
+    with torch.inference_mode(), pytest.raises(RefusedError, match="inference_mode"):
         import_state(path, optimizer, model)
     train(model, optimizer, batches(1))
     empty = layers(2).to("meta")
     for function in (export_state, import_state):
-        with pytest.raises(InvalidArgument, match=r"'0.0.weight' is on the meta device"):
+        with pytest.raises(InvalidArgumentError, match=r"'0.0.weight' is on the meta device"):
             function(path, StableAdamW(empty.parameters()), empty)

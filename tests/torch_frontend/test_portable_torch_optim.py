@@ -13,7 +13,7 @@ from tests.torch_support import batches, layers, snapshot, train, unchanged
 from torch import nn
 from torch.optim import Optimizer
 
-from penstock.core.errors import InvalidArgument, Refused
+from penstock.core.errors import InvalidArgumentError, RefusedError
 from penstock.core.portable.file import load
 from penstock.torch_frontend import Adam, AdamW, StableAdamW, export_state, import_state, release_gradients
 
@@ -140,7 +140,7 @@ def test_low_precision_leaves_without_the_compensation_only(path: Path) -> None:
     export_state(path, optimizer, model)
     again, fresh = run(torch.optim.AdamW, torch.bfloat16, slice(15))
     before = snapshot(again, fresh)
-    with pytest.raises(InvalidArgument, match=r"'split' in the state and by 'none'.*penstock convert --drop-compensation"):
+    with pytest.raises(InvalidArgumentError, match=r"'split' in the state and by 'none'.*penstock convert --drop-compensation"):
         import_state(path, fresh, again)
     assert unchanged(before, snapshot(again, fresh))
     model, optimizer = run(AdamW, torch.bfloat16, slice(15), compensation="none")
@@ -159,7 +159,7 @@ def test_a_float16_second_moment_that_would_vanish_is_refused(path: Path) -> Non
     line.weight.grad = torch.full((2, 2), 1e-3, dtype=torch.float16)
     ours.step()
     export_state(path, ours, line)
-    with pytest.raises(InvalidArgument, match=r"exp_avg_sq of 'weight' does not fit into float16"):
+    with pytest.raises(InvalidArgumentError, match=r"exp_avg_sq of 'weight' does not fit into float16"):
         import_state(path, theirs, line)
     assert not theirs.state
 
@@ -184,11 +184,14 @@ def test_what_has_no_portable_state_is_refused(path: Path) -> None:
     more.state[model[1][0].bias] = {"step": torch.zeros(()), "exp_avg_slow": torch.zeros(8)}
     unlike = [torch.optim.SGD, torch.optim.NAdam, torch.optim.RAdam, torch.optim.Adamax]
     for optimizer, error, said in [
-        (torch.optim.AdamW(model.parameters(), amsgrad=True), Refused, r"amsgrad=True keeps a third moment"),
-        *((kind(model.parameters()), InvalidArgument, f"optimizer={kind.__name__} has no portable state") for kind in unlike),
-        (mixed, Refused, r"decoupled_weight_decay differs between groups"),
-        (Lion(model.parameters()), Refused, r"optimizer=Lion has a step\(\) of its own"),
-        (more, Refused, r"keeps 'exp_avg_slow', which a file has no place for"),
+        (torch.optim.AdamW(model.parameters(), amsgrad=True), RefusedError, r"amsgrad=True keeps a third moment"),
+        *(
+            (kind(model.parameters()), InvalidArgumentError, f"optimizer={kind.__name__} has no portable state")
+            for kind in unlike
+        ),
+        (mixed, RefusedError, r"decoupled_weight_decay differs between groups"),
+        (Lion(model.parameters()), RefusedError, r"optimizer=Lion has a step\(\) of its own"),
+        (more, RefusedError, r"keeps 'exp_avg_slow', which a file has no place for"),
     ]:
         with pytest.raises(error, match=said):
             export_state(path, optimizer, model)
@@ -210,10 +213,10 @@ def test_fully_decoupled_decay_stays_behind(path: Path) -> None:
     model, optimizer = run(AdamW, torch.float64, slice(12), decouple_lr=True, weight_decay=1e-5)
     export_state(path, optimizer, model)
     again, fresh = run(torch.optim.AdamW, torch.float64, slice(0))
-    with pytest.raises(InvalidArgument, match="decouple_lr=True is penstock's alone"):
+    with pytest.raises(InvalidArgumentError, match="decouple_lr=True is penstock's alone"):
         import_state(path, fresh, again, hyperparameters=True)
     assert not fresh.state
     import_state(path, fresh, again)
     stable = StableAdamW(again.parameters())
-    with pytest.raises(InvalidArgument, match=r"rule 'adamw'"):
+    with pytest.raises(InvalidArgumentError, match=r"rule 'adamw'"):
         import_state(path, stable, again)

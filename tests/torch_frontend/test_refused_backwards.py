@@ -11,7 +11,7 @@ from tests.torch_frontend.test_small_gradients import WIDTH, Counting, blocks, o
 from tests.torch_support import batches, bits, gone, layers, loss_of, snapshot, train, unchanged
 from torch import Tensor, nn
 
-from penstock.core.errors import InvalidArgument, PenstockError, Refused, UnsupportedTensor
+from penstock.core.errors import InvalidArgumentError, PenstockError, RefusedError, UnsupportedTensorError
 from penstock.torch_frontend import AdamW, microbatch_blocks, release_gradients
 
 
@@ -22,7 +22,7 @@ def everything(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[Tenso
 
 
 def refused(
-    model: nn.Module, loss: Callable[[], Tensor], kind: type[PenstockError] = Refused, match: str | None = None
+    model: nn.Module, loss: Callable[[], Tensor], kind: type[PenstockError] = RefusedError, match: str | None = None
 ) -> None:
     """This backward is refused, and nothing of it is left."""
     release = model.released  # type: ignore[assignment]
@@ -78,10 +78,10 @@ def test_a_held_gradient_that_a_refused_backward_was_added_to_is_not_used(option
         loss(1).backward()
     if not options:
         model[1][0](batches(1)[0]).pow(2).mean().backward()  # updates the other head only
-    with pytest.raises(Refused, match="a second backward" if not options else r"release\.guard"):
+    with pytest.raises(RefusedError, match="a second backward" if not options else r"release\.guard"):
         loss(1).backward()
     before = snapshot(model, optimizer)
-    with pytest.raises(Refused, match="a backward that was refused has added to the gradient"):
+    with pytest.raises(RefusedError, match="a backward that was refused has added to the gradient"):
         optimizer.step()
     assert unchanged(before, snapshot(model, optimizer))
     optimizer.zero_grad()
@@ -92,7 +92,7 @@ def test_a_gradient_set_by_hand_goes_with_the_refused_backward_that_was_added_to
     model = released(layers(), max_norm=1.0)
     model[3][0].bias.grad = torch.full((8,), 0.1)
     before = snapshot(model, model.released.optimizer)
-    with pytest.raises(Refused, match=r"release\.guard"):
+    with pytest.raises(RefusedError, match=r"release\.guard"):
         loss_of(model, batches(1)[0]).backward()
     assert model[3][0].bias.grad is None
     model.released.optimizer.step()
@@ -124,7 +124,7 @@ def test_a_setting_out_of_range() -> None:
         guard = model.released.guard
         model.released.optimizer.param_groups[0]["lr"] = -1.0
         for _ in range(2):
-            refused(model, lambda model=model, guard=guard: guard(loss_of(model, batches(1)[0])), InvalidArgument, "lr")
+            refused(model, lambda model=model, guard=guard: guard(loss_of(model, batches(1)[0])), InvalidArgumentError, "lr")
         model.released.optimizer.param_groups[0]["lr"] = 1e-2
         train(model, model.released.optimizer, batches(2), loss=guard)
 
@@ -146,7 +146,7 @@ class Sparse(torch.autograd.Function):
 
 def test_a_gradient_that_no_update_is_defined_for() -> None:
     model = released(layers(2))
-    refused(model, lambda: Sparse.apply(batches(1)[0], model[0][0].weight).pow(2).mean(), UnsupportedTensor, "sparse")
+    refused(model, lambda: Sparse.apply(batches(1)[0], model[0][0].weight).pow(2).mean(), UnsupportedTensorError, "sparse")
 
 
 def test_a_block_of_micro_batches() -> None:
@@ -166,7 +166,7 @@ def test_what_waits_of_the_refused_backward_is_discarded() -> None:
     release = release_gradients(model, optimizer)
     x = model[0](batches(1, WIDTH)[0])
     before = [p.detach().clone() for p in model.parameters()]
-    with pytest.raises(UnsupportedTensor):
+    with pytest.raises(UnsupportedTensorError):
         model[1:](Sparse.apply(x, model.extra)).pow(2).mean().backward()
     assert release.ledger.live == 0
     assert gone(model.parameters())
@@ -181,7 +181,7 @@ def test_the_optimizer_is_gone() -> None:
     model = layers()
     release_gradients(model, AdamW(model.parameters()))
     gc.collect()
-    with pytest.raises(Refused, match="no longer exists"):
+    with pytest.raises(RefusedError, match="no longer exists"):
         loss_of(model, batches(1)[0]).backward()
     assert all(p.grad is None for p in model.parameters())
 

@@ -8,7 +8,7 @@ from tests.torch_support import OPTIMIZERS, batches, gone, layers, loss_of, same
 from torch import nn
 from torch.optim import lr_scheduler
 
-from penstock.core.errors import Refused
+from penstock.core.errors import RefusedError
 from penstock.core.reference import EndOfStep, Gradient, Reference, Settings
 from penstock.parity.live_gradients import LiveGradientMeter
 from penstock.torch_frontend import AdamW, StableAdamW, release_gradients
@@ -190,7 +190,7 @@ def test_paused_backwards_inside_a_group_of_micro_batches() -> None:
         if number:
             with release.paused():
                 loss_of(model, second).backward()
-            with pytest.raises(Refused, match=r"step\(\) before"):
+            with pytest.raises(RefusedError, match=r"step\(\) before"):
                 optimizer.zero_grad()
         else:
             loss_of(model, second).backward()

@@ -8,7 +8,7 @@ from tests.torch_support import batches, layers, loss_of, same_parameters, snaps
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from penstock.core.errors import NonFiniteGradient
+from penstock.core.errors import NonFiniteGradientError
 from penstock.torch_frontend import AdamW, StableAdamW, release_gradients
 from penstock.torch_frontend.release import owner_of
 
@@ -90,7 +90,7 @@ def test_exact_non_finite_handling_needs_the_guard() -> None:
     release = release_gradients(model, optimizer, max_norm=float("inf"))
     before = snapshot(model, optimizer)
     model[0][0].weight.register_hook(lambda g: g * float("inf"))  # the last gradient to arrive
-    with pytest.raises(NonFiniteGradient):
+    with pytest.raises(NonFiniteGradientError):
         release.guard(loss_of(model, batches(1)[0])).backward()
     assert unchanged(before, snapshot(model, optimizer))
 
@@ -112,7 +112,7 @@ def test_held_gradients_are_judged_together_as_a_plain_step_does() -> None:
     release_gradients(model, optimizer, accumulation="hold")
     model[0][0].weight.register_hook(lambda g: g * float("inf"))
     before = snapshot(model, optimizer)
-    with pytest.raises(NonFiniteGradient):
+    with pytest.raises(NonFiniteGradientError):
         train(model, optimizer, batches(1))
     assert unchanged(before, snapshot(model, optimizer))
 

@@ -7,7 +7,7 @@ import torch
 from tests.torch_support import batches, layers, loss_of, snapshot, train, unchanged
 from torch import nn
 
-from penstock.core.errors import Refused
+from penstock.core.errors import RefusedError
 from penstock.torch_frontend import AdamW, StableAdamW, release_gradients
 
 
@@ -17,7 +17,7 @@ def test_an_undeclared_second_backward_raises_before_anything_changes() -> None:
     release_gradients(model, optimizer)
     loss_of(model, batches(1)[0]).backward()
     before = snapshot(model, optimizer)
-    with pytest.raises(Refused, match=r"parameter '3\.0\.\w+'.*optimizer\.step\(\).*accumulation='hold'"):
+    with pytest.raises(RefusedError, match=r"parameter '3\.0\.\w+'.*optimizer\.step\(\).*accumulation='hold'"):
         loss_of(model, batches(1)[0]).backward()
     assert unchanged(before, snapshot(model, optimizer))
     optimizer.zero_grad()  # closes the step: training goes on
@@ -32,7 +32,7 @@ def test_a_setting_changed_too_late_raises_at_step() -> None:
         loss_of(model, batches(1)[0]).backward()
         before = snapshot(model, optimizer)
         optimizer.param_groups[0][name] = value
-        with pytest.raises(Refused, match=rf"{name} of parameter group 0.*after optimizer\.step"):
+        with pytest.raises(RefusedError, match=rf"{name} of parameter group 0.*after optimizer\.step"):
             optimizer.step()
         assert unchanged(before, snapshot(model, optimizer))
     lr = torch.tensor(0.1)
@@ -42,7 +42,7 @@ def test_a_setting_changed_too_late_raises_at_step() -> None:
     release_gradients(model, optimizer)
     loss_of(model, batches(1)[0]).backward()
     lr.mul_(0.5)
-    with pytest.raises(Refused, match="lr of parameter group 0"):
+    with pytest.raises(RefusedError, match="lr of parameter group 0"):
         optimizer.step()
 
 
@@ -53,7 +53,7 @@ def test_gradients_set_by_hand_after_the_update_are_refused() -> None:
     loss_of(model, batches(1)[0]).backward()
     model[0][0].weight.grad = torch.ones(8, 8)
     before = snapshot(model, optimizer)
-    with pytest.raises(Refused, match=r"'0\.0\.weight'.*set by hand.*already updated"):
+    with pytest.raises(RefusedError, match=r"'0\.0\.weight'.*set by hand.*already updated"):
         optimizer.step()
     assert unchanged(before, snapshot(model, optimizer))
 
@@ -63,9 +63,9 @@ def test_micro_batches_in_the_moments_are_not_lost() -> None:
     optimizer = AdamW(model.parameters())
     release = release_gradients(model, optimizer, accumulation="state")
     loss_of(model, batches(1)[0]).backward()
-    with pytest.raises(Refused, match=r"step\(\) before"):
+    with pytest.raises(RefusedError, match=r"step\(\) before"):
         optimizer.zero_grad()
-    with pytest.raises(Refused, match=r"step\(\) before remove"):
+    with pytest.raises(RefusedError, match=r"step\(\) before remove"):
         release.remove()
     optimizer.step()
     release.remove()
@@ -89,7 +89,7 @@ def test_paused_after_the_update_says_what_to_do() -> None:
     loss_of(model, batches(1)[0]).backward()
     with release.paused():
         loss_of(model, batches(1)[0]).backward()
-    with pytest.raises(Refused, match=r"Call optimizer\.step\(\) before such a gradient"):
+    with pytest.raises(RefusedError, match=r"Call optimizer\.step\(\) before such a gradient"):
         optimizer.step()
     optimizer.zero_grad()
     train(model, optimizer, batches(1))
@@ -104,7 +104,7 @@ def test_betas_changed_between_micro_batches_raise() -> None:
     optimizer.step()
     loss_of(model, batches(1)[0]).backward()
     optimizer.param_groups[0]["betas"] = (0.5, 0.5)
-    with pytest.raises(Refused, match="betas of parameter group 0"):
+    with pytest.raises(RefusedError, match="betas of parameter group 0"):
         optimizer.step()
 
 
@@ -117,7 +117,7 @@ def test_a_second_backward_over_another_part_raises_before_that_part_changes() -
     x = batches(1)[0]
     heads[0](trunk(x)).pow(2).mean().backward()
     before = snapshot(model, optimizer)
-    with pytest.raises(Refused, match=r"'1\.1\.\w+': a second backward.*optimizer\.step\(\)"):
+    with pytest.raises(RefusedError, match=r"'1\.1\.\w+': a second backward.*optimizer\.step\(\)"):
         heads[1](trunk(x)).pow(2).mean().backward()
     assert unchanged(before, snapshot(model, optimizer))
     optimizer.zero_grad()

@@ -6,7 +6,7 @@ import pytest
 import torch
 from tests.torch_support import OPTIMIZERS, batches, gone, layers, loss_of, same_parameters, snapshot, unchanged
 
-from penstock.core.errors import Refused
+from penstock.core.errors import RefusedError
 from penstock.torch_frontend import AdamW, StableAdamW, release_gradients
 
 OVERFLOWS = (3, 4, 8)
@@ -157,7 +157,7 @@ def test_a_scaler_without_the_guard_raises_before_the_first_update() -> None:
     scale = scaler()
     release_gradients(model, optimizer, scaler=scale)
     before = snapshot(model, optimizer)
-    with pytest.raises(Refused, match=r"with a scaler.*scaler\.scale\(release\.guard\(loss\)\)"):
+    with pytest.raises(RefusedError, match=r"with a scaler.*scaler\.scale\(release\.guard\(loss\)\)"):
         scale.scale(half_loss(model, batches(1)[0], 0)).backward()
     assert unchanged(before, snapshot(model, optimizer))
 
@@ -247,7 +247,7 @@ def test_a_second_guarded_backward_after_an_overflow_changes_nothing() -> None:
     release = release_gradients(model, optimizer, scaler=scale)
     before = snapshot(model, optimizer)
     scale.scale(release.guard(half_loss(model[0], batches(1)[0], OVERFLOWS[0]))).backward()
-    with pytest.raises(Refused, match="second guarded backward"):
+    with pytest.raises(RefusedError, match="second guarded backward"):
         scale.scale(release.guard(half_loss(model[1], batches(1)[0], 0))).backward()
     scale.step(optimizer)
     scale.update()
@@ -262,9 +262,9 @@ def test_an_undeclared_scaler_that_skips_an_overflow_is_told_that_it_was_used() 
     release_gradients(model, optimizer)
     model[0][0].weight.register_hook(lambda g: g * float("inf"))
     scale.scale(half_loss(model, batches(1)[0], 0)).backward()
-    with pytest.raises(Refused, match=r"unscaling .*comes too late.*scaler="):
+    with pytest.raises(RefusedError, match=r"unscaling .*comes too late.*scaler="):
         scale.step(optimizer)
-    with pytest.raises(Refused, match=r"to be skipped.*used already.*scaler="):
+    with pytest.raises(RefusedError, match=r"to be skipped.*used already.*scaler="):
         optimizer.zero_grad()
     optimizer.zero_grad()
 

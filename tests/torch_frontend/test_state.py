@@ -18,7 +18,7 @@ from tests.torch_support import (
 )
 from torch.optim.lr_scheduler import CosineAnnealingLR
 
-from penstock.core.errors import InvalidArgument, Refused
+from penstock.core.errors import InvalidArgumentError, RefusedError
 from penstock.torch_frontend import Adam, AdamW, StableAdamW, release_gradients
 
 
@@ -29,9 +29,9 @@ def test_state_dict_in_the_middle_of_a_step_raises() -> None:
         release_gradients(model, optimizer, accumulation=accumulation)
         whole = copy.deepcopy(optimizer.state_dict())
         loss_of(model, batches(1)[0]).backward()
-        with pytest.raises(Refused, match=r"state_dict\(\) in the middle of a step.*optimizer\.step\(\)"):
+        with pytest.raises(RefusedError, match=r"state_dict\(\) in the middle of a step.*optimizer\.step\(\)"):
             optimizer.state_dict()
-        with pytest.raises(Refused, match=r"load_state_dict\(\) in the middle of a step"):
+        with pytest.raises(RefusedError, match=r"load_state_dict\(\) in the middle of a step"):
             optimizer.load_state_dict(whole)
         optimizer.step()
         assert optimizer.state_dict()["state"]
@@ -102,7 +102,7 @@ def test_a_state_that_does_not_fit_changes_nothing() -> None:
         ({"param_groups": [], "state": {}}, r"0 parameter groups"),
         ({}, r"no 'param_groups'"),
     ]:
-        with pytest.raises(InvalidArgument, match=said):
+        with pytest.raises(InvalidArgumentError, match=said):
             optimizer.load_state_dict(bad)
         assert unchanged(before, snapshot(model, optimizer))
 
@@ -115,15 +115,15 @@ def test_a_state_of_another_precision_or_rule_is_refused() -> None:
         return optimizer
 
     wide, low = stepped(StableAdamW), stepped(StableAdamW, torch.bfloat16)
-    with pytest.raises(InvalidArgument, match=r"compensation of parameter 0.*bfloat16.*int16"):
+    with pytest.raises(InvalidArgumentError, match=r"compensation of parameter 0.*bfloat16.*int16"):
         low.load_state_dict(wide.state_dict())
-    with pytest.raises(InvalidArgument, match=r"compensation of parameter 0.*int16.*float32"):
+    with pytest.raises(InvalidArgumentError, match=r"compensation of parameter 0.*int16.*float32"):
         wide.load_state_dict(low.state_dict())
-    with pytest.raises(InvalidArgument, match=r"decouple_lr=True.*adam"):
+    with pytest.raises(InvalidArgumentError, match=r"decouple_lr=True.*adam"):
         stepped(Adam).load_state_dict(stepped(StableAdamW, decouple_lr=True, weight_decay=1e-5).state_dict())
-    with pytest.raises(InvalidArgument, match="another optimizer"):
+    with pytest.raises(InvalidArgumentError, match="another optimizer"):
         wide.load_state_dict(torch.optim.AdamW(layers(2).parameters()).state_dict())
     bad = copy.deepcopy(wide.state_dict())
     bad["param_groups"][0]["lr"] = -1.0
-    with pytest.raises(InvalidArgument, match=r"lr=-1\.0"):
+    with pytest.raises(InvalidArgumentError, match=r"lr=-1\.0"):
         wide.load_state_dict(bad)

@@ -10,7 +10,7 @@ from tests.torch_support import layers
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
-from penstock.core.errors import InvalidArgument
+from penstock.core.errors import InvalidArgumentError
 from penstock.torch_frontend import AdamW, release_gradients, token_mean, total_weight
 
 COUNTS = (5, 1, 11, 3)
@@ -112,5 +112,5 @@ def test_weights_may_be_numbers_tensors_and_alone() -> None:
     ],
 )
 def test_what_is_no_weight_and_no_sum(call: Any, text: str) -> None:
-    with pytest.raises(InvalidArgument, match=text):
+    with pytest.raises(InvalidArgumentError, match=text):
         call()

@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import nn
 
-from penstock.core.errors import Refused, UnsupportedTensor
+from penstock.core.errors import RefusedError, UnsupportedTensorError
 from penstock.torch_frontend import AdamW, StableAdamW
 from penstock.torch_frontend.backends.triton import availability, work
 from penstock.torch_frontend.backends.triton.configuration import (
@@ -58,14 +58,14 @@ def test_in_the_interpreter(tests: str) -> None:
 
 def test_without_a_device_it_is_refused_with_the_remedy_and_auto_takes_another() -> None:
     p = nn.Parameter(torch.zeros(3))
-    with pytest.raises(Refused, match=r"backend='triton'.*on cpu.*Move the model.*TRITON_INTERPRET=1"):
+    with pytest.raises(RefusedError, match=r"backend='triton'.*on cpu.*Move the model.*TRITON_INTERPRET=1"):
         StableAdamW([p], backend="triton")
     assert StableAdamW([p]).backend == "eager"
 
 
 def test_without_triton_it_is_refused_with_the_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "triton", None)
-    with pytest.raises(Refused, match=r"Triton is not installed.*pip install triton"):
+    with pytest.raises(RefusedError, match=r"Triton is not installed.*pip install triton"):
         AdamW([nn.Parameter(torch.zeros(3))], backend="triton")
 
 
@@ -83,9 +83,9 @@ def test_a_parameter_that_was_moved_away_is_refused_before_a_kernel_gets_its_add
     optimizer = AdamW([p], backend="eager")
     optimizer._backend = TritonBackend()
     p.grad = torch.ones(3)
-    with pytest.raises(UnsupportedTensor, match=r"on cpu.*backend='auto'"):
+    with pytest.raises(UnsupportedTensorError, match=r"on cpu.*backend='auto'"):
         optimizer.step()
-    with torch.no_grad(), pytest.raises(UnsupportedTensor, match="on cpu"):
+    with torch.no_grad(), pytest.raises(UnsupportedTensorError, match="on cpu"):
         optimizer._backend.update(optimizer._slot(p), p.grad, first=True)
     assert torch.all(p == 1)
 
@@ -109,7 +109,7 @@ def test_auto_takes_it_on_a_device_where_it_can_run_and_says_so(monkeypatch: pyt
     assert select_backend("auto", [OnDevice()]).name == "triton"
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 5))
     assert availability.why_not([OnDevice()]) is not None
-    with pytest.raises(Refused, match=r"compute capability 7\.5.*8\.0"):
+    with pytest.raises(RefusedError, match=r"compute capability 7\.5.*8\.0"):
         select_backend("triton", [OnDevice()])
 
 

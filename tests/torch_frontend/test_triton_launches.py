@@ -27,7 +27,7 @@ from benchmarks.gpu.no_launch import without_launching
 from tests.triton_no_launch import Compared, compared
 from triton.runtime.jit import JITFunction
 
-from penstock.core.errors import UnsupportedTensor
+from penstock.core.errors import UnsupportedTensorError
 from penstock.torch_frontend import AdamW, StableAdamW
 from penstock.torch_frontend.backends.backend import TensorSlot
 from penstock.torch_frontend.backends.triton import kernels, launch
@@ -264,7 +264,7 @@ def test_a_tensor_that_has_become_wrong_is_refused_and_nothing_is_launched(
         way(kept)
         launches.clear()
         spoil(kept, name)
-        with pytest.raises(UnsupportedTensor, match=said.format(name)):
+        with pytest.raises(UnsupportedTensorError, match=said.format(name)):
             way(kept)
         assert not launches.launched
 

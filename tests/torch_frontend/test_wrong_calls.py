@@ -8,7 +8,7 @@ import torch
 from tests.torch_support import batches, layers, loss_of, snapshot, train, unchanged
 from torch import nn
 
-from penstock.core.errors import InvalidArgument, Refused
+from penstock.core.errors import InvalidArgumentError, RefusedError
 from penstock.torch_frontend import AdamW, StableAdamW, release_gradients
 
 CONVERSIONS = [
@@ -30,7 +30,7 @@ def test_a_model_that_is_converted_after_the_first_step_is_refused(before, after
     train(model, optimizer, [batches(1)[0].to(before)])
     model.to(after)
     seen = snapshot(model, optimizer)
-    with pytest.raises(Refused, match=f"dtype {str(after).partition('.')[2]} .*has {has}.*Convert the model first"):
+    with pytest.raises(RefusedError, match=f"dtype {str(after).partition('.')[2]} .*has {has}.*Convert the model first"):
         train(model, optimizer, [batches(1)[0].to(after)])
     assert unchanged(seen, snapshot(model, optimizer))
     if released:
@@ -50,17 +50,17 @@ def test_a_compensation_that_changes_between_steps_is_refused() -> None:
     optimizer = AdamW(model.parameters(), lr=1e-2)
     train(model, optimizer, [batches(1)[0].bfloat16()])
     optimizer.param_groups[0]["compensation"] = "none"
-    with pytest.raises(Refused, match="or compensation= of the group changed, after the first step"):
+    with pytest.raises(RefusedError, match="or compensation= of the group changed, after the first step"):
         train(model, optimizer, [batches(1)[0].bfloat16()])
 
 
 def test_a_parameter_that_is_given_twice_is_refused() -> None:
     """A plain step would update it twice, a released one once."""
     parameter = nn.Parameter(torch.ones(3))
-    with pytest.warns(UserWarning, match="duplicate parameters"), pytest.raises(InvalidArgument, match="more than once"):
+    with pytest.warns(UserWarning, match="duplicate parameters"), pytest.raises(InvalidArgumentError, match="more than once"):
         AdamW([parameter, parameter])
     optimizer = AdamW([nn.Parameter(torch.ones(3))])
-    with pytest.warns(UserWarning, match="duplicate parameters"), pytest.raises(InvalidArgument, match="more than once"):
+    with pytest.warns(UserWarning, match="duplicate parameters"), pytest.raises(InvalidArgumentError, match="more than once"):
         optimizer.add_param_group({"params": [parameter, parameter]})
     assert len(optimizer.param_groups) == 1
 
@@ -71,7 +71,7 @@ def test_a_learning_rate_on_a_device_that_the_update_cannot_read_is_refused(rule
     parameter = nn.Parameter(torch.ones(3))
     optimizer = rule([parameter], lr=torch.tensor(1e-3, device="meta"))
     parameter.grad = torch.ones(3)
-    with pytest.raises(InvalidArgument, match=r"lr is a tensor on meta, and a parameter .* is on cpu; give a number"):
+    with pytest.raises(InvalidArgumentError, match=r"lr is a tensor on meta, and a parameter .* is on cpu; give a number"):
         optimizer.step()
     assert parameter.equal(torch.ones(3))
 
@@ -91,7 +91,7 @@ def test_a_setting_that_becomes_no_number_is_refused(name: str, value, said: str
     train(model, optimizer, batches(1))
     optimizer.param_groups[0][name] = value
     seen = snapshot(model, optimizer)
-    with pytest.raises(InvalidArgument, match=said):
+    with pytest.raises(InvalidArgumentError, match=said):
         train(model, optimizer, batches(1))
     assert unchanged(seen, snapshot(model, optimizer))
 
@@ -101,7 +101,7 @@ def test_guard_takes_the_loss_and_not_what_holds_it(loss) -> None:
     model = layers(2)
     for arguments in ({"max_norm": 1.0}, {}):
         release = release_gradients(model, AdamW(model.parameters()), **arguments)
-        with pytest.raises(InvalidArgument, match=rf"loss is a {type(loss).__name__}; guard\(\) takes the 0-d tensor"):
+        with pytest.raises(InvalidArgumentError, match=rf"loss is a {type(loss).__name__}; guard\(\) takes the 0-d tensor"):
             release.guard(loss)
         release.remove()
 
@@ -110,7 +110,7 @@ def test_max_norm_is_a_number() -> None:
     model = layers(2)
     optimizer = AdamW(model.parameters(), lr=1e-2)
     for norm in (torch.tensor(float("nan")), torch.tensor(-1.0), torch.tensor(0.0), torch.ones(2)):
-        with pytest.raises(InvalidArgument, match="max_norm"):
+        with pytest.raises(InvalidArgumentError, match="max_norm"):
             release_gradients(model, optimizer, max_norm=norm)
     with release_gradients(model, optimizer, max_norm=torch.tensor(1e-3)) as release:
         release.guard(loss_of(model, batches(1)[0])).backward()
@@ -118,7 +118,7 @@ def test_max_norm_is_a_number() -> None:
 
 
 def test_gradient_release_is_a_switch() -> None:
-    with pytest.raises(InvalidArgument, match="gradient_release='yes' must be True or False"):
+    with pytest.raises(InvalidArgumentError, match="gradient_release='yes' must be True or False"):
         AdamW([nn.Parameter(torch.ones(3))], gradient_release="yes")
 
 
@@ -126,5 +126,5 @@ def test_the_state_of_torch_optim_has_a_way_in() -> None:
     model = layers(2)
     theirs = torch.optim.AdamW(model.parameters())
     train(model, theirs, batches(1))
-    with pytest.raises(InvalidArgument, match=r"another optimizer than penstock's.*export_state and import_state"):
+    with pytest.raises(InvalidArgumentError, match=r"another optimizer than penstock's.*export_state and import_state"):
         AdamW(model.parameters()).load_state_dict(theirs.state_dict())

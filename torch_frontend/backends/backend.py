@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ...core.dtypes import compute_dtype
 from ...core.hyperparameters import Hyperparameters
-from ...core.moments import Complements, debiased_complements
+from ...core.moments import Corrections, bias_corrections
 from ...core.rules import Rule
 from ..array_ops import DTYPES, dtype_name
 from ..communication.shards import Shard
@@ -63,11 +63,11 @@ class TensorSlot:
         self.compute_dtype = DTYPES[compute_dtype(dtype_name(self.parameter.dtype))]
 
     @property
-    def complements(self) -> Complements:
+    def corrections(self) -> Corrections:
         """c1 and c2 of this update: numbers, or 0-d tensors in the compute dtype when capturable."""
         if self.capturable:
-            return debiased_complements(self.hyperparameters, self.state["step"].to(self.compute_dtype) + 1, torch)
-        return self.settings.complements(self.step_number)
+            return bias_corrections(self.hyperparameters, self.state["step"].to(self.compute_dtype) + 1, torch)
+        return self.settings.corrections(self.step_number)
 
     @property
     def step_number(self) -> float:
@@ -94,7 +94,7 @@ class TensorSlot:
     def numbers(self) -> UpdateNumbers:
         """The numbers of this update as 0-d tensors in the compute dtype."""
         if self.capturable:
-            return numbers_of(self.hyperparameters, self.rule, self.complements, self.compute_dtype)
+            return numbers_of(self.hyperparameters, self.rule, self.corrections, self.compute_dtype)
         return self.settings.numbers(self.rule, self.step_number, self.compute_dtype)
 
     def vector(self) -> Tensor:

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from ...core import update as core_update
 from ...core.hyperparameters import Hyperparameters
-from ...core.moments import Complements, is_zero
+from ...core.moments import Corrections, is_zero
 from ...core.rules import RULES
 from ...core.update import TensorState
 from ..array_ops import compiled_ops, torch_ops
@@ -158,10 +158,10 @@ def _compiled(
 
     def step(tensors: Vectors, scalars: Tensor, total: Tensor | None) -> tuple[Tensor | None, Any]:
         parameter, gradient, exp_avg, exp_avg_sq, kept = tensors
-        complements = Complements(scalars[0], scalars[1])
+        corrections = Corrections(scalars[0], scalars[1])
         current = Hyperparameters(scalars[2], beta1, beta2, eps, scalars[3], maximize=maximize)
         state = TensorState(exp_avg, exp_avg_sq, kept, 0.0 if total is None else total)
-        given = (complements, compensation, parameter, gradient, state)
+        given = (corrections, compensation, parameter, gradient, state)
         squares = gradient.to(scalars.dtype).square().sum() if measured else None
         new = parameter
         if kind == "apply":

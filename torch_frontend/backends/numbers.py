@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ...core.hyperparameters import Hyperparameters, Scalar
-from ...core.moments import Complements, debiased_complements, is_zero
+from ...core.moments import Corrections, bias_corrections, is_zero
 from ...core.rules import Rule
 
 KEPT = 32
@@ -34,7 +34,7 @@ class UpdateNumbers(NamedTuple):
     plain: bool
 
 
-def numbers_of(current: Hyperparameters, rule: Rule, complements: Complements, dtype: torch.dtype) -> UpdateNumbers:
+def numbers_of(current: Hyperparameters, rule: Rule, corrections: Corrections, dtype: torch.dtype) -> UpdateNumbers:
     """The numbers of an update with these hyperparameters."""
 
     def tensor(value: Scalar) -> Tensor:
@@ -42,8 +42,8 @@ def numbers_of(current: Hyperparameters, rule: Rule, complements: Complements, d
 
     decay = 0.0 if rule.l2 else current.decay_rate
     return UpdateNumbers(
-        tensor(complements.first),
-        tensor(complements.second),
+        tensor(corrections.first),
+        tensor(corrections.second),
         tensor(current.eps),
         None if is_zero(decay) else tensor(decay),
         tensor(current.learning_rate),
@@ -57,7 +57,7 @@ class GroupSettings:
     def __init__(self, current: Hyperparameters) -> None:
         self.hyperparameters = current
         self._numbers: dict[Any, UpdateNumbers] = {}
-        self._complements: dict[float, Complements] = {}
+        self._complements: dict[float, Corrections] = {}
         self._vectors: dict[Any, Tensor] = {}
 
     def change(self, current: Hyperparameters) -> None:
@@ -67,13 +67,13 @@ class GroupSettings:
         self._complements.clear()
         self._vectors.clear()
 
-    def complements(self, step: float) -> Complements:
+    def corrections(self, step: float) -> Corrections:
         """c1 and c2 of update number `step`, from 1 on."""
         found = self._complements.get(step)
         if found is None:
             if len(self._complements) >= KEPT:
                 self._complements.clear()
-            found = self._complements[step] = debiased_complements(self.hyperparameters, step, torch)
+            found = self._complements[step] = bias_corrections(self.hyperparameters, step, torch)
         return found
 
     def numbers(self, rule: Rule, step: float, dtype: torch.dtype) -> UpdateNumbers:
@@ -82,7 +82,7 @@ class GroupSettings:
         if found is None:
             if len(self._numbers) >= KEPT:
                 self._numbers.clear()
-            found = self._numbers[step, dtype] = numbers_of(self.hyperparameters, rule, self.complements(step), dtype)
+            found = self._numbers[step, dtype] = numbers_of(self.hyperparameters, rule, self.corrections(step), dtype)
         return found
 
     def vector(self, rule: Rule, step: float, dtype: torch.dtype, device: torch.device) -> Tensor:

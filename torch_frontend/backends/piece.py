@@ -110,7 +110,7 @@ class Piece:
             self.exp_avg_sq.copy_(exp_avg_sq)
 
     def reset(self) -> None:
-        """`core.moments.remembered`: what an update takes of moments whose beta is 0."""
+        """`core.moments.reset_where_beta_is_zero`: what an update takes of moments whose beta is 0."""
         current = self.slot.settings.hyperparameters
         if is_zero(current.beta1):
             self.wide_exp_avg.zero_()

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 from torch import Tensor
 
-from ...core.errors import InvalidArgument, Refused
+from ...core.errors import InvalidArgumentError, RefusedError
 from .backend import Backend
 from .compiled import CompiledBackend
 from .compiler import why_not
@@ -20,14 +20,14 @@ def select_backend(name: str, parameters: Iterable[Tensor]) -> Backend:
     """The backend of that name. "auto" takes Triton's kernels on CUDA devices, and elsewhere "eager", which starts at once.
 
     Raises:
-        InvalidArgument: no such name.
-        Refused: that backend cannot run here; the text says why.
+        InvalidArgumentError: no such name.
+        RefusedError: that backend cannot run here; the text says why.
     """
     if name not in BACKENDS:
-        raise InvalidArgument(f"backend={name!r} is not known; it must be one of {', '.join(BACKENDS)}.")
+        raise InvalidArgumentError(f"backend={name!r} is not known; it must be one of {', '.join(BACKENDS)}.")
     given = list(parameters)
     if name == "triton" and (reason := triton.why_not(given)) is not None:
-        raise Refused(f"backend='triton': {reason}")
+        raise RefusedError(f"backend='triton': {reason}")
     if name == "triton" or (name == "auto" and _on_cuda(given) and triton.why_not(given) is None):
         from .triton.backend import TritonBackend  # Triton itself is imported here at the earliest
 
@@ -38,7 +38,7 @@ def select_backend(name: str, parameters: Iterable[Tensor]) -> Backend:
     reasons = [reason for device in sorted(devices) if (reason := why_not(device)) is not None]
     if not reasons:
         return CompiledBackend()
-    raise Refused(
+    raise RefusedError(
         f"backend='compiled': torch.compile does not work here ({reasons[0]}). Install a C++ compiler (or name one in CXX), "
         "or use backend='eager'."
     )

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ...core.errors import Refused
+from ...core.errors import RefusedError
 from .protocol import Purpose
 
 HEAD = 1 + 2 * len(Purpose._fields)
@@ -78,7 +78,7 @@ class Agreement:
             self.read()
 
     def read(self) -> None:
-        """Raise `Refused` if the processes were apart in a round that was not read yet.
+        """Raise `RefusedError` if the processes were apart in a round that was not read yet.
 
         Where nothing was used but measured, that is its end. Otherwise all raise in the next round, also those that knew
         before: it is left on all alike.
@@ -92,9 +92,9 @@ class Agreement:
         if problem is None:
             return
         if unread.purpose.measured:
-            raise Refused(problem)
+            raise RefusedError(problem)
         self._told = True
-        raise Refused(problem + LATE)
+        raise RefusedError(problem + LATE)
 
 
 class _Unread(NamedTuple):

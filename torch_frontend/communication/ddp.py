@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ...core.errors import Refused
+from ...core.errors import RefusedError
 from .local import LocalCommunication
 from .protocol import Deliver, Purpose
 
@@ -35,7 +35,7 @@ class DDPCommunication(LocalCommunication):
             try:
                 model.register_comm_hook(hook, _average_bucket)
             except RuntimeError as error:
-                raise Refused(
+                raise RefusedError(
                     "this DistributedDataParallel has a communication hook of its own already, and takes only one. Construct "
                     "it without (no register_comm_hook), or use the plain module: release_gradients(module, optimizer) "
                     "averages its gradients by itself."
@@ -90,10 +90,10 @@ class DDPCommunication(LocalCommunication):
         """Check that the last backward ran outside no_sync(), and so has averaged the gradients.
 
         Raises:
-            Refused: there was none.
+            RefusedError: there was none.
         """
         if self._local.intersection(parameters):
-            raise Refused(
+            raise RefusedError(
                 "optimizer.step(), and gradients were never averaged: the last backward ran inside no_sync(), or its forward "
                 "did not go through DistributedDataParallel. Run the last micro-batch's through it, outside no_sync()."
             )

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...core.errors import Refused
+from ...core.errors import RefusedError
 from ..autograd.passes import at_end_of_pass, is_nested, pass_number, weakly
 from .protocol import Communication
 
@@ -68,7 +68,7 @@ class HeldAverage:
     def require_judged(self) -> None:
         """Refuse held gradients that a scaler has judged before they were averaged: each process has judged its own."""
         if self._due is not None and not self._done and self._held():
-            raise Refused(
+            raise RefusedError(
                 "the scaler has judged held gradients that were not averaged over the processes yet: sync() was True in no "
                 "backward of this step, or all of it ran under reentrant checkpointing. sync() must be True in the last "
                 "micro-batch; use torch.utils.checkpoint.checkpoint(..., use_reentrant=False)."

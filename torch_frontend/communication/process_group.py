@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ...core.errors import Refused
+from ...core.errors import RefusedError
 from . import protocol
 from .agreement import HEAD, Agreement
 from .local import LocalCommunication
@@ -137,7 +137,7 @@ class ProcessGroupCommunication(LocalCommunication):
         assert self._purpose is not None
         try:
             self._agreement.end_round(self._purpose, failed=self._failed)
-        except Refused:
+        except RefusedError:
             self._failed = True  # what is left of the round is to settle the order, with the others
             raise
         self._settle_order()
@@ -167,7 +167,7 @@ class ProcessGroupCommunication(LocalCommunication):
         if problem is not None and not self._failed:
             self._failed = True
             self._waiting.clear()
-            raise Refused(problem)
+            raise RefusedError(problem)
         if problem is not None or (self._failed and self._purpose.measured):
             return
         if not all(used):  # only a rank that did not use all of them has to wait for the device to know
@@ -266,7 +266,7 @@ class _Flight(NamedTuple):
 
 
 def check_alike(model: nn.Module, parameters: Sequence[Tensor], group: Any) -> None:
-    """Raise `Refused`, on every rank, unless all train the same parameters and begin with the same values.
+    """Raise `RefusedError`, on every rank, unless all train the same parameters and begin with the same values.
 
     Args:
         model: whose parameters are compared.
@@ -279,7 +279,7 @@ def check_alike(model: nn.Module, parameters: Sequence[Tensor], group: Any) -> N
     there: list[Any] = [None] * dist.get_world_size(group)
     dist.all_gather_object(there, here, group=group)
     if any(other != there[0] for other in there):
-        raise Refused(
+        raise RefusedError(
             "the ranks do not train the same parameters (their names, shapes, dtypes or order differ). Construct the same "
             "model and the same optimizer on every rank, and release them on every rank."
         )
@@ -290,7 +290,7 @@ def check_alike(model: nn.Module, parameters: Sequence[Tensor], group: Any) -> N
     stacked = torch.stack(gathered)
     different = (stacked != stacked[0]).any(0).nonzero().flatten().tolist()
     if different:
-        raise Refused(
+        raise RefusedError(
             f"parameter {list(named)[different[0]]!r} (and {len(different) - 1} more) begins with other values on other ranks. "
             "Seed all ranks alike, or send one rank's values to all: "
             "for p in model.parameters(): torch.distributed.broadcast(p.detach(), src=0)."

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from ...core.errors import InvalidArgument, Refused
+from ...core.errors import InvalidArgumentError, RefusedError
 from .local import LocalCommunication
 from .protocol import Communication
 from .shards import is_sharded
@@ -26,11 +26,11 @@ def communication_name(model: nn.Module, process_group: Any = None) -> str:
     """The value of the axis "communication" in `core.combinations`.
 
     Raises:
-        InvalidArgument: a process_group that this process is not in, or for a model that brings its own.
-        Refused: a wrapper that gradients cannot be released from.
+        InvalidArgumentError: a process_group that this process is not in, or for a model that brings its own.
+        RefusedError: a wrapper that gradients cannot be released from.
     """
     if has_flat_parameters(model):
-        raise Refused(
+        raise RefusedError(
             "FullyShardedDataParallel flattens parameters, and gives no gradient until the whole backward is done. Use "
             "torch.distributed.fsdp.fully_shard."
         )
@@ -38,7 +38,7 @@ def communication_name(model: nn.Module, process_group: Any = None) -> str:
     own = "fsdp2" if any(is_sharded(parameter) for parameter in model.parameters()) else own
     if own is not None and process_group is not None:
         its = "DistributedDataParallel" if own == "ddp" else "mesh"
-        raise InvalidArgument(
+        raise InvalidArgumentError(
             f"process_group is for a plain module; this one averages over the processes of its {its} already. Leave "
             "process_group out."
         )
@@ -46,11 +46,13 @@ def communication_name(model: nn.Module, process_group: Any = None) -> str:
         return own
     if not (dist.is_available() and dist.is_initialized()):
         if process_group is not None:
-            raise InvalidArgument("process_group, and torch.distributed is not initialised; call init_process_group first.")
+            raise InvalidArgumentError(
+                "process_group, and torch.distributed is not initialised; call init_process_group first."
+            )
         return "local"
     size = dist.get_world_size(process_group)
     if size < 1:
-        raise InvalidArgument("process_group does not contain this process; release the model on its members only.")
+        raise InvalidArgumentError("process_group does not contain this process; release the model on its members only.")
     return "local" if size == 1 else "process_group"
 
 
@@ -65,14 +67,14 @@ def select_communication(model: nn.Module, parameters: Sequence[Tensor], process
         process_group: of a plain module; None: the default group, if torch.distributed is initialised.
 
     Raises:
-        InvalidArgument, Refused: as `communication_name`; or a gradient that nobody would average, or initial values that
-            differ between ranks.
+        InvalidArgumentError, RefusedError: as `communication_name`; or a gradient that nobody would average, or initial values
+            that differ between ranks.
     """
     name = communication_name(model, process_group)
     names: dict[Tensor, str] = {parameter: name for name, parameter in model.named_parameters()}
     outside = [parameter for parameter in parameters if parameter not in names]
     if outside and name != "local":
-        raise Refused(
+        raise RefusedError(
             f"optimizer has a parameter of shape {tuple(outside[0].shape)} outside this model, whose gradient nothing would "
             "average over the processes; use release_gradients on the module that holds all of them."
         )
@@ -93,7 +95,7 @@ def select_communication(model: nn.Module, parameters: Sequence[Tensor], process
 
         plain = [parameter for parameter in parameters if not is_sharded(parameter)]
         if plain:
-            raise Refused(
+            raise RefusedError(
                 f"parameter {names[plain[0]]!r} is not sharded while others are: nothing averages its gradient. Call "
                 "fully_shard on a module around it, or freeze it."
             )
@@ -104,12 +106,12 @@ def select_communication(model: nn.Module, parameters: Sequence[Tensor], process
 def _require_averaged_by_ddp(model: DistributedDataParallel, names: set[str]) -> None:
     ignored = names & set(model.parameters_to_ignore)
     if ignored:
-        raise Refused(
+        raise RefusedError(
             f"parameter {min(ignored)!r} is ignored by this DistributedDataParallel: nothing averages its gradient. Take it "
             "out of the parameters to ignore, or freeze it."
         )
     if model.mixed_precision is not None:
-        raise Refused(
+        raise RefusedError(
             "DistributedDataParallel(mixed_precision=...) computes gradients of copies of the parameters; use "
             "torch.autocast, or fully_shard with a MixedPrecisionPolicy."
         )

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ...core.errors import UnsupportedTensor
+from ...core.errors import UnsupportedTensorError
 
 PLAIN = (Tensor, torch.nn.Parameter)
 """Classes of tensors that are no shard of another: most tensors, of which nothing more needs to be asked."""
@@ -108,9 +108,9 @@ def placements(tensor: Any) -> tuple[Any, ...] | None:
 
 
 def check_placements(tensor: Any, described: str) -> None:
-    """Raise `UnsupportedTensor` for a DTensor whose local part is neither a shard nor the whole."""
+    """Raise `UnsupportedTensorError` for a DTensor whose local part is neither a shard nor the whole."""
     if any(placement.is_partial() for placement in placements(tensor) or ()):
-        raise UnsupportedTensor(f"{described} is a DTensor of partial sums ({tensor.placements}); redistribute it first.")
+        raise UnsupportedTensorError(f"{described} is a DTensor of partial sums ({tensor.placements}); redistribute it first.")
 
 
 def sum_over_shards(shards: Sequence[Shard | None], values: Sequence[Tensor]) -> list[Tensor]:

@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import nn
 
-from ...core.errors import InvalidArgument, MissingDependency
+from ...core.errors import InvalidArgumentError, MissingDependencyError
 from ..releasable import ReleasableOptimizer
 from ..release import Release
 from .trainer_settings import release_for_trainer
@@ -15,7 +15,7 @@ try:
     from accelerate import Accelerator
     from accelerate.optimizer import AcceleratedOptimizer
 except ModuleNotFoundError as error:
-    raise MissingDependency(
+    raise MissingDependencyError(
         "penstock.torch_frontend.integrations.accelerate needs Accelerate; install it with: pip install 'penstock[trainers]'"
     ) from error
 
@@ -45,11 +45,11 @@ def release_gradients(
         keep_bytes: of gradient, kept between the two passes of guard(), so that the second is shorter.
 
     Raises:
-        InvalidArgument: an argument out of its range, or a model or optimizer that is not prepared.
-        Refused: a combination that cannot be met.
+        InvalidArgumentError: an argument out of its range, or a model or optimizer that is not prepared.
+        RefusedError: a combination that cannot be met.
     """
     if not isinstance(optimizer, AcceleratedOptimizer):
-        raise InvalidArgument("optimizer is not prepared; call accelerator.prepare(model, optimizer) first.")
+        raise InvalidArgumentError("optimizer is not prepared; call accelerator.prepare(model, optimizer) first.")
     return release_for_trainer(
         model,
         plain_optimizer(optimizer),

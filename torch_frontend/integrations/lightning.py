@@ -8,7 +8,7 @@ from typing import Any, cast
 
 from torch import Tensor, nn
 
-from ...core.errors import MissingDependency, Refused
+from ...core.errors import MissingDependencyError, RefusedError
 from ..releasable import ReleasableOptimizer
 from ..release import Release
 from .trainer_settings import release_for_trainer
@@ -16,7 +16,7 @@ from .trainer_settings import release_for_trainer
 try:
     from lightning.pytorch import Callback, LightningModule, Trainer
 except ModuleNotFoundError as error:
-    raise MissingDependency(
+    raise MissingDependencyError(
         "penstock.torch_frontend.integrations.lightning needs Lightning; install it with: pip install 'penstock[trainers]'"
     ) from error
 
@@ -36,8 +36,8 @@ class GradientRelease(Callback):
         release: of the latest fit(), from its first batch on; None before. `release.last_norm` is the norm before clipping.
 
     Raises:
-        Refused: in fit(), before the first batch: several optimizers, one of another kind, manual optimization, clipping by
-            value, or a combination that cannot be met.
+        RefusedError: in fit(), before the first batch: several optimizers, one of another kind, manual optimization, clipping
+            by value, or a combination that cannot be met.
     """
 
     def __init__(self, *, accumulation: str | None = None, keep_bytes: int = 0) -> None:
@@ -97,18 +97,18 @@ class GradientRelease(Callback):
 def _the_optimizer(trainer: Trainer, module: LightningModule) -> ReleasableOptimizer:
     """The only optimizer of the trainer, if its gradients can be released."""
     if not module.automatic_optimization:
-        raise Refused(
+        raise RefusedError(
             "automatic_optimization=False: the loop is the module's own; call release_gradients(module, optimizer) in it, and "
             "self.manual_backward(release.guard(loss))."
         )
     if trainer.gradient_clip_val and trainer.gradient_clip_algorithm == "value":
-        raise Refused(
+        raise RefusedError(
             "gradient_clip_algorithm='value' would clip gradients that are released already; use 'norm', or StableAdamW, which "
             "needs no clipping."
         )
     optimizers = trainer.optimizers
     if len(optimizers) != 1 or not isinstance(optimizers[0], ReleasableOptimizer):
-        raise Refused(
+        raise RefusedError(
             f"configure_optimizers gave {', '.join(type(optimizer).__name__ for optimizer in optimizers) or 'no optimizer'}; "
             "gradient release needs one StableAdamW, AdamW or Adam of penstock.torch_frontend."
         )

@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import nn
 
-from ...core.errors import InvalidArgument
+from ...core.errors import InvalidArgumentError
 from ..communication import communication_name
 from ..releasable import ReleasableOptimizer
 from ..release import Release, release_gradients
@@ -46,11 +46,11 @@ def release_for_trainer(
         keep_bytes: see `penstock.torch_frontend.release_gradients`.
 
     Raises:
-        InvalidArgument: an argument out of its range.
-        Refused: a combination that cannot be met.
+        InvalidArgumentError: an argument out of its range.
+        RefusedError: a combination that cannot be met.
     """
     if accumulation not in ACCUMULATIONS:
-        raise InvalidArgument(
+        raise InvalidArgumentError(
             f"accumulation={accumulation!r} is not known; it must be 'hold' or 'state', or None: 'hold' where there are "
             "several micro-batches."
         )

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...core.errors import MissingDependency, Refused
+from ...core.errors import MissingDependencyError, RefusedError
 from ..optimizers import AdamW
 from ..releasable import ReleasableOptimizer
 from ..release import Release
@@ -20,7 +20,7 @@ try:
 
     from .accelerate import plain_optimizer
 except ModuleNotFoundError as error:
-    raise MissingDependency(
+    raise MissingDependencyError(
         "penstock.torch_frontend.integrations.transformers needs Transformers and Accelerate; install them with: "
         "pip install 'penstock[trainers]'"
     ) from error
@@ -48,7 +48,7 @@ class ReleaseTrainer(Trainer):
         release: of the latest train(), from its first step on; None before.
 
     Raises:
-        Refused: in train(), before the first step: an optimizer of another kind, or a combination that cannot be met.
+        RefusedError: in train(), before the first step: an optimizer of another kind, or a combination that cannot be met.
     """
 
     def __init__(self, *args: Any, release_options: Mapping[str, Any] | None = None, **kwargs: Any) -> None:
@@ -63,7 +63,7 @@ class ReleaseTrainer(Trainer):
         """As `Trainer`'s; its default, torch's AdamW, becomes penstock's, with the same settings."""
         kind, settings = Trainer.get_optimizer_cls_and_kwargs(args, model)
         if kind is not torch.optim.AdamW:
-            raise Refused(
+            raise RefusedError(
                 f"optim={str(getattr(args.optim, 'value', args.optim))!r} is no optimizer that can release gradients; leave "
                 "TrainingArguments.optim at its default for AdamW, or give optimizer_cls_and_kwargs=(StableAdamW, {...})."
             )
@@ -100,13 +100,13 @@ class ReleaseTrainer(Trainer):
 
     def _set_up(self, model: Any) -> Release:
         if self.args.auto_find_batch_size:
-            raise Refused(
+            raise RefusedError(
                 "auto_find_batch_size=True starts over when memory runs out in mid-backward, where released parameters are "
                 "updated already; find the batch size first, and switch it off."
             )
         optimizer = plain_optimizer(self.optimizer)
         if not isinstance(optimizer, ReleasableOptimizer):
-            raise Refused(
+            raise RefusedError(
                 f"the trainer's optimizer is a {type(optimizer).__name__}; give it one of penstock.torch_frontend's, or none: "
                 "AdamW with the settings of the TrainingArguments."
             )

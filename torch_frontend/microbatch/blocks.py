@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ...core.errors import InvalidArgument, Refused
+from ...core.errors import InvalidArgumentError, RefusedError
 from .division import divide
 from .recompute import Call, Recomputed, Room
 
@@ -46,31 +46,35 @@ def microbatch_blocks(
         What `remove()` takes the division off with; a context manager, too.
 
     Raises:
-        InvalidArgument: an argument out of range; in a call, `batched` that does not fit.
-        Refused: a module whose samples depend on each other (BatchNorm), or whose batch is not dimension 0; blocks that are
-            divided already, or inside one another. In a call: arguments or outputs that cannot be divided.
+        InvalidArgumentError: an argument out of range; in a call, `batched` that does not fit.
+        RefusedError: a module whose samples depend on each other (BatchNorm), or whose batch is not dimension 0; blocks that
+            are divided already, or inside one another. In a call: arguments or outputs that cannot be divided.
 
     Source: Pudipeddi et al., 2020, Training Large Neural Networks with Constant Memory using a New Execution Algorithm
     (L2L), https://arxiv.org/abs/2002.05645.
     """
     if not isinstance(chunks, int) or isinstance(chunks, bool) or chunks < 1:
-        raise InvalidArgument(f"chunks={chunks!r} must be a whole number, at least 1.")
+        raise InvalidArgumentError(f"chunks={chunks!r} must be a whole number, at least 1.")
     if isinstance(batched, str):
-        raise InvalidArgument(f"batched={batched!r} must be several names: ({batched!r},).")
+        raise InvalidArgumentError(f"batched={batched!r} must be several names: ({batched!r},).")
     if not isinstance(blocks, Iterable):
-        raise InvalidArgument(f"blocks is a {type(blocks).__name__}; give its blocks, for instance model.layers.")
+        raise InvalidArgumentError(f"blocks is a {type(blocks).__name__}; give its blocks, for instance model.layers.")
     modules = list(dict.fromkeys(blocks))
     for module in modules:
         if not isinstance(module, nn.Module):
-            raise InvalidArgument(f"blocks holds a {type(module).__name__}; it must hold modules, for instance model.layers.")
+            raise InvalidArgumentError(
+                f"blocks holds a {type(module).__name__}; it must hold modules, for instance model.layers."
+            )
     if not modules:
-        raise InvalidArgument("blocks is empty; give the model's blocks, for instance model.layers.")
+        raise InvalidArgumentError("blocks is empty; give the model's blocks, for instance model.layers.")
     for module in modules:
         inside = list(module.modules())
         if any(isinstance(part.__dict__.get("forward"), DividedForward) for part in inside):
-            raise Refused("a block is divided into micro-batches already; call remove() on what microbatch_blocks returned.")
+            raise RefusedError(
+                "a block is divided into micro-batches already; call remove() on what microbatch_blocks returned."
+            )
         if any(part is other for part in inside[1:] for other in modules):
-            raise Refused("a block is inside another one; give the outer blocks, or the inner ones, and not both.")
+            raise RefusedError("a block is inside another one; give the outer blocks, or the inner ones, and not both.")
         _require_independent_samples(module)
         if batched is None:
             _require_batch_first(module)
@@ -94,11 +98,11 @@ class MicrobatchedBlocks:
         """Give every block its own forward back; nothing happens a second time.
 
         Raises:
-            Refused: somebody has replaced a block's forward since; nothing was changed.
+            RefusedError: somebody has replaced a block's forward since; nothing was changed.
         """
         for block, divided in self._divided.items():
             if block.__dict__.get("forward") is not divided:
-                raise Refused("a block's forward was replaced after microbatch_blocks; undo that first.")
+                raise RefusedError("a block's forward was replaced after microbatch_blocks; undo that first.")
         for block, divided in self._divided.items():
             divided.restore(block)
         self._divided.clear()
@@ -160,7 +164,7 @@ def _require_independent_samples(block: nn.Module) -> None:
             module.track_running_stats or isinstance(module, nn.modules.batchnorm._BatchNorm)
         )
         if statistics and (module.training or not module.track_running_stats):
-            raise Refused(
+            raise RefusedError(
                 f"{type(module).__name__} {name!r} in a block takes statistics over the batch, which micro-batches would "
                 "change. Call its eval(), use LayerNorm or GroupNorm, or leave the block out of microbatch_blocks."
             )
@@ -169,7 +173,7 @@ def _require_independent_samples(block: nn.Module) -> None:
 def _require_batch_first(block: nn.Module) -> None:
     for name, module in block.named_modules():
         if getattr(module, "batch_first", True) is False:
-            raise Refused(
+            raise RefusedError(
                 f"{type(module).__name__} {name!r} in a block has batch_first=False: its dimension 0 is not the batch. "
                 "Construct it with batch_first=True; or, if the block's own arguments have the batch in dimension 0, name them "
                 "in batched=."

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 # Not public, but the one register of containers: packages enter their own output classes there.
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
-from ...core.errors import InvalidArgument, Refused
+from ...core.errors import InvalidArgumentError, RefusedError
 
 _PLAIN = (
     *(type(None), bool, int, float, complex, str, bytes, enum.Enum, type, nn.Module, functools.partial),
@@ -67,8 +67,8 @@ def divide(
             every other one with as many entries there.
 
     Raises:
-        InvalidArgument: `batched` names no argument, or one that is not of the batch's size.
-        Refused: an argument of which it cannot be told whether it holds the batch.
+        InvalidArgumentError: `batched` names no argument, or one that is not of the batch's size.
+        RefusedError: an argument of which it cannot be told whether it holds the batch.
     """
     leaves, structure = tree_flatten((args, dict(kwargs)))
     labels: list[str] = []
@@ -83,7 +83,7 @@ def divide(
     if batched is None:
         for label, leaf in zip(labels, leaves, strict=True):
             if not isinstance(leaf, (Tensor, *_PLAIN)):
-                raise Refused(
+                raise RefusedError(
                     f"argument {label} of the block is a {type(leaf).__name__}, of which it cannot be told what each "
                     "micro-batch needs. Pass tensors (a cache of keys and values has no use in training: use_cache=False), "
                     "or name the arguments that hold the batch in microbatch_blocks(..., batched=...): others are passed whole."
@@ -101,13 +101,13 @@ def divide(
 def _by_size(labels: Sequence[str], tensors: Sequence[Tensor], count: int) -> tuple[list[bool], int]:
     first = next((tensor for tensor in tensors if tensor.dim() > 0), None)
     if first is None:
-        raise Refused("the block was called without a tensor whose dimension 0 could hold the batch.")
+        raise RefusedError("the block was called without a tensor whose dimension 0 could hold the batch.")
     size = first.shape[0]
     divided = [tensor.dim() > 0 and tensor.shape[0] == size for tensor in tensors]
     if min(count, size) > 1:
         for label, tensor, its in zip(labels, tensors, divided, strict=True):
             if its and tensor.shape != first.shape and size in (*first.shape[1:], *tensor.shape[1:]):
-                raise Refused(
+                raise RefusedError(
                     f"argument {label} of the block has shape {tuple(tensor.shape)} where the batch is {size}, which is the "
                     "size of another dimension as well: it cannot be told whether its dimension 0 is the batch. Name the "
                     "arguments that hold the batch in microbatch_blocks(..., batched=...)."
@@ -120,7 +120,7 @@ def _by_name(
 ) -> tuple[list[bool], int]:
     sizes = [tensor.shape[0] for label, tensor in zip(labels, tensors, strict=True) if label in batched and tensor.dim() > 0]
     if not sizes:
-        raise InvalidArgument(
+        raise InvalidArgumentError(
             f"batched={tuple(batched)!r} names no tensor that the block was called with; it got {', '.join(all_labels)}."
         )
     size = max(sizes)
@@ -128,7 +128,7 @@ def _by_name(
     for label, tensor in zip(labels, tensors, strict=True):
         named = label in batched and tensor.dim() > 0
         if named and tensor.shape[0] not in (1, size):
-            raise InvalidArgument(
+            raise InvalidArgumentError(
                 f"argument {label} of the block is named in batched=, but its dimension 0 is {tensor.shape[0]} where the "
                 f"batch is {size}."
             )
@@ -157,9 +157,9 @@ class Outputs:
         return dataclasses.replace(self, tensors=[])
 
     def require_like(self, first: Outputs) -> None:
-        """Raise `Refused` unless this is put together as the first chunk's output is."""
+        """Raise `RefusedError` unless this is put together as the first chunk's output is."""
         if (self._structure, self._places) != (first._structure, first._places) or self._leaves != first._leaves:
-            raise Refused("a block returned outputs of different structure for two chunks of one batch.")
+            raise RefusedError("a block returned outputs of different structure for two chunks of one batch.")
 
 
 def outputs_of(returned: Any, size: int, chunks: int) -> Outputs:
@@ -171,7 +171,7 @@ def outputs_of(returned: Any, size: int, chunks: int) -> Outputs:
         chunks: how many there are; a single one may return anything.
 
     Raises:
-        Refused: an output that cannot be put together from those of the chunks.
+        RefusedError: an output that cannot be put together from those of the chunks.
     """
     leaves, structure = tree_flatten(returned)
     places = [place for place, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
@@ -180,11 +180,13 @@ def outputs_of(returned: Any, size: int, chunks: int) -> Outputs:
     if chunks > 1:
         for tensor in tensors:
             if tensor.dim() == 0 or tensor.shape[0] != size:
-                raise Refused(
+                raise RefusedError(
                     f"a block returned a tensor of shape {tuple(tensor.shape)} for a chunk of {size} samples: its dimension 0 "
                     "is not the batch, so that the chunks' outputs cannot be put together. Compute it outside of the block."
                 )
         for leaf in rest:
             if not isinstance(leaf, _PLAIN):
-                raise Refused(f"a block returned a {type(leaf).__name__}, which cannot be put together from several chunks.")
+                raise RefusedError(
+                    f"a block returned a {type(leaf).__name__}, which cannot be put together from several chunks."
+                )
     return Outputs(tensors, rest, places, structure)

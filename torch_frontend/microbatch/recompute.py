@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.func import functional_call
 
-from ...core.errors import Refused
+from ...core.errors import RefusedError
 from ..autograd.graph import Graph
 from ..release.hooks import owner_of
 from .division import Division, Outputs, outputs_of
@@ -99,7 +99,7 @@ class Call:
             if not whole:
                 self._require_unchanged_buffers(versions)
                 if _versions(tensors) != inputs:
-                    raise Refused(
+                    raise RefusedError(
                         "a block writes to its argument in place, which it has to find again in backward. Take inplace=True "
                         "out of the block's first modules, or the block out of microbatch_blocks."
                     )
@@ -181,7 +181,7 @@ class Call:
     def _require_unchanged_buffers(self, before: dict[str, int]) -> None:
         for name, version in self._buffer_versions().items():
             if before.get(name, version) != version:
-                raise Refused(
+                raise RefusedError(
                     f"a block changes its buffer {name.removeprefix('block.')!r} in forward, and would do so again for every "
                     "chunk, and once more in backward. Take this block out of microbatch_blocks, or the buffer out of it."
                 )
@@ -247,7 +247,7 @@ def _require_own_leaves(outputs: Sequence[Tensor], leaves: Sequence[Tensor]) -> 
     for output in outputs:
         for leaf in Graph.of(output).leaves:
             if id(leaf) not in own:
-                raise Refused(
+                raise RefusedError(
                     f"a block uses a tensor of shape {tuple(leaf.shape)} that requires a gradient and is neither one of its "
                     "parameters nor one of its arguments. Pass it as an argument of the block, or take the block out of "
                     "microbatch_blocks."

@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 
 from ...core import compensation as compensations
 from ...core.dtypes import StateDtypes, state_dtypes
-from ...core.errors import InvalidArgument, Refused
+from ...core.errors import InvalidArgumentError, RefusedError
 from ...core.hyperparameters import RANGES, check_number
 from ...core.moments import Moments
 from ...core.portable.bias import with_bias, without_bias
@@ -38,7 +38,7 @@ class OwnLayout:
         self.rule = optimizer.rule.name
 
     def require_closed(self, call: str) -> None:
-        """Raise `Refused` in the middle of a step under release."""
+        """Raise `RefusedError` in the middle of a step under release."""
         if self._optimizer.release is not None:
             self._optimizer.release.require_closed(call)
 
@@ -61,7 +61,7 @@ class OwnLayout:
         return moments
 
     def kept(self, group: Group, name: str, entry: ParameterState) -> ParameterState:
-        """The entry as it is kept. Raises `InvalidArgument` where that is not possible."""
+        """The entry as it is kept. Raises `InvalidArgumentError` where that is not possible."""
         return entry
 
     def step_place(self, group: Group, parameter: Tensor) -> torch.device:
@@ -72,10 +72,10 @@ class OwnLayout:
         """The tensors of `optimizer.state` for a parameter.
 
         Raises:
-            InvalidArgument: the optimizer cannot keep it.
+            InvalidArgumentError: the optimizer cannot keep it.
         """
         if entry.step > MOST_STEPS:
-            raise InvalidArgument(f"step of {name!r} is {entry.step}; torch's optimizers count to {MOST_STEPS}.")
+            raise InvalidArgumentError(f"step of {name!r} is {entry.step}; torch's optimizers count to {MOST_STEPS}.")
         entry = self.kept(group, name, entry)
         arrays: dict[str, np.ndarray] = {"exp_avg": entry.exp_avg, "exp_avg_sq": entry.exp_avg_sq}
         if entry.compensation is not None:
@@ -90,17 +90,17 @@ class TorchLayout(OwnLayout):
     def __init__(self, optimizer: torch.optim.AdamW | torch.optim.Adam) -> None:
         groups = optimizer.param_groups
         if any(group["amsgrad"] for group in groups):
-            raise Refused("amsgrad=True keeps a third moment, which penstock's rules do not have; use amsgrad=False.")
+            raise RefusedError("amsgrad=True keeps a third moment, which penstock's rules do not have; use amsgrad=False.")
         kept = {key for parameter in optimizer.state for key in optimizer.state[parameter]}
         if more := sorted(kept - {"step", *Moments._fields}):
-            raise Refused(
+            raise RefusedError(
                 f"optimizer={type(optimizer).__name__} keeps {', '.join(map(repr, more))}, which a file has no place for; only "
                 "what Adam keeps has a portable state."
             )
         decoupled = isinstance(optimizer, torch.optim.AdamW)
         rules = {"adamw" if group.get("decoupled_weight_decay", decoupled) else "adam" for group in groups}
         if len(rules) > 1:
-            raise Refused(
+            raise RefusedError(
                 "decoupled_weight_decay differs between groups, and a file is of one rule; use an optimizer for each."
             )
         (self.rule,) = rules
@@ -113,9 +113,11 @@ class TorchLayout(OwnLayout):
         """torch.optim's step is never open."""
 
     def check(self, group: Group) -> None:
-        """Raise `InvalidArgument` for hyperparameters out of range, or that torch.optim does not have."""
+        """Raise `InvalidArgumentError` for hyperparameters out of range, or that torch.optim does not have."""
         if group["decouple_lr"]:
-            raise InvalidArgument("the state's decouple_lr=True is penstock's alone; import it with hyperparameters=False.")
+            raise InvalidArgumentError(
+                "the state's decouple_lr=True is penstock's alone; import it with hyperparameters=False."
+            )
         hyperparameters(group)
 
     def initial(self, group: Group, parameter: Tensor) -> dict[str, Tensor]:
@@ -141,10 +143,10 @@ class TorchLayout(OwnLayout):
 
 
 def _betas(group: Mapping[str, Any]) -> tuple[float, float]:
-    """Those of a group of torch.optim. Raises `InvalidArgument` if nothing can be divided by their bias."""
+    """Those of a group of torch.optim. Raises `InvalidArgumentError` if nothing can be divided by their bias."""
     betas = group["betas"]
     if not isinstance(betas, tuple | list) or len(betas) != 2:
-        raise InvalidArgument(f"betas={betas!r} of the optimizer must be a pair of numbers.")
+        raise InvalidArgumentError(f"betas={betas!r} of the optimizer must be a pair of numbers.")
     for name, beta in zip(("beta1", "beta2"), betas, strict=True):
         check_number(NAMES[name], float(beta), RANGES[name])
     return float(betas[0]), float(betas[1])
@@ -159,18 +161,18 @@ def layout_of(optimizer: Optimizer) -> OwnLayout:
     """How this optimizer keeps its state.
 
     Raises:
-        InvalidArgument, Refused, UnsupportedTensor: it is one that has no portable state.
+        InvalidArgumentError, RefusedError, UnsupportedTensorError: it is one that has no portable state.
     """
     if isinstance(optimizer, ReleasableOptimizer):
         return OwnLayout(optimizer)
     if isinstance(optimizer, (torch.optim.AdamW, torch.optim.Adam)):
         if not any(_step(type(optimizer)) is _step(known) for known in (torch.optim.AdamW, torch.optim.Adam)):
-            raise Refused(
+            raise RefusedError(
                 f"optimizer={type(optimizer).__name__} has a step() of its own, which may keep other moments than Adam's. If "
                 "it does not, load its state_dict() into torch.optim.AdamW or torch.optim.Adam, and give that."
             )
         return TorchLayout(optimizer)
-    raise InvalidArgument(
+    raise InvalidArgumentError(
         f"optimizer={type(optimizer).__name__} has no portable state; give one of penstock's, torch.optim.AdamW or "
         "torch.optim.Adam (of a wrapper, the optimizer inside)."
     )

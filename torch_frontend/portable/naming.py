@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 from torch.optim import Optimizer
 
-from ...core.errors import InvalidArgument, Refused
+from ...core.errors import InvalidArgumentError, RefusedError
 from ..communication.selection import has_flat_parameters
 
 WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module")
@@ -19,23 +19,25 @@ def named_groups(optimizer: Optimizer, model: nn.Module) -> list[dict[str, Tenso
     """The parameters of each group by their names in the model, as it is called without wrappers; a tied one has its first.
 
     Raises:
-        InvalidArgument: the optimizer has a parameter that is not the model's.
-        Refused: the model's parameters are not its own (FullyShardedDataParallel).
+        InvalidArgumentError: the optimizer has a parameter that is not the model's.
+        RefusedError: the model's parameters are not its own (FullyShardedDataParallel).
     """
     if not isinstance(model, nn.Module):
-        raise InvalidArgument(
+        raise InvalidArgumentError(
             f"model={type(model).__name__} is no torch.nn.Module; give the one whose parameters are optimized."
         )
     if has_flat_parameters(model):
-        raise Refused("FullyShardedDataParallel flattens parameters; use torch.distributed.fsdp.fully_shard.")
+        raise RefusedError("FullyShardedDataParallel flattens parameters; use torch.distributed.fsdp.fully_shard.")
     names = {parameter: _plain(name) for name, parameter in _inner(model).named_parameters()}
     if len(set(names.values())) < len(names):
-        raise InvalidArgument("two parameters of the model have one name when the names of wrappers are left out; rename one.")
+        raise InvalidArgumentError(
+            "two parameters of the model have one name when the names of wrappers are left out; rename one."
+        )
     named = []
     for number, group in enumerate(optimizer.param_groups):
         for parameter in group["params"]:
             if parameter not in names:
-                raise InvalidArgument(
+                raise InvalidArgumentError(
                     f"a parameter of shape {tuple(parameter.shape)} of group {number} is not among model.named_parameters(); "
                     "give the model that this optimizer trains (after model.reshard(), if it is sharded and evaluated)."
                 )

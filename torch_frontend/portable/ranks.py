@@ -7,7 +7,7 @@ from typing import Any, TypeVar
 
 import torch.distributed as dist
 
-from ...core.errors import Refused
+from ...core.errors import RefusedError
 
 Result = TypeVar("Result")
 
@@ -21,7 +21,7 @@ def together(sharded: bool, action: Callable[[], Result], *, same: Callable[[Res
         same: what of the result must be equal on all processes.
 
     Raises:
-        Refused: another process failed, or has another result.
+        RefusedError: another process failed, or has another result.
     """
     if not sharded:
         return action()
@@ -33,9 +33,9 @@ def together(sharded: bool, action: Callable[[], Result], *, same: Callable[[Res
         raise
     for rank, (text, other) in enumerate(_tell_all((None, told))):
         if text is not None:
-            raise Refused(f"process {rank} failed: {text}")
+            raise RefusedError(f"process {rank} failed: {text}")
         if other != told:
-            raise Refused(
+            raise RefusedError(
                 f"process {rank} holds other parameters than this one, or was called with other arguments; give every process "
                 "the same call, and parts of the same model (stages of a pipeline are not)."
             )

@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
-from ...core.errors import InvalidArgument
+from ...core.errors import InvalidArgumentError
 from ...core.portable.state import PortableGroup
 from ..groups import Group
 
@@ -36,18 +36,18 @@ def group_settings(groups: Collection[PortableGroup], names: Collection[str], nu
     """The settings of group `number`, by torch's names, from the groups of a state.
 
     Raises:
-        InvalidArgument: the state has none, or several for the parameters called `names`.
+        InvalidArgumentError: the state has none, or several for the parameters called `names`.
     """
     found = [group.hyperparameters for group in groups if not set(names).isdisjoint(group.parameters)]
     if any(other != found[0] for other in found):
-        raise InvalidArgument(
+        raise InvalidArgumentError(
             f"the parameters of group {number} have different hyperparameters in the state; construct the optimizer with its "
             f"{len(groups)} groups, or import with hyperparameters=False."
         )
     given = found[0] if found else {}
     missing = [name for name in NEEDED if given.get(name) is None]
     if names and missing:
-        raise InvalidArgument(
+        raise InvalidArgumentError(
             f"the state does not hold {', '.join(missing)} of group {number}: who exported it could not know them; import with "
             "hyperparameters=False, and set them."
         )

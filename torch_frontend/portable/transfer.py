@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from ...core.errors import InvalidArgument, Refused
+from ...core.errors import InvalidArgumentError, RefusedError
 from ...core.moments import Moments
 from ...core.portable import file as portable_file
 from ...core.portable.match import check_own, matched
@@ -55,8 +55,9 @@ def export_state(
         names: from the names here to those in the file: a mapping, or a function; see `core.portable.names`.
 
     Raises:
-        Refused: in the middle of a step under release; amsgrad; the file cannot be written.
-        InvalidArgument: the optimizer has no portable state, or parameters that are not the model's; a name that does not fit.
+        RefusedError: in the middle of a step under release; amsgrad; the file cannot be written.
+        InvalidArgumentError: the optimizer has no portable state, or parameters that are not the model's; a name that does not
+            fit.
     """
     sharded = _sharded(optimizer)
     layout, named = together(
@@ -114,14 +115,16 @@ def import_state(
         names: from the names here to those in the file, as for `export_state`.
 
     Raises:
-        InvalidArgument: the file is damaged, or is not of this rule, model, dtypes or compensation; nothing was changed.
-        Refused: in the middle of a step under release; another process failed; nothing was changed.
+        InvalidArgumentError: the file is damaged, or is not of this rule, model, dtypes or compensation; nothing was changed.
+        RefusedError: in the middle of a step under release; another process failed; nothing was changed.
     """
     sharded = _sharded(optimizer)
 
     def prepare() -> tuple[list[tuple[Tensor, dict[str, Tensor], np.ndarray | None]], list[dict[str, Any]]]:
         if torch.is_inference_mode_enabled():
-            raise Refused("import_state() under torch.inference_mode() would make tensors that no step can update; leave it.")
+            raise RefusedError(
+                "import_state() under torch.inference_mode() would make tensors that no step can update; leave it."
+            )
         layout, named = _opened(optimizer, model, "import_state()")
         table = table_of(names, [name for members in named for name in members])
         state = rename_back(portable_file.load(path), table)
@@ -162,10 +165,12 @@ def _opened(optimizer: Optimizer, model: nn.Module, call: str) -> tuple[OwnLayou
     named = named_groups(optimizer, model)
     for name, parameter in (pair for members in named for pair in members.items()):
         if parameter.is_meta:
-            raise InvalidArgument(f"parameter {name!r} is on the meta device, without values; materialise the model first.")
+            raise InvalidArgumentError(
+                f"parameter {name!r} is on the meta device, without values; materialise the model first."
+            )
         state = optimizer.state.get(parameter)
         if state and (missing := {"step", *Moments._fields} - state.keys()):
-            raise InvalidArgument(
+            raise InvalidArgumentError(
                 f"the optimizer's state of {name!r} has no {listed(sorted(missing))}; give the optimizer that updates it."
             )
     return layout, named
@@ -173,7 +178,7 @@ def _opened(optimizer: Optimizer, model: nn.Module, call: str) -> tuple[OwnLayou
 
 def _step(name: str, step: Any) -> int:
     if not float(step).is_integer():
-        raise InvalidArgument(f"step of {name!r} is {float(step)} in the optimizer; it must be a whole number.")
+        raise InvalidArgumentError(f"step of {name!r} is {float(step)} in the optimizer; it must be a whole number.")
     return int(step)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ...core.errors import NonFiniteGradient, Refused
+from ...core.errors import NonFiniteGradientError, RefusedError
 from ...core.release import Action, Status, ZeroGrad
 from ...core.release import Step as StepCalled
 from ..clipping import clip_by_norm_, clip_coefficient, square_sum
@@ -41,7 +41,7 @@ def waiting(pipeline: Pipeline) -> dict[Tensor, Tensor | None]:
     """The parameters that a step() has to look at, with the gradients that wait in `.grad`.
 
     Raises:
-        Refused: a gradient of a parameter that was updated already, or one that a refused backward has added to.
+        RefusedError: a gradient of a parameter that was updated already, or one that a refused backward has added to.
     """
     step, found = pipeline.step, dict[Tensor, Tensor | None]()
     for group in pipeline.optimizer.param_groups:
@@ -60,7 +60,7 @@ def waiting(pipeline: Pipeline) -> dict[Tensor, Tensor | None]:
                 step.set_status(key, Status.IDLE)
             elif gradient is not None:
                 if key in step.mixed:
-                    raise Refused(
+                    raise RefusedError(
                         f"{step.disclosure.describe(key)}: a backward that was refused has added to the gradient that it "
                         "held. Call optimizer.zero_grad(), and compute this step's gradients again."
                     )
@@ -83,7 +83,7 @@ def _use_waiting(pipeline: Pipeline, waiting: dict[Tensor, Tensor | None]) -> No
     gradients = {p: gradient for p, gradient in waiting.items() if gradient is not None}
     late = next(iter(gradients), None)
     if late is not None and pipeline.max_norm is not None and step.disclosure.norm is not None:
-        raise Refused(
+        raise RefusedError(
             f"{step.disclosure.describe(id(late))}: a gradient is in `.grad`, set by hand or left by release.paused(), which "
             "the norm that the others were clipped by does not include. Let it come from the loss that release.guard() is "
             "given, or use accumulation='hold'; optimizer.zero_grad() discards it."
@@ -95,7 +95,7 @@ def _use_waiting(pipeline: Pipeline, waiting: dict[Tensor, Tensor | None]) -> No
     usable = dict.fromkeys(gradients, True)
     if together and judges and not all(each_finite(list(gradients.items()))):
         if optimizer.on_nonfinite == "raise":
-            raise NonFiniteGradient("a gradient holds an infinity or a NaN; the step was not taken.")
+            raise NonFiniteGradientError("a gradient holds an infinity or a NaN; the step was not taken.")
         count_skipped(optimizer, pipeline.skip_count)
         pipeline.forget(waiting)
         return
@@ -134,7 +134,7 @@ def discard(pipeline: Pipeline) -> None:
     Those that were averaged over processes are used, as the other processes have used them.
 
     Raises:
-        Refused: step() was not called, and a gradient that is not finite was used. The step is closed.
+        RefusedError: step() was not called, and a gradient that is not finite was used. The step is closed.
     """
     step = pipeline.step
     propagates = pipeline.optimizer.on_nonfinite == "propagate"
@@ -156,7 +156,7 @@ def discard(pipeline: Pipeline) -> None:
     pipeline.forget(p for p in pipeline.hooks.parameters if p.grad is not None)  # what a refusal or paused() has left
     close(pipeline)
     if overflow_was_used:
-        raise Refused(
+        raise RefusedError(
             "this step was to be skipped, as its gradient is not finite, and the gradient had been used already: the "
             "parameters hold infinities or NaNs. Go back to a checkpoint, and declare the torch.amp.GradScaler, as "
             "release_gradients(scaler=...) with release.guard(loss), or construct the optimizer with on_nonfinite='skip'."

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
 from torch.utils.checkpoint import CheckpointFunction
 
-from ...core.errors import NonFiniteGradient, PenstockError, Refused
+from ...core.errors import NonFiniteGradientError, PenstockError, RefusedError
 from ...core.release import Ledger
 from ..autograd.graph import Graph
 from ..autograd.leaves import SetAside
@@ -92,7 +92,7 @@ def two_passes(pipeline: Pipeline, loss: Tensor, seed: Tensor, keep_bytes: int) 
     hooks, step = pipeline.hooks, pipeline.step
     judged = not pipeline.disclosure.finite and pipeline.decided_scale == pipeline.scale()  # the scaler was not updated since
     if step.released or judged:
-        raise Refused(
+        raise RefusedError(
             "a second guarded backward() before optimizer.step(): the first has taken its gradient for the whole one, for "
             "its norm and for whether it is finite. Add the losses up, and guard their sum; or use accumulation='hold'. "
             "optimizer.step() or optimizer.zero_grad() closes a step."
@@ -102,7 +102,7 @@ def two_passes(pipeline: Pipeline, loss: Tensor, seed: Tensor, keep_bytes: int) 
     pipeline.attach()
     for parameter in hooks.parameters:
         if parameter.grad is not None:
-            raise Refused(
+            raise RefusedError(
                 f"{hooks.describe(id(parameter))} has a gradient from an earlier backward, which the measuring pass would mix "
                 "up with this one. Call optimizer.zero_grad() first."
             )
@@ -151,8 +151,8 @@ def _measuring(pipeline: Pipeline, measured: Measurement) -> Iterator[None]:
             yield
             pipeline.communication.flush(always=True)
         if pipeline.optimizer.on_nonfinite == "raise" and pipeline.scaler is None and not measured.finite:
-            raise NonFiniteGradient("a gradient holds an infinity or a NaN; nothing was updated.")
-    except NonFiniteGradient:
+            raise NonFiniteGradientError("a gradient holds an infinity or a NaN; nothing was updated.")
+    except NonFiniteGradientError:
         raise  # on all processes
     except BaseException:
         pipeline.communication.fail()
@@ -222,7 +222,7 @@ class _TwoPasses(torch.autograd.Function):
         """Both passes, from the seed that backward() came with."""
         loss, ctx.loss = ctx.loss, None
         if loss is None:
-            raise Refused("backward() was called twice on a guarded loss; compute the loss again, and guard it.")
+            raise RefusedError("backward() was called twice on a guarded loss; compute the loss again, and guard it.")
         ctx.run(loss, seeds[0])
         return torch.zeros((), device=loss.device), None, None  # the anchor's: compiled autograd may not take None for it
 
@@ -236,7 +236,9 @@ _GUARDED: weakref.WeakKeyDictionary[Any, object] = weakref.WeakKeyDictionary()
 def guarded(loss: Tensor, run: Callable[[Tensor, Tensor], None], owner: object) -> Tensor:
     """A tensor of the loss's value whose backward() calls `run(loss, seed)`, for this release's step."""
     if Graph.of(loss).has(_TwoPasses):
-        raise Refused("the loss is guarded already; one release guards a loss, others use accumulation='hold' with max_norm.")
+        raise RefusedError(
+            "the loss is guarded already; one release guards a loss, others use accumulation='hold' with max_norm."
+        )
     anchor = torch.zeros((), device=loss.device, requires_grad=True)
     result: Tensor = _TwoPasses.apply(anchor, [loss], run)
     _GUARDED[result.grad_fn] = owner
@@ -244,7 +246,7 @@ def guarded(loss: Tensor, run: Callable[[Tensor, Tensor], None], owner: object) 
 
 
 def require_whole(pipeline: Pipeline, parameters: Iterable[Tensor]) -> None:
-    """Raise `Refused` if the backward pass that is running, of a guarded loss, brings more than that loss.
+    """Raise `RefusedError` if the backward pass that is running, of a guarded loss, brings more than that loss.
 
     Args:
         pipeline: whose guard it is.
@@ -255,7 +257,7 @@ def require_whole(pipeline: Pipeline, parameters: Iterable[Tensor]) -> None:
     others = [node for node, owner in list(_GUARDED.items()) if owner is pipeline.step and node.loss is not None]
     edges = (get_gradient_edge(parameter) for parameter in parameters if parameter.requires_grad and not is_sharded(parameter))
     if any(_will_run(node) for node in others) or any(_will_run(edge.node) for edge in edges):
-        raise Refused(
+        raise RefusedError(
             "this backward() is of more than one guarded loss, as release.guard(loss) + regulariser is, or the sum of two "
             "guarded ones: the norm would be of a part of the gradient. Guard all of it: "
             "release.guard(loss + regulariser).backward()."

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ...core.errors import Refused
+from ...core.errors import RefusedError
 from ..communication.shards import is_sharded
 
 _OWNERS: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
@@ -87,7 +87,7 @@ class Hooks:
             _HANDLES[model] = [(owner, handle) for owner, handle in _HANDLES.get(model, []) if owner is not self._owner]
 
     def check(self, parameters: Iterable[Tensor]) -> None:
-        """Raise `Refused` if one of these was replaced in the model, or has lost its hook: nothing would ever update it.
+        """Raise `RefusedError` if one of these was replaced in the model, or has lost its hook: nothing would ever update it.
 
         Args:
             parameters: hooked, and no gradient of them came.
@@ -100,7 +100,7 @@ class Hooks:
             name = self._names.get(id(parameter))
             gathered = name in now and is_sharded(parameter) and not is_sharded(now[name])  # FSDP2 shows the whole one now
             if name in now and now[name] is not parameter and not gathered:
-                raise Refused(
+                raise RefusedError(
                     f"parameter {name!r} of the model was replaced after release_gradients (load_state_dict(assign=True), "
                     "to_empty, fully_shard, an assignment): the optimizer still holds the old one. Call release.remove(), "
                     "construct the optimizer from the new parameters, and call release_gradients again."
@@ -108,9 +108,9 @@ class Hooks:
             if self._handles[parameter].id not in (getattr(parameter, "_post_accumulate_grad_hooks", None) or ()):
                 raise self.lost(parameter)
 
-    def lost(self, parameter: Tensor) -> Refused:
+    def lost(self, parameter: Tensor) -> RefusedError:
         """The error for a parameter whose hook did not run."""
-        return Refused(
+        return RefusedError(
             f"{self.describe(id(parameter))} has lost its hook since release_gradients (somebody removed it, or a conversion "
             "swapped the contents of parameters): nothing releases its gradient. Call release.remove() and release_gradients "
             "again."
@@ -127,7 +127,7 @@ def _on_gradient(reference: weakref.ref[Any], parameter: Tensor) -> None:
     owner = reference()
     if owner is None:
         parameter.grad = None
-        raise Refused(
+        raise RefusedError(
             "the optimizer that released this model's gradients no longer exists, so nothing would update the parameters. "
             "Keep the optimizer as long as the model trains; or call remove_gradient_release(model)."
         )
@@ -140,9 +140,9 @@ def owner_of(parameter: Tensor) -> Any:
 
 
 def check_ownership(parameters: Iterable[Tensor], mine: Any = None) -> None:
-    """Raise `Refused` if the gradients of one of these parameters go through another pipeline than `mine` already."""
+    """Raise `RefusedError` if the gradients of one of these parameters go through another pipeline than `mine` already."""
     if any(owner_of(parameter) not in (None, mine) for parameter in parameters):
-        raise Refused("a parameter is in another optimizer's release already; call remove() on that release first.")
+        raise RefusedError("a parameter is in another optimizer's release already; call remove() on that release first.")
 
 
 def remove_orphaned_hooks(model: nn.Module) -> bool:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
-from ...core.errors import Refused
+from ...core.errors import RefusedError
 from ..autograd.passes import pass_number
 from ..clipping import NORM_EPS
 
@@ -62,9 +62,9 @@ class Disclosure:
         self.after_refusal: Callable[[], None] = lambda: None  # clears what else of a refused backward is there
         self.judged = False  # guard() has looked at the whole gradient of this step
 
-    def refuse(self, marker: ReleasedGradient, operation: str) -> Refused:
+    def refuse(self, marker: ReleasedGradient, operation: str) -> RefusedError:
         """The error for a use that would change what was used already, or needs its elements."""
-        return Refused(
+        return RefusedError(
             f"{self.describe(marker.key)}: its gradient was used and freed during backward(), and {operation} comes too late. "
             "Gradients that are clipped, scaled or changed after backward() must be declared: clipping as "
             "release_gradients(max_norm=...) with release.guard(loss), loss scaling as scaler=..., hooks on the parameters "
@@ -72,9 +72,9 @@ class Disclosure:
             "optimizer.zero_grad() closes this step."
         )
 
-    def second_gradient(self, marker: ReleasedGradient) -> Refused:
+    def second_gradient(self, marker: ReleasedGradient) -> RefusedError:
         """The error for another gradient of a parameter that was updated already."""
-        return Refused(
+        return RefusedError(
             f"{self.describe(marker.key)}: a second backward() before optimizer.step(): it was already updated in this step. "
             "Call optimizer.step() after each backward; or add the losses up and call backward() once; or "
             "declare the micro-batches with accumulation='hold' or 'state'; or wrap a backward that is not meant to update it "
@@ -83,7 +83,7 @@ class Disclosure:
         )
 
     def check_factor(self, marker: ReleasedGradient, factor: float, operation: str) -> None:
-        """Raise `Refused` unless multiplying the gradient by this changes nothing that is not declared."""
+        """Raise `RefusedError` unless multiplying the gradient by this changes nothing that is not declared."""
         if factor == 1.0 or self._means_nothing(factor):
             return
         norm = None if self.norm is None else float(self.norm)

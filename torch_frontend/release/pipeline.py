@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ...core.errors import Refused
+from ...core.errors import RefusedError
 from ...core.release import Policy, Status
 from ..autograd.passes import at_end_of_pass, is_nested, pass_number, weakly
 from ..communication import Communication
@@ -219,11 +219,11 @@ class Pipeline:
     def _refuse_unguarded(self, parameter: Tensor) -> None:
         described = self.hooks.describe(id(parameter))
         if self.scaler is not None:
-            raise Refused(
+            raise RefusedError(
                 f"{described}: with a scaler, the first update needs to know that the whole gradient is finite. Call "
                 "scaler.scale(release.guard(loss)).backward(), with all of the loss in guard(), or use accumulation='hold'."
             )
-        raise Refused(
+        raise RefusedError(
             f"{described}: max_norm={self.max_norm} needs the norm of the whole gradient before the first update. "
             "Call release.guard(loss).backward(), with all of the loss in guard(), or use accumulation='hold', or "
             "clipping='per_tensor'."

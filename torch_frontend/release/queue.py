@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...core.errors import Refused
+from ...core.errors import RefusedError
 from ...core.release import Action, Status
 from ..autograd.passes import is_nested, pass_number
 from ..communication.shards import is_sharded
@@ -80,11 +80,11 @@ class SmallUpdateQueue:
         """Another gradient of the parameter has come: what waits is used first.
 
         Raises:
-            Refused: in a backward that would mix with what one that failed has left.
+            RefusedError: in a backward that would mix with what one that failed has left.
         """
         for queue in self._queues.values():
             if queue.backward != pass_number() and not is_nested():
-                raise Refused(
+                raise RefusedError(
                     "a backward() has failed (or still runs), and gradients of it wait for their update, which would change "
                     "what this one computes with. Call optimizer.zero_grad() before the next forward, which discards them, or "
                     "optimizer.step(), which uses them."

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from ...core import compensation as compensations
 from ...core.combinations import Combination, require
-from ...core.errors import InvalidArgument, Refused, UnsupportedTensor
+from ...core.errors import InvalidArgumentError, RefusedError, UnsupportedTensorError
 from ...core.hyperparameters import Range, check_number
 from ...core.release import Action, Ledger, Policy, Status
 from ..array_ops import dtype_name
@@ -82,18 +82,18 @@ class Release:
             loss: 0-d; scaled already, or to be scaled: `scaler.scale(release.guard(loss)).backward()`.
 
         Raises:
-            InvalidArgument: loss is no 0-d tensor.
-            Refused: in backward(), before anything is changed, if gradients of an earlier backward are still there, a
+            InvalidArgumentError: loss is no 0-d tensor.
+            RefusedError: in backward(), before anything is changed, if gradients of an earlier backward are still there, a
                 guarded one ran in this step already, or it is of more than this loss.
         """
         if not isinstance(loss, Tensor):
-            raise InvalidArgument(
+            raise InvalidArgumentError(
                 f"loss is a {type(loss).__name__}; guard() takes the 0-d tensor that backward() is called on."
             )
         if not (self.pipeline.needs_guard and loss.requires_grad and torch.is_grad_enabled()):
             return loss
         if loss.dim() != 0:
-            raise InvalidArgument(f"loss has shape {tuple(loss.shape)}; guard() takes a scalar, for instance loss.mean().")
+            raise InvalidArgumentError(f"loss has shape {tuple(loss.shape)}; guard() takes a scalar, for instance loss.mean().")
         run: Any = torch.compiler.disable(self._backward_of_guarded)
         return guarded(loss, run, self.pipeline.step)
 
@@ -114,13 +114,13 @@ class Release:
         """Take the hooks off. Gradients that were not used stay in `.grad`, and the optimizer goes on as a plain one.
 
         Raises:
-            Refused: micro-batches are in the moments and wait for their step. (Under the lenient release of
+            RefusedError: micro-batches are in the moments and wait for their step. (Under the lenient release of
                 `prepare_for_gradient_release`, whose step() closes nothing, they are applied instead.)
         """
         pipeline, step = self.pipeline, self.pipeline.step
         pending = step.with_status(Status.ACCUMULATED)
         if pending and step.strict:
-            raise Refused(
+            raise RefusedError(
                 f"{pipeline.hooks.describe(pending[0].key)}: micro-batches of it are in the optimizer's moments and wait for "
                 "their step. Call optimizer.step() before remove()."
             )
@@ -152,13 +152,13 @@ class Release:
             two_passes(self.pipeline, loss, seed, self._keep_bytes)
 
     def check_ownership(self, parameters: Iterable[Tensor]) -> None:
-        """Raise `Refused` if another release has one of these parameters already."""
+        """Raise `RefusedError` if another release has one of these parameters already."""
         check_ownership(parameters, mine=self.pipeline)
 
     def require_closed(self, call: str) -> None:
-        """Raise `Refused` unless no update is under way."""
+        """Raise `RefusedError` unless no update is under way."""
         for key, status in self.pipeline.step.open():
-            raise Refused(
+            raise RefusedError(
                 f"{call} in the middle of a step: {self.pipeline.hooks.describe(key)} is {status.value}. Call "
                 "optimizer.step() first (or finish the micro-batches with optimizer_accumulation=False)."
             )
@@ -217,52 +217,54 @@ def release_gradients(
         The release: `.guard(loss)`, `.paused()`, `.remove()`, `.last_norm`, `.skipped`, `.ledger`.
 
     Raises:
-        InvalidArgument: an argument out of its range.
-        Refused: a combination that cannot be met (`core.combinations`), parameters that another release has already,
+        InvalidArgumentError: an argument out of its range.
+        RefusedError: a combination that cannot be met (`core.combinations`), parameters that another release has already,
             an optimizer without parameters of this model, on_nonfinite="raise" in a single pass.
     """
     if accumulation not in ACCUMULATIONS:
-        raise InvalidArgument(f"accumulation={accumulation!r} is not known; it must be None, 'hold' or 'state'.")
+        raise InvalidArgumentError(f"accumulation={accumulation!r} is not known; it must be None, 'hold' or 'state'.")
     if clipping not in CLIPPINGS:
-        raise InvalidArgument(f"clipping={clipping!r} is not known; it must be one of {', '.join(CLIPPINGS)}.")
+        raise InvalidArgumentError(f"clipping={clipping!r} is not known; it must be one of {', '.join(CLIPPINGS)}.")
     if isinstance(max_norm, Tensor):
         if max_norm.numel() != 1:
-            raise InvalidArgument(f"max_norm is a tensor of shape {tuple(max_norm.shape)}; it must be a number in (0, inf].")
+            raise InvalidArgumentError(
+                f"max_norm is a tensor of shape {tuple(max_norm.shape)}; it must be a number in (0, inf]."
+            )
         max_norm = max_norm.item()
     if max_norm is not None and max_norm != float("inf"):
         check_number("max_norm", max_norm, Range(0.0, low_included=False))
     if clipping == "per_tensor" and max_norm is None:
-        raise InvalidArgument("clipping='per_tensor' needs max_norm, the norm that each gradient is clipped to.")
+        raise InvalidArgumentError("clipping='per_tensor' needs max_norm, the norm that each gradient is clipped to.")
     if sync is not None and not callable(sync):
-        raise InvalidArgument(f"sync={sync!r} must be a function without arguments: is this the last micro-batch?")
+        raise InvalidArgumentError(f"sync={sync!r} must be a function without arguments: is this the last micro-batch?")
     if isinstance(keep_bytes, bool) or not isinstance(keep_bytes, int) or keep_bytes < 0:
-        raise InvalidArgument(f"keep_bytes={keep_bytes!r} must be a whole number of bytes in [0, inf).")
+        raise InvalidArgumentError(f"keep_bytes={keep_bytes!r} must be a whole number of bytes in [0, inf).")
     scaler = _enabled(scaler)
     if sync is not None and accumulation is None:
-        raise InvalidArgument("sync tells the last micro-batch from the others; it needs accumulation='hold' or 'state'.")
+        raise InvalidArgumentError("sync tells the last micro-batch from the others; it needs accumulation='hold' or 'state'.")
     clip = "none" if max_norm is None else {"exact": "global_norm", "per_tensor": "per_tensor"}[clipping]
     _check_setup(model, optimizer, clip, accumulation or "none", scaler, process_group)
     guarded = accumulation is None and (clip == "global_norm" or scaler is not None)
     if keep_bytes and not guarded:
-        raise InvalidArgument(
+        raise InvalidArgumentError(
             f"keep_bytes={keep_bytes} shortens the second pass of guard(), which there is only with max_norm or a scaler, and "
             "without accumulation; leave it out."
         )
     name = communication_name(model, process_group)
     if scaler is not None and accumulation == "hold" and name == "process_group" and sync is None:
-        raise Refused(
+        raise RefusedError(
             "a scaler judges the held gradients before step(), when they must be averaged over the processes already; give "
             "sync=, which tells the last micro-batch from the others."
         )
     if keep_bytes and name != "local":
-        raise Refused(
+        raise RefusedError(
             f"keep_bytes={keep_bytes}: over several processes the second pass of guard() is always a whole one, as what a rank "
             "keeps may depend on its graph; leave it out."
         )
     holds_until_step = sync is None or (accumulation == "hold" and (clip == "global_norm" or scaler is not None))
     at_once = guarded or (accumulation == "hold" and holds_until_step)
     if optimizer.on_nonfinite == "raise" and not at_once:
-        raise Refused(
+        raise RefusedError(
             "on_nonfinite='raise' promises that nothing was changed, which a single pass cannot keep: earlier layers are "
             "updated already. Use on_nonfinite='skip', or max_norm=float('inf') with release.guard(loss)."
         )
@@ -290,7 +292,7 @@ def lenient_release(model: nn.Module, optimizer: ReleasableOptimizer) -> Release
     """The release of `prepare_for_gradient_release`: every backward is an update, unless optimizer_accumulation is on."""
     _check_setup(model, optimizer, "none", "state")
     if optimizer.on_nonfinite == "raise":
-        raise Refused("on_nonfinite='raise' promises that nothing was changed, which release cannot keep; use 'skip'.")
+        raise RefusedError("on_nonfinite='raise' promises that nothing was changed, which release cannot keep; use 'skip'.")
     pipeline = Pipeline(
         model,
         optimizer,
@@ -311,7 +313,7 @@ def _enabled(scaler: Any) -> Any:
     if scaler is None:
         return None
     if not all(callable(getattr(scaler, name, None)) for name in ("get_scale", "is_enabled", "unscale_")):
-        raise InvalidArgument(f"scaler is a {type(scaler).__name__}; give a torch.amp.GradScaler.")
+        raise InvalidArgumentError(f"scaler is a {type(scaler).__name__}; give a torch.amp.GradScaler.")
     return scaler if scaler.is_enabled() else None
 
 
@@ -324,32 +326,34 @@ def _check_setup(
     process_group: Any = None,
 ) -> None:
     if not isinstance(optimizer, ReleasableOptimizer):
-        raise InvalidArgument(
+        raise InvalidArgumentError(
             f"optimizer is a {type(optimizer).__name__}; gradient release needs penstock.torch_frontend's StableAdamW, AdamW "
             "or Adam."
         )
     if not isinstance(model, nn.Module):
-        raise InvalidArgument(f"model is a {type(model).__name__}; give the torch.nn.Module whose parameters are released.")
+        raise InvalidArgumentError(
+            f"model is a {type(model).__name__}; give the torch.nn.Module whose parameters are released."
+        )
     optimized = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     known = set(model.parameters())
     if not any(parameter in known and parameter.requires_grad for parameter in optimized):
-        raise Refused("optimizer has no trainable parameter of this model; construct it from model.parameters().")
+        raise RefusedError("optimizer has no trainable parameter of this model; construct it from model.parameters().")
     if optimizer.release is not None:
-        raise Refused("this optimizer's gradients are released already; call remove() on that release first.")
+        raise RefusedError("this optimizer's gradients are released already; call remove() on that release first.")
     check_ownership(optimized)
     if clipping == "global_norm" and any(p.requires_grad and p not in known for p in optimized):
-        raise Refused(
+        raise RefusedError(
             "optimizer has parameters outside this model, which max_norm would leave out of the norm; use release_gradients on "
             "the module that holds all of them."
         )
     if scaler is not None and any(parameter.dtype is torch.float16 for parameter in optimized):
-        raise Refused(
+        raise RefusedError(
             "a scaler unscales gradients in place, and torch's refuses float16 ones; use float32 parameters under "
             "torch.autocast(dtype=torch.float16), or bfloat16 parameters, which need no scaler."
         )
     for name, module in model.named_modules():
         if getattr(module, "sparse", False) and any(parameter in set(optimized) for parameter in module.parameters()):
-            raise UnsupportedTensor(f"module {name!r} gives sparse gradients; construct it with sparse=False.")
+            raise UnsupportedTensorError(f"module {name!r} gives sparse gradients; construct it with sparse=False.")
     kinds = {(group["compensation"], dtype_name(p.dtype)) for group in optimizer.param_groups for p in group["params"]}
     loss_scaling, communication = "none" if scaler is None else "dynamic", communication_name(model, process_group)
     for kind in kinds:

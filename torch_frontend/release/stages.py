@@ -36,7 +36,7 @@ class Arrival:
     Args:
         step: under way.
         use: what becomes of the gradient.
-        check: raises `Refused` if the gradient may not be used; called before anything is changed.
+        check: raises `RefusedError` if the gradient may not be used; called before anything is changed.
         begin: called with the first gradient of a pass; None: `Step.begin_pass`.
     """
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...core.errors import Refused
+from ...core.errors import RefusedError
 from ...core.release import Decision, Event, Ledger, Policy, Status, decide
 from ..autograd.passes import is_nested, pass_number
 from ..autograd.reentrant import still_to_come
@@ -102,7 +102,7 @@ class Step:
         """Read the optimizer's groups again, and fit the markers to what parameters are now.
 
         Raises:
-            InvalidArgument: a setting is out of range; nothing was changed.
+            InvalidArgumentError: a setting is out of range; nothing was changed.
         """
         changed = self.optimizer.refresh()
         if changed:  # those that were taken out of their group are left alone
@@ -117,12 +117,12 @@ class Step:
         """The first gradient of a backward pass has come, or of one inside it, or the outer one goes on.
 
         Raises:
-            Refused: a second backward, before any parameter is changed by it.
+            RefusedError: a second backward, before any parameter is changed by it.
         """
         now = pass_number()
         nested = is_nested()
         if not nested and self._one_pass and not measures and None not in (self._top, now) and now != self._top:
-            raise Refused(
+            raise RefusedError(
                 f"{self.disclosure.describe(id(parameter))}: a second backward() before optimizer.step(), after the first "
                 "has updated parameters. Call optimizer.step() after each backward; or add the losses up and call "
                 "backward() once; or declare the micro-batches with accumulation='hold' or 'state'."
@@ -141,9 +141,9 @@ class Step:
             self._top = now
 
     def check_whole(self, parameter: Tensor, *, seen: bool) -> None:
-        """Raise `Refused` if what came is a part of a gradient, and would be used as if it were the whole."""
+        """Raise `RefusedError` if what came is a part of a gradient, and would be used as if it were the whole."""
         if seen or parameter in self.to_come:
-            raise Refused(
+            raise RefusedError(
                 f"{self.disclosure.describe(id(parameter))}: its gradient comes in several parts in one backward (reentrant "
                 "checkpointing of a layer that is used several times), and each would be used as if it were the whole. Use "
                 "torch.utils.checkpoint.checkpoint(..., use_reentrant=False), or accumulation='hold'."
@@ -170,13 +170,13 @@ class Step:
         """What is to be done; changes nothing.
 
         Raises:
-            Refused: nothing exact can be done; the text names the parameter.
+            RefusedError: nothing exact can be done; the text names the parameter.
         """
         try:
             policy = Policy.PAUSE if paused else self.policy
             return decide(policy, self.status(id(parameter)), event, strict=self.strict)
-        except Refused as refusal:
-            raise Refused(f"{self.disclosure.describe(id(parameter))}: {refusal}") from None
+        except RefusedError as refusal:
+            raise RefusedError(f"{self.disclosure.describe(id(parameter))}: {refusal}") from None
 
     def set_status(self, key: int, status: Status) -> None:
         """The parameter of this id is there now."""
@@ -203,7 +203,7 @@ class Step:
         return self._status.get(id(parameter)) is Status.HELD
 
     def check_settings(self) -> None:
-        """Raise `Refused` if a setting changed after its use in this step."""
+        """Raise `RefusedError` if a setting changed after its use in this step."""
         if self.released or Status.ACCUMULATED in self._status.values():
             self.settings.check(self.optimizer.param_groups)
 

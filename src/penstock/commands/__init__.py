@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from importlib.util import find_spec
 
-from ..core.errors import MissingDependency
+from ..core.errors import MissingDependencyError
 
 
 def refuse(command: str, sentence: str) -> int:
@@ -18,8 +18,10 @@ def require(*modules: str) -> None:
     """See that the packages of a command are installed.
 
     Raises:
-        MissingDependency: some are not.
+        MissingDependencyError: some are not.
     """
     missing = [name for name in modules if find_spec(name) is None]
     if missing:
-        raise MissingDependency(f"this command needs {' and '.join(missing)}; install with: pip install 'penstock[parity]'")
+        raise MissingDependencyError(
+            f"this command needs {' and '.join(missing)}; install with: pip install 'penstock[parity]'"
+        )

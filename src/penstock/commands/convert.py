@@ -71,14 +71,14 @@ def _convert(arguments: argparse.Namespace) -> int:
 
 
 def _table(path: pathlib.Path) -> dict[str, Target]:
-    from ..core.errors import InvalidArgument
+    from ..core.errors import InvalidArgumentError
     from ..core.portable.names import parse_table
 
     try:
         text = path.read_text(encoding="utf-8")
     except (OSError, ValueError) as error:
         reason = getattr(error, "strerror", None) or error
-        raise InvalidArgument(f"--names {str(path)!r} cannot be read: {reason}.") from error
+        raise InvalidArgumentError(f"--names {str(path)!r} cannot be read: {reason}.") from error
     return parse_table(text)
 
 

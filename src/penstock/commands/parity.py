@@ -9,7 +9,7 @@ import sys
 from typing import Any
 
 from .. import __version__
-from ..core.errors import InvalidArgument, PenstockError, Refused
+from ..core.errors import InvalidArgumentError, PenstockError, RefusedError
 from . import refuse, require
 
 WIDTH = 200  # characters, where the output is no terminal
@@ -86,7 +86,7 @@ def _run(arguments: argparse.Namespace) -> int:
 
     console = Console(highlight=False, width=None if sys.stdout.isatty() else WIDTH)
     if not result.rows:
-        raise Refused("the backends refuse every one of these cases; choose others with --backend or --cases.")
+        raise RefusedError("the backends refuse every one of these cases; choose others with --backend or --cases.")
     for table in report.tables(result):
         console.print(table)
     for name, reason in not_available.items():
@@ -109,4 +109,4 @@ def _import(module: str) -> None:
         importlib.import_module(module)
     except (Exception, SystemExit) as error:
         reason = " ".join(f"{type(error).__name__}: {error}".split())
-        raise InvalidArgument(f"--import {module!r}: it cannot be imported: {reason}") from error
+        raise InvalidArgumentError(f"--import {module!r}: it cannot be imported: {reason}") from error

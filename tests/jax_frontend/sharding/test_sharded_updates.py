@@ -15,7 +15,7 @@ from tests.jax_support import assert_close, float64
 from tests.sharding_support import DEVICES, LAYOUTS, ROWS, WIDTH, assert_lies_like, rows, spread, three_steps
 from tests.walk_support import STACK, batch, parameters
 
-from penstock.core.errors import InvalidArgument
+from penstock.core.errors import InvalidArgumentError
 from penstock.jax_frontend import (
     LayerStack,
     adamw,
@@ -125,11 +125,11 @@ def test_a_refused_donation_is_an_error_and_not_a_crash(layout: str) -> None:
     update, step, state = make_update(tx), make_train_step(STACK, tx), init_train_state(tx, params, stack=False)
     grads, data = jax.tree.map(jnp.copy, params), rows(batch(ROWS))
     tied = {**params, "layers": {**params["layers"], "up": params["layers"]["down"]}}
-    with pytest.raises(InvalidArgument, match=r"^params.*\['down'\] and params.*\['up'\] are the same memory"):
+    with pytest.raises(InvalidArgumentError, match=r"^params.*\['down'\] and params.*\['up'\] are the same memory"):
         update(grads, state.opt_state, tied)
     step(state, data)
-    with pytest.raises(InvalidArgument, match=r"^state\.params\['layers'\]\['bias'\] was donated to an earlier update"):
+    with pytest.raises(InvalidArgumentError, match=r"^state\.params\['layers'\]\['bias'\] was donated to an earlier update"):
         step(state, data)
-    with pytest.raises(InvalidArgument, match=r"^state\.count was donated to an earlier update"):
+    with pytest.raises(InvalidArgumentError, match=r"^state\.count was donated to an earlier update"):
         update(grads, state.opt_state, params)
     assert not any(leaf.is_deleted() for leaf in jax.tree.leaves((grads, params, data)))

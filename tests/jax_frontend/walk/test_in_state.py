@@ -10,7 +10,7 @@ import pytest
 from tests.jax_support import TRANSFORMS, assert_equal, float64
 from tests.walk_support import LAYERS, MASKED, STACK, TX, batch, parameters
 
-from penstock.core.errors import Refused
+from penstock.core.errors import RefusedError
 from penstock.core.reference import Gradient, Reference, Settings
 from penstock.core.rules import RULES
 from penstock.jax_frontend import init_train_state, make_release_step, scale_by_stable_adam, stable_adamw
@@ -80,12 +80,12 @@ def test_what_cannot_be_accumulated_is_refused() -> None:
         "direction": scale_by_stable_adam(),
     }
     for other in foreign.values():
-        with pytest.raises(Refused, match=r"only possible for stable_adamw, adamw and adam.*leave accumulation out"):
+        with pytest.raises(RefusedError, match=r"only possible for stable_adamw, adamw and adam.*leave accumulation out"):
             make_release_step(STACK, other, microbatches=2, accumulation="state")
-    with pytest.raises(Refused, match=r"norm of the whole gradient.*leave accumulation out"):
+    with pytest.raises(RefusedError, match=r"norm of the whole gradient.*leave accumulation out"):
         make_release_step(STACK, tx, microbatches=2, accumulation="state", max_norm=1.0)
-    with pytest.raises(Refused, match=r"weight of the whole batch.*return the mean"):
+    with pytest.raises(RefusedError, match=r"weight of the whole batch.*return the mean"):
         make_release_step(MASKED, tx, microbatches=2, accumulation="state")(init_train_state(tx, parameters()), data)
     state = init_train_state(tx, parameters(), loss_scale=8.0)
-    with pytest.raises(Refused, match="overflow of a later one"):
+    with pytest.raises(RefusedError, match="overflow of a later one"):
         make_release_step(STACK, tx, microbatches=2, accumulation="state")(state, data)

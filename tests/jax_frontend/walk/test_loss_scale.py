@@ -10,7 +10,7 @@ import pytest
 from tests.jax_support import assert_close, assert_equal, float64
 from tests.walk_support import MASKED, STACK, TX, batch, parameters
 
-from penstock.core.errors import InvalidArgument
+from penstock.core.errors import InvalidArgumentError
 from penstock.jax_frontend import (
     LayerStack,
     dynamic_loss_scale,
@@ -91,14 +91,14 @@ def test_a_scale_that_is_not_to_blame_stays() -> None:
 def test_mistakes_are_named() -> None:
     tx, params = TX, parameters()
     for arguments, name in (((0.5,), "initial"), ((float("inf"),), "initial")):
-        with pytest.raises(InvalidArgument, match=name):
+        with pytest.raises(InvalidArgumentError, match=name):
             dynamic_loss_scale(*arguments)
-    with pytest.raises(InvalidArgument, match="period"):
+    with pytest.raises(InvalidArgumentError, match="period"):
         dynamic_loss_scale(period=0)
-    with pytest.raises(InvalidArgument, match="factor"):
+    with pytest.raises(InvalidArgumentError, match="factor"):
         dynamic_loss_scale(factor=1.0)
     for wrong in (0.0, "big", True):
-        with pytest.raises(InvalidArgument, match="loss_scale"):
+        with pytest.raises(InvalidArgumentError, match="loss_scale"):
             init_train_state(tx, params, loss_scale=wrong)
-    with pytest.raises(InvalidArgument, match="leave loss_scale out"):
+    with pytest.raises(InvalidArgumentError, match="leave loss_scale out"):
         make_train_step(STACK, tx)(init_train_state(tx, params, stack=False, loss_scale=2.0), batch())

@@ -57,13 +57,13 @@ def _never_first(correct: Any, *args: Any, first: bool) -> Any:
 FAULTS = [
     Fault(
         "debiasing off by one",
-        instead(moments, "debiased_complement", lambda correct, beta, step, xp: correct(beta, step + 1, xp)),
+        instead(moments, "bias_correction", lambda correct, beta, step, xp: correct(beta, step + 1, xp)),
         B_ADAMW,
         "numpy",
     ),
     Fault(
         "no debiasing",
-        instead(moments, "debiased_complement", lambda correct, beta, step, xp: 1.0 - beta),
+        instead(moments, "bias_correction", lambda correct, beta, step, xp: 1.0 - beta),
         B_ADAMW,
         "numpy",
     ),
@@ -71,7 +71,7 @@ FAULTS = [
         "beta2 in the place of beta1",
         instead(
             step,
-            "debiased_complements",
+            "bias_corrections",
             lambda correct, given, number, xp: correct(dataclasses.replace(given, beta1=given.beta2), number, xp),
         ),
         B_ADAMW,
@@ -81,7 +81,7 @@ FAULTS = [
         "beta2 in the place of beta1, seen in subnormal numbers",
         instead(
             specification,
-            "debiased_complements",
+            "bias_corrections",
             lambda correct, given, number, xp: correct(dataclasses.replace(given, beta1=given.beta2), number, xp),
         ),
         DENORMAL,

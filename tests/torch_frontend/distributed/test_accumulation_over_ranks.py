@@ -15,7 +15,7 @@ from tests.torch_frontend.distributed.models import (
 )
 from tests.torch_frontend.distributed.processes import Ranks
 
-from penstock.core.errors import Refused
+from penstock.core.errors import RefusedError
 from penstock.torch_frontend import AdamW, StableAdamW, release_gradients
 
 pytestmark = pytest.mark.xdist_group("distributed")
@@ -144,7 +144,7 @@ def never_averaged(accumulation: str | None) -> None:
     before = parameters_of(model)
     with model.no_sync():
         loss_of(model, data(0)).backward()
-    with pytest.raises(Refused, match="never averaged"):
+    with pytest.raises(RefusedError, match="never averaged"):
         optimizer.step()
     assert_bitwise(parameters_of(model), before, "a refused step")
     loss_of(model, data(1)).backward()  # outside no_sync it is
@@ -165,7 +165,7 @@ def a_second_backward(engine: str) -> None:
     release_gradients(model, optimizer)
     loss_of(model, data(0)).backward()
     before = parameters_of(model)
-    with pytest.raises(Refused, match="a second backward"):
+    with pytest.raises(RefusedError, match="a second backward"):
         loss_of(model, data(1)).backward()
     assert_bitwise(parameters_of(model), before, engine)
 

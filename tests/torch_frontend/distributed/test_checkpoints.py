@@ -32,7 +32,7 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from torch.distributed.tensor import DTensor
 
-from penstock.core.errors import InvalidArgument
+from penstock.core.errors import InvalidArgumentError
 from penstock.torch_frontend import AdamW, StableAdamW, release_gradients
 
 pytestmark = [
@@ -203,7 +203,7 @@ def whole_into_shards() -> None:
     train(single, optimizer, range(1))
     parts = sharded(Net())
     other = AdamW(parts.parameters(), **LR)
-    with pytest.raises(InvalidArgument, match="set_optimizer_state_dict"):
+    with pytest.raises(InvalidArgumentError, match="set_optimizer_state_dict"):
         other.load_state_dict(optimizer.state_dict())
     assert not other.state
 

@@ -20,7 +20,7 @@ from tests.torch_frontend.distributed.models import (
 from tests.torch_frontend.distributed.processes import Ranks
 from torch import nn
 
-from penstock.core.errors import Refused
+from penstock.core.errors import RefusedError
 from penstock.torch_frontend import AdamW, StableAdamW, release_gradients
 
 pytestmark = pytest.mark.xdist_group("distributed")
@@ -111,7 +111,7 @@ def two_passes_on_ddp() -> None:
     model = ddp(Net())
     optimizer = AdamW(model.parameters(), **LR)
     for options in ({"max_norm": 1.0}, {"scaler": torch.amp.GradScaler("cpu")}):
-        with pytest.raises(Refused, match=r"DistributedDataParallel is not averaged.*plain module"):
+        with pytest.raises(RefusedError, match=r"DistributedDataParallel is not averaged.*plain module"):
             release_gradients(model, optimizer, **options)
     assert optimizer.release is None
 

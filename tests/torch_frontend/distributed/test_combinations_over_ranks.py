@@ -12,7 +12,7 @@ from tests.torch_frontend.distributed.processes import Ranks
 from torch import nn
 
 from penstock.core.combinations import Combination, Kind, table
-from penstock.core.errors import Refused
+from penstock.core.errors import RefusedError
 from penstock.torch_frontend import AdamW, release_gradients
 
 pytestmark = pytest.mark.xdist_group("distributed")
@@ -115,7 +115,7 @@ def visit(communication: str, compensation: str, backend: str) -> dict[str, int]
             continue
         visited[verdict.kind.value] = visited.get(verdict.kind.value, 0) + 1
         if verdict.kind is Kind.REFUSED:
-            with pytest.raises(Refused) as raised:
+            with pytest.raises(RefusedError) as raised:
                 set_up(c)
             assert str(raised.value) == verdict.why
             continue

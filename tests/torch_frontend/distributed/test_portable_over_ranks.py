@@ -16,7 +16,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.distributed.tensor import Replicate
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
-from penstock.core.errors import InvalidArgument, PenstockError, Refused
+from penstock.core.errors import InvalidArgumentError, PenstockError, RefusedError
 from penstock.core.portable.file import load
 from penstock.torch_frontend import AdamW, StableAdamW, export_state, import_state, release_gradients
 
@@ -114,14 +114,18 @@ def all_or_none(where: str) -> None:
 
     missing = path if rank == 0 else f"{where}/missing"
     failing(
-        *((Refused, "process 1 failed") if rank == 0 else (InvalidArgument, "missing")), import_state, missing, optimizer, model
+        *((RefusedError, "process 1 failed") if rank == 0 else (InvalidArgumentError, "missing")),
+        import_state,
+        missing,
+        optimizer,
+        model,
     )
-    failing(Refused if rank else PenstockError, "nowhere", export_state, f"{where}/nowhere/state", optimizer, model)
+    failing(RefusedError if rank else PenstockError, "nowhere", export_state, f"{where}/nowhere/state", optimizer, model)
     earlier = Path(path).read_bytes()
-    failing(Refused, "other arguments", export_state, path, optimizer, model, parameters=rank == 0)
+    failing(RefusedError, "other arguments", export_state, path, optimizer, model, parameters=rank == 0)
     stage = Net() if rank == 0 else nn.Linear(2, 2)
     other = AdamW(sharded(stage).parameters() if rank == 0 else fully_shard(stage).parameters())
-    failing(Refused, "parts of the same model", export_state, path, other, stage)
+    failing(RefusedError, "parts of the same model", export_state, path, other, stage)
     assert Path(path).read_bytes() == earlier
     import_state(path, optimizer, model)
 
@@ -155,7 +159,7 @@ def after_an_evaluation(where: str) -> None:
     optimizer = AdamW(root.parameters())
     with torch.no_grad():
         root(data(0))
-    with pytest.raises(InvalidArgument, match=r"model\.reshard\(\)"):
+    with pytest.raises(InvalidArgumentError, match=r"model\.reshard\(\)"):
         export_state(f"{where}/state", optimizer, root)
     root.reshard()
     export_state(f"{where}/state", optimizer, root)
@@ -168,7 +172,7 @@ def test_after_an_evaluation(ranks: Ranks, tmp_path: Path) -> None:
 
 def flat() -> None:
     model = FullyShardedDataParallel(Net(), use_orig_params=True, device_id=torch.device("cpu"))
-    with pytest.raises(Refused, match="fully_shard"):
+    with pytest.raises(RefusedError, match="fully_shard"):
         export_state("nowhere", AdamW(model.parameters()), model)
 
 

@@ -19,7 +19,7 @@ from tests.torch_frontend.distributed.models import (
 from tests.torch_frontend.distributed.processes import Ranks
 from torch import Tensor
 
-from penstock.core.errors import Refused
+from penstock.core.errors import RefusedError
 from penstock.torch_frontend import AdamW, release_gradients
 from penstock.torch_frontend.communication import agreement
 
@@ -53,7 +53,7 @@ def fails_on_the_first_rank(model: Net, layer: str, loss: Tensor, *, at_call: in
             raise PlantedError
 
     handle = getattr(model, layer).weight.register_hook(fail)
-    others = contextlib.nullcontext() if known_late else pytest.raises(Refused, match=ONE_FAILED)
+    others = contextlib.nullcontext() if known_late else pytest.raises(RefusedError, match=ONE_FAILED)
     with pytest.raises(PlantedError) if first() else others:
         loss.backward()
     handle.remove()
@@ -115,7 +115,7 @@ def step_without_backward() -> None:
         train(model, optimizer, range(2), guard=release.guard)
         if apart:
             before = parameters_of(model)
-            with pytest.raises(Refused, match=APART):
+            with pytest.raises(RefusedError, match=APART):
                 optimizer.step() if first() else release.guard(loss_of(model, data(9))).backward()
             optimizer.zero_grad()
             assert_bitwise(parameters_of(model), before, "a backward that one rank has skipped")
@@ -153,7 +153,7 @@ def another_number_of_micro_batches() -> None:
         optimizer.step()
         optimizer.zero_grad()
     before = parameters_of(model)
-    with pytest.raises(Refused, match=APART):
+    with pytest.raises(RefusedError, match=APART):
         loss_of(model, data(3)).backward()
     assert_bitwise(parameters_of(model), before, "micro-batches of different updates")
 
@@ -166,7 +166,7 @@ def test_another_number_of_micro_batches(ranks: Ranks) -> None:
 def last_on_one_rank() -> None:
     model, optimizer, _ = released(accumulation="state", sync=first)
     before = parameters_of(model)
-    with pytest.raises(Refused, match=APART):
+    with pytest.raises(RefusedError, match=APART):
         loss_of(model, data(0)).backward()
     optimizer.zero_grad()
     assert_bitwise(parameters_of(model), before, "the last micro-batch on one rank only")
@@ -190,7 +190,7 @@ def updating_fails_and_is_known_late() -> None:
     train(model, optimizer, range(2))
     fails_on_the_first_rank(model, "middle", loss_of(model, data(9)), known_late=True)
     optimizer.zero_grad()
-    with pytest.raises(Refused, match="one backward later"):
+    with pytest.raises(RefusedError, match="one backward later"):
         loss_of(model, data(10)).backward()
     optimizer.zero_grad()
     train(model, optimizer, range(3, 6))

@@ -24,7 +24,7 @@ from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 
-from penstock.core.errors import InvalidArgument, Refused
+from penstock.core.errors import InvalidArgumentError, RefusedError
 from penstock.torch_frontend import AdamW, release_gradients
 from penstock.torch_frontend.communication import communication_name
 from penstock.torch_frontend.communication.process_group import IN_FLIGHT
@@ -53,31 +53,33 @@ def refused(model: nn.Module, kind: type[Exception], match: str, parameters=None
 
 def refusals() -> None:
     everyone = dist.group.WORLD
-    refused(ddp(Net()), InvalidArgument, "processes of its DistributedDataParallel already", process_group=everyone)
-    refused(sharded(Net()), InvalidArgument, "processes of its mesh already", process_group=everyone)
+    refused(ddp(Net()), InvalidArgumentError, "processes of its DistributedDataParallel already", process_group=everyone)
+    refused(sharded(Net()), InvalidArgumentError, "processes of its mesh already", process_group=everyone)
     other = [dist.new_group([rank]) for rank in range(dist.get_world_size())][1 - dist.get_rank()]
-    refused(Net(), InvalidArgument, "does not contain this process", process_group=other)
-    refused(Net(seed=dist.get_rank()), Refused, "'first.weight' .* begins with other values on other ranks.*Seed all ranks")
-    refused(nn.Linear(2, 2 + dist.get_rank()), Refused, "do not train the same parameters")
+    refused(Net(), InvalidArgumentError, "does not contain this process", process_group=other)
+    refused(
+        Net(seed=dist.get_rank()), RefusedError, "'first.weight' .* begins with other values on other ranks.*Seed all ranks"
+    )
+    refused(nn.Linear(2, 2 + dist.get_rank()), RefusedError, "do not train the same parameters")
     outside = nn.Linear(2, 2)
     model = Net()
     optimizer = AdamW([*model.parameters(), *outside.parameters()], **LR)
-    with pytest.raises(Refused, match="outside this model, whose gradient nothing would average"):
+    with pytest.raises(RefusedError, match="outside this model, whose gradient nothing would average"):
         release_gradients(model, optimizer)
     hooked = ddp(Net())
     hooked.register_comm_hook(None, allreduce_hook)
-    refused(hooked, Refused, "has a communication hook of its own already")
+    refused(hooked, RefusedError, "has a communication hook of its own already")
     ignoring = Net()
     nn.parallel.DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(ignoring, ["last.bias"])
-    refused(ddp(ignoring), Refused, "'last.bias' is ignored")
+    refused(ddp(ignoring), RefusedError, "'last.bias' is ignored")
     partly = Net()
     fully_shard(partly.first, mesh=mesh())
-    refused(partly, Refused, "'middle.weight' is not sharded while others are")
+    refused(partly, RefusedError, "'middle.weight' is not sharded while others are")
     flat = FullyShardedDataParallel(Net(), use_orig_params=True, device_id=torch.device("cpu"))
-    refused(flat, Refused, "Use torch.distributed.fsdp.fully_shard")
-    refused(Net(), Refused, "the second pass of guard.. is always a whole one", max_norm=1.0, keep_bytes=100)
+    refused(flat, RefusedError, "Use torch.distributed.fsdp.fully_shard")
+    refused(Net(), RefusedError, "the second pass of guard.. is always a whole one", max_norm=1.0, keep_bytes=100)
     scaler = torch.amp.GradScaler("cpu")
-    refused(Net(), Refused, "give sync=, which tells the last micro-batch", accumulation="hold", scaler=scaler)
+    refused(Net(), RefusedError, "give sync=, which tells the last micro-batch", accumulation="hold", scaler=scaler)
 
 
 def test_what_is_refused_at_set_up(ranks: Ranks) -> None:
@@ -90,7 +92,7 @@ def inside_ddp() -> None:
     outer = ddp(inner)
     optimizer = AdamW(inner.parameters(), **LR)
     release_gradients(inner, optimizer)
-    with pytest.raises(Refused, match="DistributedDataParallel that release_gradients was not given"):
+    with pytest.raises(RefusedError, match="DistributedDataParallel that release_gradients was not given"):
         loss_of(outer, data(0)).backward()
     assert_ranks_equal(parameters_of(inner), "inner module")
 

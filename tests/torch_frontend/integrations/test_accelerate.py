@@ -22,7 +22,7 @@ from tests.torch_frontend.integrations.tiny_llama import (
 from tests.torch_support import gone
 from torch import nn
 
-from penstock.core.errors import InvalidArgument, Refused
+from penstock.core.errors import InvalidArgumentError, RefusedError
 from penstock.parity.live_gradients import LiveGradientMeter
 from penstock.torch_frontend import AdamW
 from penstock.torch_frontend.integrations.accelerate import release_gradients
@@ -183,21 +183,21 @@ def test_resuming_equals_going_on(precision: str, steps: int, tmp_path: Path) ->
 
 
 def test_undeclared_clipping_raises() -> None:
-    with pytest.raises(Refused, match="max_norm"):
+    with pytest.raises(RefusedError, match="max_norm"):
         train(prepared(released=True), clip=1.0)
-    with pytest.raises(Refused, match="max_norm"):
+    with pytest.raises(RefusedError, match="max_norm"):
         train(prepared(released=True, max_norm=1.0), clip=0.5)
 
 
 def test_what_cannot_be_met_is_refused() -> None:
     parts = prepared(released=False, steps=2)
-    with pytest.raises(InvalidArgument, match="prepare"):
+    with pytest.raises(InvalidArgumentError, match="prepare"):
         release_gradients(parts.accelerator, parts.model, parts.optimizer.optimizer)
-    with pytest.raises(InvalidArgument, match="accumulation='sum'"):
+    with pytest.raises(InvalidArgumentError, match="accumulation='sum'"):
         release_gradients(parts.accelerator, parts.model, parts.optimizer, accumulation="sum")
     half = prepared(released=False, precision="fp16", steps=2)
     half.model.half()
-    with pytest.raises(Refused, match="float16"):
+    with pytest.raises(RefusedError, match="float16"):
         release_gradients(half.accelerator, half.model, half.optimizer)
-    with pytest.raises(Refused, match="max_norm"):
+    with pytest.raises(RefusedError, match="max_norm"):
         release_gradients(parts.accelerator, parts.model, parts.optimizer, max_norm=1.0, accumulation="state")

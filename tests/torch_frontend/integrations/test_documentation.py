@@ -30,12 +30,12 @@ def test_there_is_an_example_for_each_framework() -> None:
 
 
 def test_a_missing_framework_names_the_extra() -> None:
-    lines = ["import importlib, sys", "from penstock.core.errors import MissingDependency"]
+    lines = ["import importlib, sys", "from penstock.core.errors import MissingDependencyError"]
     for framework in FRAMEWORKS:
         lines += [
             f"sys.modules[{framework!r}] = None",
             f"try: importlib.import_module('penstock.torch_frontend.integrations.{framework}')",
-            "except MissingDependency as error: assert 'penstock[trainers]' in str(error)",
+            "except MissingDependencyError as error: assert 'penstock[trainers]' in str(error)",
             f"else: sys.exit({framework!r})",
         ]
     lines += ["import penstock.torch_frontend.integrations"]

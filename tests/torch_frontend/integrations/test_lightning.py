@@ -21,7 +21,7 @@ from tests.torch_frontend.integrations.tiny_llama import (
 )
 from tests.torch_support import gone
 
-from penstock.core.errors import InvalidArgument, Refused
+from penstock.core.errors import InvalidArgumentError, RefusedError
 from penstock.parity.live_gradients import LiveGradientMeter
 from penstock.torch_frontend import AdamW
 from penstock.torch_frontend.integrations.lightning import GradientRelease
@@ -200,7 +200,7 @@ class ClipsInSecret(Callback):
 
 @pytest.mark.parametrize("settings", [{"gradient_clip_val": 1.0}, {}], ids=str)
 def test_undeclared_clipping_raises(settings: dict[str, Any]) -> None:
-    with pytest.raises(Refused, match="max_norm"):
+    with pytest.raises(RefusedError, match="max_norm"):
         trainer(GradientRelease(), ClipsInSecret(), **settings).fit(Module(), loader())
 
 
@@ -228,10 +228,10 @@ def test_what_cannot_be_met_is_refused() -> None:
         ),
     ]
     for module, settings, options, text in cases:
-        with pytest.raises(Refused, match=text):
+        with pytest.raises(RefusedError, match=text):
             trainer(GradientRelease(**options), **settings).fit(module, loader())
         assert all(not parameter._post_accumulate_grad_hooks for parameter in module.parameters())
-    with pytest.raises(InvalidArgument, match="accumulation='sum'"):
+    with pytest.raises(InvalidArgumentError, match="accumulation='sum'"):
         trainer(GradientRelease(accumulation="sum")).fit(Module(), loader())
 
 

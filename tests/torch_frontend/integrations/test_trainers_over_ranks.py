@@ -13,7 +13,7 @@ from tests.torch_frontend.distributed.processes import Ranks
 from tests.torch_frontend.integrations import test_accelerate, test_lightning, test_transformers
 from tests.torch_frontend.integrations.tiny_llama import assert_same_losses, assert_same_norms
 
-from penstock.core.errors import Refused
+from penstock.core.errors import RefusedError
 from penstock.torch_frontend.integrations.lightning import GradientRelease
 from penstock.torch_frontend.integrations.transformers import ReleaseTrainer
 
@@ -64,7 +64,7 @@ def with_lightning(options: dict[str, Any], settings: dict[str, Any]) -> None:
 def refused(train: Any, *arguments: Any) -> str:
     try:
         train(*arguments)
-    except Refused as error:
+    except RefusedError as error:
         return str(error)
     return "not refused"
 

@@ -22,7 +22,7 @@ from tests.torch_support import gone
 from torch import nn
 from transformers import Trainer, TrainerCallback, TrainingArguments
 
-from penstock.core.errors import InvalidArgument, Refused
+from penstock.core.errors import InvalidArgumentError, RefusedError
 from penstock.parity.live_gradients import LiveGradientMeter
 from penstock.torch_frontend import StableAdamW
 from penstock.torch_frontend.integrations.transformers import ReleaseTrainer
@@ -257,7 +257,7 @@ def test_trainers_are_combined_by_inheritance(make: Any) -> None:
     for trainer in (plain, released):
         trainer.train()
     assert_same_losses(logged(released, "loss"), logged(plain, "loss"))
-    with pytest.raises(Refused, match="guard"):
+    with pytest.raises(RefusedError, match="guard"):
         make(Unguarded).train()
 
 
@@ -279,7 +279,7 @@ class ClipsInSecret(TrainerCallback):
 @pytest.mark.parametrize("settings", [{}, {"max_grad_norm": 0.0}], ids=str)
 def test_undeclared_clipping_raises(make: Any, settings: dict[str, Any]) -> None:
     trainer = make(ReleaseTrainer, options={"callbacks": [ClipsInSecret()]}, **settings)
-    with pytest.raises(Refused, match="max_norm"):
+    with pytest.raises(RefusedError, match="max_norm"):
         trainer.train()
 
 
@@ -296,11 +296,11 @@ def test_what_cannot_be_met_is_refused(make: Any) -> None:
         ({"gradient_accumulation_steps": 2}, {"release_options": {"accumulation": "state"}}, "accumulation='state'"),
     ]
     for settings, options, text in cases:
-        with pytest.raises(Refused, match=text):
+        with pytest.raises(RefusedError, match=text):
             make(ReleaseTrainer, options=options, **settings).train()
-    with pytest.raises(InvalidArgument, match="accumulation='sum'"):
+    with pytest.raises(InvalidArgumentError, match="accumulation='sum'"):
         make(ReleaseTrainer, options={"release_options": {"accumulation": "sum"}}).train()
-    with pytest.raises(InvalidArgument, match="keep_bytes"):  # there is no second pass
+    with pytest.raises(InvalidArgumentError, match="keep_bytes"):  # there is no second pass
         make(ReleaseTrainer, options={"release_options": {"keep_bytes": 1}}, gradient_accumulation_steps=2).train()
 
 

@@ -10,7 +10,7 @@ import torch
 from tests.torch_frontend.microbatch.models import LENGTH, WIDTH, batch, decoder, gradients, loss_of
 from torch import Tensor, nn
 
-from penstock.core.errors import InvalidArgument, Refused
+from penstock.core.errors import InvalidArgumentError, RefusedError
 from penstock.torch_frontend import microbatch_blocks
 
 
@@ -39,7 +39,7 @@ class Given(nn.Module):
     ],
 )
 def test_arguments_out_of_range(blocks: Any, arguments: dict[str, Any], text: str) -> None:
-    with pytest.raises(InvalidArgument, match=text):
+    with pytest.raises(InvalidArgumentError, match=text):
         microbatch_blocks(blocks, **arguments)
 
 
@@ -54,7 +54,7 @@ def test_arguments_out_of_range(blocks: Any, arguments: dict[str, Any], text: st
     ],
 )
 def test_modules_whose_samples_are_not_independent(block: nn.Module, text: str) -> None:
-    with pytest.raises(Refused, match=text):
+    with pytest.raises(RefusedError, match=text):
         microbatch_blocks([nn.Linear(2, 2), block], chunks=2)
     assert "forward" not in block.__dict__
 
@@ -64,7 +64,7 @@ def test_statistics_that_are_frozen_are_not_refused_until_they_move() -> None:
     with microbatch_blocks([block], chunks=2):
         block(torch.ones(4, 4)).sum().backward()
         block.train()
-        with pytest.raises(Refused, match="statistics over the batch"):
+        with pytest.raises(RefusedError, match="statistics over the batch"):
             block(torch.ones(4, 4))
     microbatch_blocks([nn.InstanceNorm1d(4), nn.GroupNorm(2, 4)], chunks=2).remove()
 
@@ -73,11 +73,11 @@ def test_blocks_that_are_divided_already_or_inside_one_another() -> None:
     model = decoder()
     divided = microbatch_blocks(model.layers, chunks=2)
     for blocks in (model.layers, [model], [model.layers[1]]):
-        with pytest.raises(Refused, match="divided into micro-batches already"):
+        with pytest.raises(RefusedError, match="divided into micro-batches already"):
             microbatch_blocks(blocks, chunks=2)
     divided.remove()
     divided.remove()
-    with pytest.raises(Refused, match="inside another one"):
+    with pytest.raises(RefusedError, match="inside another one"):
         microbatch_blocks([model, model.head], chunks=2)
     assert all("forward" not in module.__dict__ for module in model.modules())
 
@@ -87,7 +87,7 @@ def test_a_forward_that_was_replaced_since_stays() -> None:
     divided = microbatch_blocks(model.layers, chunks=2)
     ours = model.layers[1].forward
     model.layers[1].forward = functools.partial(ours)
-    with pytest.raises(Refused, match="replaced after microbatch_blocks"):
+    with pytest.raises(RefusedError, match="replaced after microbatch_blocks"):
         divided.remove()
     assert "forward" in model.layers[0].__dict__
     model.layers[1].forward = ours
@@ -101,7 +101,7 @@ def test_a_cache_is_refused_and_may_be_passed_whole_if_the_batched_arguments_are
     block = Given(lambda x, cache: x)
     with (
         microbatch_blocks([block], chunks=2),
-        pytest.raises(Refused, match=r"argument other of the block is a Cache.*use_cache"),
+        pytest.raises(RefusedError, match=r"argument other of the block is a Cache.*use_cache"),
     ):
         block(batch(), Cache())
     with microbatch_blocks([block], chunks=2, batched=["x"]):
@@ -114,9 +114,9 @@ def test_a_tensor_that_may_hold_the_batch_by_coincidence() -> None:
     block = Given(lambda x, table: torch.einsum("btd,ts->bsd", x, table))
     expected = block(x, table)
     with microbatch_blocks([block], chunks=LENGTH):
-        with pytest.raises(Refused, match=r"argument other of the block has shape \(5, 5\).*batched="):
+        with pytest.raises(RefusedError, match=r"argument other of the block has shape \(5, 5\).*batched="):
             block(x, table)
-        with pytest.raises(Refused, match="argument other"):
+        with pytest.raises(RefusedError, match="argument other"):
             block(x, other=table)
         assert Given.forward is type(block).forward
     with microbatch_blocks([block], chunks=LENGTH, batched=["x"]):
@@ -128,16 +128,19 @@ def test_a_tensor_that_may_hold_the_batch_by_coincidence() -> None:
 
 def test_names_of_batched_arguments_are_checked() -> None:
     block = Given(lambda x, other, more=None: x + other)
-    with microbatch_blocks([block], chunks=2, batched=["y"]), pytest.raises(InvalidArgument, match=r"it got x, other, more"):
+    with (
+        microbatch_blocks([block], chunks=2, batched=["y"]),
+        pytest.raises(InvalidArgumentError, match=r"it got x, other, more"),
+    ):
         block(batch(), batch(), more=batch())
     with (
         microbatch_blocks([block], chunks=2, batched=["x", "other"]),
-        pytest.raises(InvalidArgument, match="argument other of the block is named in batched=, but its dimension 0 is 3"),
+        pytest.raises(InvalidArgumentError, match="argument other of the block is named in batched=, but its dimension 0 is 3"),
     ):
         block(batch(), batch(3))
     with microbatch_blocks([block], chunks=2, batched=["x", "other"]):  # one for all samples
         torch.testing.assert_close(block(batch(), batch(1)), block.linear(batch()) + batch(1), rtol=1e-12, atol=0)
-    with microbatch_blocks([nn.Identity()], chunks=2) as divided, pytest.raises(Refused, match="without a tensor"):
+    with microbatch_blocks([nn.Identity()], chunks=2) as divided, pytest.raises(RefusedError, match="without a tensor"):
         next(iter(divided._divided))(torch.ones(()))
 
 
@@ -152,7 +155,7 @@ def test_names_of_batched_arguments_are_checked() -> None:
 )
 def test_outputs_that_cannot_be_put_together(work: Any, text: str) -> None:
     block = Given(work)
-    with microbatch_blocks([block], chunks=2), pytest.raises(Refused, match=text):
+    with microbatch_blocks([block], chunks=2), pytest.raises(RefusedError, match=text):
         block(batch())
     with microbatch_blocks([block], chunks=1):  # a single chunk may return anything
         block(batch())
@@ -169,7 +172,7 @@ def test_buffers_that_change_in_forward() -> None:
             return x
 
     block = Counting()
-    with microbatch_blocks([block], chunks=2), pytest.raises(Refused, match="changes its buffer 'count' in forward"):
+    with microbatch_blocks([block], chunks=2), pytest.raises(RefusedError, match="changes its buffer 'count' in forward"):
         block(batch().requires_grad_())
 
 
@@ -177,7 +180,7 @@ def test_buffers_that_change_in_forward() -> None:
 def test_arguments_that_are_written_to(chunks: int) -> None:
     """Noticed in forward: in backward, the blocks behind it would be released already."""
     model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Sequential(nn.ReLU(inplace=True), nn.Linear(WIDTH, WIDTH))).double()
-    with microbatch_blocks([model[1]], chunks=chunks), pytest.raises(Refused, match="writes to its argument in place"):
+    with microbatch_blocks([model[1]], chunks=chunks), pytest.raises(RefusedError, match="writes to its argument in place"):
         model(batch())
 
 
@@ -185,7 +188,7 @@ def test_tensors_from_elsewhere() -> None:
     scale = torch.ones((), dtype=torch.float64, requires_grad=True)
     model = decoder()
     model.layers[1] = Given(lambda x, _: x * scale)
-    with microbatch_blocks(model.layers, chunks=2), pytest.raises(Refused, match=r"a tensor of shape \(\) that requires"):
+    with microbatch_blocks(model.layers, chunks=2), pytest.raises(RefusedError, match=r"a tensor of shape \(\) that requires"):
         loss_of(model, batch()).backward()
     assert scale.grad is None
     assert all(parameter.grad is None for parameter in model.layers[1].parameters())

@@ -10,7 +10,7 @@ import torch
 from tests.torch_frontend.microbatch.models import Decoder, assert_equal_gradients, batch, decoder, loss_of
 from torch import nn
 
-from penstock.core.errors import Refused
+from penstock.core.errors import RefusedError
 from penstock.parity.live_gradients import LiveGradientMeter
 from penstock.torch_frontend import AdamW, StableAdamW, microbatch_blocks, release_gradients
 
@@ -122,7 +122,7 @@ def test_an_undeclared_second_backward_changes_nothing() -> None:
     with microbatch_blocks(model.layers, chunks=3):
         loss_of(model, batch()).backward()
         before = copy.deepcopy(parameters(model))
-        with pytest.raises(Refused, match="second backward"):
+        with pytest.raises(RefusedError, match="second backward"):
             loss_of(model, batch()).backward()
     assert all(torch.equal(before[name], value) for name, value in parameters(model).items())
 

@@ -10,7 +10,7 @@ import torch
 from tests.torch_support import bits, gone, unchanged
 from tests.triton_support import watched
 
-from penstock.core.errors import InvalidArgument, Refused, UnsupportedTensor
+from penstock.core.errors import InvalidArgumentError, RefusedError, UnsupportedTensorError
 from penstock.torch_frontend import AdamW, StableAdamW, release_gradients
 from penstock.torch_frontend.backends.triton import devices
 from penstock.torch_frontend.backends.triton.backend import TritonBackend
@@ -102,9 +102,9 @@ def no_memory(optimizer: Any, patch: pytest.MonkeyPatch) -> Callable[[], Any]:
 
 
 REFUSALS: list[tuple[Any, type[Exception], str]] = [
-    (gap_in_memory, UnsupportedTensor, "gaps in memory"),
-    (state_elsewhere, UnsupportedTensor, "on cpu, and its exp_avg on meta"),
-    (learning_rate_out_of_range, InvalidArgument, "lr=-1"),
+    (gap_in_memory, UnsupportedTensorError, "gaps in memory"),
+    (state_elsewhere, UnsupportedTensorError, "on cpu, and its exp_avg on meta"),
+    (learning_rate_out_of_range, InvalidArgumentError, "lr=-1"),
     (no_memory, torch.OutOfMemoryError, "planted"),
 ]
 
@@ -180,7 +180,7 @@ def test_a_capture_that_lacks_the_memory_of_the_second_launch_leaves_the_first(m
     before = everything(optimizer)
     with monkeypatch.context() as patch:
         patch.setattr(devices, "capturing", lambda device: True)
-        with pytest.raises(Refused, match=r"step\(\) outside of the capture first"):
+        with pytest.raises(RefusedError, match=r"step\(\) outside of the capture first"):
             optimizer.step()
     assert unchanged(before, everything(optimizer))
     for given in (optimizer, plain):

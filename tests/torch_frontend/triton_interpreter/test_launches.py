@@ -11,7 +11,7 @@ import triton.language as tl
 from tests.torch_support import OPTIMIZERS, batches, bits, layers, loss_of, snapshot, unchanged
 from tests.triton_support import watched
 
-from penstock.core.errors import InvalidArgument, Refused, UnsupportedTensor
+from penstock.core.errors import InvalidArgumentError, RefusedError, UnsupportedTensorError
 from penstock.parity.backends.triton_interpreter import to_bfloat16
 from penstock.torch_frontend import AdamW, StableAdamW, release_gradients
 from penstock.torch_frontend.backends.triton import devices, tables
@@ -175,7 +175,7 @@ def test_addresses_that_are_not_aligned() -> None:
 
 
 def test_a_parameter_with_gaps_is_refused_with_the_remedy() -> None:
-    with pytest.raises(Refused, match=r"gaps in memory.*contiguous"):
+    with pytest.raises(RefusedError, match=r"gaps in memory.*contiguous"):
         AdamW([torch.zeros(4, 6)[:, ::2].requires_grad_()], backend="triton")
 
 
@@ -184,7 +184,7 @@ def test_step_counts_elsewhere_are_refused() -> None:
     optimizer = AdamW([p], backend="triton", capturable=True)
     slot = optimizer._slot(p)
     slot.state["step"] = torch.zeros((), device="meta")
-    with pytest.raises(InvalidArgument, match=r"capturable=True needs the step counts on cpu, and one is on meta"):
+    with pytest.raises(InvalidArgumentError, match=r"capturable=True needs the step counts on cpu, and one is on meta"):
         optimizer._backend.update_all([(slot, torch.ones(3))])
 
 
@@ -221,7 +221,7 @@ def test_a_capture_that_cannot_be_right_is_refused_with_the_remedy(capture) -> N
         give_gradients(parameters)
         before = parameters[0].detach().clone()
         capture(True)
-        with pytest.raises(Refused, match=remedy):
+        with pytest.raises(RefusedError, match=remedy):
             optimizer.step()
         capture(False)
         assert torch.equal(parameters[0], before)
@@ -279,7 +279,7 @@ def test_state_on_another_device_is_refused_before_its_address_is_used() -> None
             lambda: optimizer._backend.update_all([(slot, torch.ones(3))]),
             lambda: optimizer._backend.update(slot, torch.ones(3), first=True),
         ):
-            with pytest.raises(UnsupportedTensor, match=r"on cpu, and its exp_avg on meta; move"):
+            with pytest.raises(UnsupportedTensorError, match=r"on cpu, and its exp_avg on meta; move"):
                 update()
 
 

@@ -9,7 +9,7 @@ from tests.torch_support import OPTIMIZERS, bits
 
 from penstock.core.array_ops import numpy_ops
 from penstock.core.hyperparameters import Hyperparameters
-from penstock.core.moments import Complements, debiased_complements
+from penstock.core.moments import Corrections, bias_corrections
 from penstock.core.update import TensorState, accumulate, apply, update
 from penstock.parity.backends.torch_arguments import to_numpy
 from penstock.parity.backends.torch_optimizers import TorchBackend
@@ -65,9 +65,9 @@ def test_a_step_is_the_specification_bit_for_bit(optimizer_class, dtype, compens
                 kept = np.zeros_like(to_numpy(state["compensation"])) if "compensation" in state else None
                 moments = [np.zeros_like(to_numpy(state[name])) for name in ("exp_avg", "exp_avg_sq")]
                 expected[i] = (starts[i], TensorState(*moments, kept))
-            complements = debiased_complements(current, step + 1, np)
+            corrections = bias_corrections(current, step + 1, np)
             expected[i] = update(
-                numpy_ops, optimizer.rule, current, complements, compensation, expected[i][0], to_numpy(p.grad), expected[i][1]
+                numpy_ops, optimizer.rule, current, corrections, compensation, expected[i][0], to_numpy(p.grad), expected[i][1]
             )
             assert_same(p, state, *expected[i])
 
@@ -111,25 +111,25 @@ def test_micro_batches_in_the_moments_are_the_specification(optimizer_class, dty
     expected = TensorState(to_numpy(state[p]["exp_avg"]), to_numpy(state[p]["exp_avg_sq"]), kept)
     common = (numpy_ops, optimizer.rule, current)
     gradients = shrinking_gradients((1100,), dtype, 4)
-    complements = debiased_complements(current, 1, np)
+    corrections = bias_corrections(current, 1, np)
     with torch.no_grad():
         for i in (0, 1):
             backend.accumulate(slot, gradients[i], first=i == 0)
             g = to_numpy(gradients[i])
-            expected = accumulate(*common, complements, compensation, wide, g, expected, first=i == 0)
+            expected = accumulate(*common, corrections, compensation, wide, g, expected, first=i == 0)
             np.testing.assert_allclose(float(state[p]["mean_square"]), expected.mean_square, rtol=1e-6)
         expected = expected._replace(mean_square=np.float32(state[p]["mean_square"]))
         backend.update(slot, gradients[2], first=False)
         assert "mean_square" not in state[p]
-        wide, expected = update(*common, complements, compensation, wide, to_numpy(gradients[2]), expected, first=False)
+        wide, expected = update(*common, corrections, compensation, wide, to_numpy(gradients[2]), expected, first=False)
         close_to(p, state[p], wide, expected)
         state[p]["step"] += 1
-        slot, complements = optimizer._slot(p), debiased_complements(current, 2, np)
+        slot, corrections = optimizer._slot(p), bias_corrections(current, 2, np)
         wide, expected = to_numpy(p), TensorState(*(to_numpy(state[p][n]) for n in ("exp_avg", "exp_avg_sq")), None)
         if compensation != "none":
             expected = expected._replace(compensation=to_numpy(state[p]["compensation"]))
         backend.accumulate(slot, gradients[3], first=True)
-        expected = accumulate(*common, complements, compensation, wide, to_numpy(gradients[3]), expected, first=True)
+        expected = accumulate(*common, corrections, compensation, wide, to_numpy(gradients[3]), expected, first=True)
         backend.apply(slot)
         assert "mean_square" not in state[p]
         close_to(p, state[p], *apply(*common, compensation, wide, expected))
@@ -156,8 +156,8 @@ def test_options_are_the_specification(optimizer_class, changes: dict) -> None:
     optimizer.step()
     current = hyperparameters(optimizer.param_groups[0])
     state = TensorState(np.zeros(200, np.float32), np.zeros(200, np.float32), None)
-    complements = debiased_complements(current, 1, np)
-    expected = update(numpy_ops, optimizer.rule, current, complements, "none", start, to_numpy(p.grad), state)
+    corrections = bias_corrections(current, 1, np)
+    expected = update(numpy_ops, optimizer.rule, current, corrections, "none", start, to_numpy(p.grad), state)
     assert_same(p, optimizer.state[p], *expected)
 
 
@@ -199,7 +199,7 @@ def test_scalars_on_the_device_are_the_same_numbers() -> None:
         current = Hyperparameters(make(1e-2), 0.9, 0.99, 1e-6, make(0.1))
         slot = optimizer._slot(p)
         slot.settings = GroupSettings(current)
-        slot.settings.complements = lambda step, make=make: Complements(make(0.25), make(0.5))
+        slot.settings.corrections = lambda step, make=make: Corrections(make(0.25), make(0.5))
         with torch.no_grad():
             TritonBackend().update_all([(slot, torch.linspace(1, 2, 300))])
         results.append(p.detach())

@@ -12,8 +12,8 @@ import triton.language as tl
 
 
 @triton.jit
-def debiased_complement(first, log, step_ptr, ON_DEVICE: tl.constexpr, WIDE: tl.constexpr):
-    """(1-beta)/(1-beta^t): `core.moments.debiased_complement`.
+def bias_correction(first, log, step_ptr, ON_DEVICE: tl.constexpr, WIDE: tl.constexpr):
+    """(1-beta)/(1-beta^t): `core.moments.bias_correction`.
 
     With the number of updates on the host, `first` is the result already. With t on the device, `first` is 1-beta and
     `log` is log(beta), and with x = t*log(beta), in float64,
@@ -48,28 +48,28 @@ def prepared_gradient(g, parameter, decay, FIRST: tl.constexpr, L2: tl.constexpr
 
 
 @triton.jit
-def next_exp_avg(m, g, complement, FIRST: tl.constexpr, ZERO: tl.constexpr):
+def next_exp_avg(m, g, correction, FIRST: tl.constexpr, ZERO: tl.constexpr):
     """m + c1*(g-m), or m + c1*g for a later micro-batch: `core.moments.first_moments`, `later_moments`.
 
-    ZERO: beta1 is 0, and nothing of m is kept: `core.moments.remembered`.
+    ZERO: beta1 is 0, and nothing of m is kept: `core.moments.reset_where_beta_is_zero`.
     """
     if FIRST:
         if ZERO:
             m = tl.zeros_like(m)
-        return m + complement * (g - m)
+        return m + correction * (g - m)
     else:
-        return m + complement * g
+        return m + correction * g
 
 
 @triton.jit
-def next_exp_avg_sq(v, g, complement, FIRST: tl.constexpr, ZERO: tl.constexpr):
+def next_exp_avg_sq(v, g, correction, FIRST: tl.constexpr, ZERO: tl.constexpr):
     """v + c2*(g*g-v), or v + c2*g*g for a later micro-batch, as `next_exp_avg`."""
     if FIRST:
         if ZERO:
             v = tl.zeros_like(v)
-        return v + complement * (g * g - v)
+        return v + correction * (g * g - v)
     else:
-        return v + complement * (g * g)
+        return v + correction * (g * g)
 
 
 @triton.jit

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ....core.errors import Refused
+from ....core.errors import RefusedError
 from ..backend import OverShards, TensorSlot
 from . import devices
 from .batches import Batch, alike, step_on
@@ -204,7 +204,7 @@ def _captured(slot: TensorSlot, device: torch.device) -> bool:
     """Whether launches are being captured. A graph would repeat for ever the number of updates that the host knows then."""
     captured = devices.capturing(device)
     if captured and not slot.capturable:
-        raise Refused(
+        raise RefusedError(
             "a step can be captured in a CUDA graph only where the number of updates is kept on the device; construct the "
             "optimizer with capturable=True."
         )

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ....core.errors import InvalidArgument
+from ....core.errors import InvalidArgumentError
 from ...communication.shards import PLAIN
 from ..backend import TensorSlot
 from .operands import WIDEST, Operands, alignment, check_operands, operands
@@ -122,8 +122,8 @@ def alike(pairs: Sequence[tuple[TensorSlot, Tensor]]) -> list[Batch]:
     """The tensors of a call in as few batches as possible.
 
     Raises:
-        UnsupportedTensor: a parameter has gaps, or its tensors are on several devices or of several sizes.
-        InvalidArgument: a number of updates is not where the kernels read it.
+        UnsupportedTensorError: a parameter has gaps, or its tensors are on several devices or of several sizes.
+        InvalidArgumentError: a number of updates is not where the kernels read it.
     """
     if not pairs:
         return []
@@ -265,10 +265,10 @@ def step_on(device: torch.device, step: Tensor) -> Tensor:
     """The number of updates where the kernels read it.
 
     Raises:
-        InvalidArgument: it is somewhere else.
+        InvalidArgumentError: it is somewhere else.
     """
     if step.device != device:
-        raise InvalidArgument(
+        raise InvalidArgumentError(
             f"capturable=True needs the step counts on {device}, and one is on {step.device}: it was set after the first step. "
             "Construct the optimizer with capturable=True and load its state_dict()."
         )

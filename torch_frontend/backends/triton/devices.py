@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from triton.runtime import driver
 
-from ....core.errors import UnsupportedTensor
+from ....core.errors import UnsupportedTensorError
 from .availability import interpreted
 
 
@@ -16,12 +16,12 @@ def on(device: torch.device) -> contextlib.AbstractContextManager[Any]:
     """Make a device the current one, on which Triton launches.
 
     Raises:
-        UnsupportedTensor: a parameter is (added, or moved since the optimizer was constructed) where no kernel can run.
+        UnsupportedTensorError: a parameter is (added, or moved since the optimizer was constructed) where no kernel can run.
     """
     if device.type == "cuda":
         return torch.cuda.device(device)
     if not interpreted():
-        raise UnsupportedTensor(
+        raise UnsupportedTensorError(
             f"backend='triton' cannot update a parameter on {device}; move the model to a CUDA device, or construct the "
             "optimizer again with backend='auto'."
         )

@@ -25,7 +25,7 @@ is not assigned for an early return.)
 import triton
 import triton.language as tl
 
-from .arithmetic import clipped_learning_rate, debiased_complement
+from .arithmetic import bias_correction, clipped_learning_rate
 from .hand_off import SUMMED_AT_ONCE, announce, arrive, left_last, take_ticket, wait
 from .phases import measured_item, written_item
 
@@ -65,8 +65,8 @@ def update_group(
             gradient is not finite; write does nothing then.
         numbers: None, and the scalars are arguments; or WIDE, `NUMBERS` of them.
         PHASES: "measure", "write", or "both" with tickets.
-        ZERO1, ZERO2: whether beta1, and beta2, are known to be 0: `core.moments.remembered`. No other value of them, or of the
-            scalars, is compiled in.
+        ZERO1, ZERO2: whether beta1, and beta2, are known to be 0: `core.moments.reset_where_beta_is_zero`. No other value of
+            them, or of the scalars, is compiled in.
         ALIGNMENT: bytes that every address is a multiple of.
     """
     if numbers is not None:
@@ -98,7 +98,7 @@ def update_group(
         if EACH:
             flag_ptr += tensor
         arrived = counters + 2 + tensor * 2
-        complement2 = debiased_complement(first2, log2, step_ptr, STEP_ON_DEVICE, WIDE)
+        complement2 = bias_correction(first2, log2, step_ptr, STEP_ON_DEVICE, WIDE)
         if PHASES != "write":
             if phase == 0:
                 slot = tl.load(row + 7)
@@ -124,7 +124,7 @@ def update_group(
                     eta = lr
                     if CLIP:
                         eta = clipped_learning_rate(lr, tl.load(squares + tensor, cache_modifier=".cg"))
-                    complement1 = debiased_complement(first1, log1, step_ptr, STEP_ON_DEVICE, WIDE)
+                    complement1 = bias_correction(first1, log1, step_ptr, STEP_ON_DEVICE, WIDE)
                     _ = written_item(
                         g_ptr, m_ptr, v_ptr, p_ptr, k_ptr, base, n, complement1, complement2, eta, eps, floor, decay,
                         "update", True, ZERO1, ZERO2, L2, MAXIMIZE, COMPENSATION, WIDE, PASS, TILES, BLOCK, TAIL,
@@ -190,8 +190,8 @@ def update_tensor(
     complement1 = first1
     complement2 = first2
     if step_ptr is not None:
-        complement1 = debiased_complement(first1, log1, step_ptr, True, WIDE)
-        complement2 = debiased_complement(first2, log2, step_ptr, True, WIDE)
+        complement1 = bias_correction(first1, log1, step_ptr, True, WIDE)
+        complement2 = bias_correction(first2, log2, step_ptr, True, WIDE)
     before = 0.0
     if square_before is not None:
         before = tl.load(square_before).to(WIDE)

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ....core.errors import Refused
+from ....core.errors import RefusedError
 from . import devices
 
 CAPTURES = 4
@@ -62,7 +62,7 @@ class Uploads:
         """A copy of `values` on the device.
 
         Raises:
-            Refused: a graph is being captured, and nothing was provided for this table.
+            RefusedError: a graph is being captured, and nothing was provided for this table.
         """
         host = torch.from_numpy(values)
         if not devices.capturing(device):
@@ -71,7 +71,7 @@ class Uploads:
             return Uploaded(host.pin_memory().to(device, non_blocking=True), torch.cuda.current_stream(device))
         ready = self._ready.get(name)
         if not ready or ready[-1].numel() != values.nbytes:
-            raise Refused(
+            raise RefusedError(
                 "a step cannot be captured in a CUDA graph before one of the same parameters was taken without: call "
                 "optimizer.step() outside of the capture first (and again after every few captures)."
             )

@@ -48,26 +48,26 @@ class KnownNumbers:
         float64 arithmetic needs a buffer, as an argument of a kernel is float32; so does a learning rate on the device.
         """
         current, l2 = slot.hyperparameters, slot.rule.l2
-        complements = None if slot.capturable else slot.complements
+        corrections = None if slot.capturable else slot.corrections
         if wide != torch.float32:
-            return _numbers(current, l2, complements, wide, device, scratch)
+            return _numbers(current, l2, corrections, wide, device, scratch)
         key = id(current), l2  # what is kept keeps the object alive, so that no other one has its id
         known = self._known.get(key)
-        if known is not None and known[1] == complements:  # numbers of the host: nothing waits for a device
+        if known is not None and known[1] == corrections:  # numbers of the host: nothing waits for a device
             return known[2]
-        found = _numbers(current, l2, complements, wide, device, scratch)
+        found = _numbers(current, l2, corrections, wide, device, scratch)
         if found.buffer is None:
             if len(self._known) >= REMEMBERED:  # hyperparameters of the past
                 self._known.clear()
-            self._known[key] = (current, complements, found)
+            self._known[key] = (current, corrections, found)
         return found
 
 
 def _numbers(
-    current: Hyperparameters, l2: bool, complements: Any, wide: torch.dtype, device: torch.device, scratch: Scratch
+    current: Hyperparameters, l2: bool, corrections: Any, wide: torch.dtype, device: torch.device, scratch: Scratch
 ) -> Numbers:
     fixed = Fixed(is_zero(current.beta1), is_zero(current.beta2), current.maximize)
-    values = _values(current, l2, complements)
+    values = _values(current, l2, corrections)
     on_device = {position: value for position, value in enumerate(values) if isinstance(value, Tensor)}
     constants = tuple(0.0 if position in on_device else float(value) for position, value in enumerate(values))
     if wide == torch.float32 and not on_device:
@@ -80,12 +80,12 @@ def _numbers(
     return Numbers(fixed, buffer, (0.0,) * len(values))
 
 
-def _values(current: Hyperparameters, l2: bool, complements: Any) -> list[Any]:
-    """In order. Without complements, which follow from a number of updates on the device: 1-beta and log(beta)."""
-    if complements is None:
+def _values(current: Hyperparameters, l2: bool, corrections: Any) -> list[Any]:
+    """In order. Without corrections, which follow from a number of updates on the device: 1-beta and log(beta)."""
+    if corrections is None:
         betas = [(1.0 - beta, _log(beta)) for beta in (current.beta1, current.beta2)]
     else:
-        betas = [(complement, 0.0) for complement in complements]
+        betas = [(correction, 0.0) for correction in corrections]
     square = current.eps * current.eps
     floor = max(square, SMALLEST_NORMAL_FLOAT32) if isinstance(square, numbers.Real) else square
     decay = current.weight_decay if l2 else current.decay_rate

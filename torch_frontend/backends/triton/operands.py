@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ....core.errors import UnsupportedTensor
+from ....core.errors import UnsupportedTensorError
 from ...communication.shards import PLAIN, local
 from ..backend import TensorSlot
 from .availability import dense
@@ -37,7 +37,7 @@ def operands(slot: TensorSlot, gradient: Tensor | None) -> Operands:
     a second gradient for the time of the launch. State that is (it came from a file) is laid out again, once.
 
     Raises:
-        UnsupportedTensor: the parameter has gaps in memory or overlaps.
+        UnsupportedTensorError: the parameter has gaps in memory or overlaps.
     """
     parameter, state = slot.parameter, slot.state
     exp_avg, exp_avg_sq = state["exp_avg"], state["exp_avg_sq"]
@@ -68,7 +68,7 @@ def alignment(given: Sequence[Tensor], addresses: Sequence[int]) -> int:
 
 
 def check_operands(given: Operands) -> None:
-    """Raise `UnsupportedTensor` if not all of a parameter's tensors are on its device and of its size.
+    """Raise `UnsupportedTensorError` if not all of a parameter's tensors are on its device and of its size.
 
     A kernel would read, and write, other memory.
     """
@@ -76,7 +76,7 @@ def check_operands(given: Operands) -> None:
     device, numel = parameter.device, parameter.numel()
     for name, tensor in zip(Operands._fields, given, strict=True):
         if tensor.device != device:
-            raise UnsupportedTensor(
+            raise UnsupportedTensorError(
                 f"parameter of shape {tuple(parameter.shape)} is on {device}, and its {name} on {tensor.device}; move "
                 "the model before the first step, or load the optimizer's state_dict() after moving it."
             )
@@ -85,9 +85,9 @@ def check_operands(given: Operands) -> None:
 
 
 def check_dense(parameter: Tensor) -> None:
-    """Raise `UnsupportedTensor` for a parameter that the kernels cannot walk through."""
+    """Raise `UnsupportedTensorError` for a parameter that the kernels cannot walk through."""
     if not dense(parameter):
-        raise UnsupportedTensor(
+        raise UnsupportedTensorError(
             f"parameter of shape {tuple(parameter.shape)} and strides {parameter.stride()} leaves gaps in memory or overlaps; "
             "make it dense (parameter.data = parameter.data.contiguous()), or use backend='eager'."
         )
@@ -100,8 +100,8 @@ def _kept(state: MutableMapping[str, Any], name: str, parameter: Tensor) -> Tens
     return local(state[name])
 
 
-def _resized(name: str, tensor: Tensor, parameter: Tensor) -> UnsupportedTensor:
-    return UnsupportedTensor(
+def _resized(name: str, tensor: Tensor, parameter: Tensor) -> UnsupportedTensorError:
+    return UnsupportedTensorError(
         f"parameter of shape {tuple(parameter.shape)} has {parameter.numel()} elements, and its {name} of shape "
         f"{tuple(tensor.shape)} has {tensor.numel()}: one of them was resized. Compute the gradient again, or load a "
         "state_dict() of the model as it is now."

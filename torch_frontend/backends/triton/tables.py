@@ -77,7 +77,7 @@ class GroupTables:
             capturable: a later launch may be captured in a graph.
 
         Raises:
-            Refused: a graph is being captured, and no step of these parameters was taken before.
+            RefusedError: a graph is being captured, and no step of these parameters was taken before.
         """
         items = self._items_table(tuple(numels), item_elements, wave_elements, phases, device)
         # No parameter is in two launches of a step.
