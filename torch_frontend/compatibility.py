@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from ..core.errors import InvalidArgumentError, RefusedError
 from .releasable import ReleasableOptimizer
-from .release import lenient_release, owner_of, remove_orphaned_hooks
+from .release import owner_of, release_leniently, remove_orphaned_hooks
 
 Modules = type[nn.Module] | Iterable[type[nn.Module]] | None
 NamesOrModules = str | type[nn.Module] | Iterable[str | type[nn.Module]] | None
@@ -33,7 +33,7 @@ def prepare_for_gradient_release(model: nn.Module, optimizer: ReleasableOptimize
     """
     if isinstance(optimizer, ReleasableOptimizer) and not optimizer.gradient_release:
         raise RefusedError("the optimizer was constructed without gradient_release=True; construct it with it.")
-    lenient_release(model, optimizer)
+    release_leniently(model, optimizer)
 
 
 def remove_gradient_release(model: nn.Module) -> None:

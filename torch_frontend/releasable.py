@@ -124,13 +124,13 @@ class ReleasableOptimizer(TensorUpdates):
         try:
             check_group(self.rule, group)
             if self.release is not None:
-                self.release.check_ownership(group["params"])
+                self.release._check_ownership(group["params"])
         except Exception:
             del self.param_groups[before:]
             raise
         self._warn_of_decay(group)
         if self.release is not None:
-            self.release.pipeline.attach()
+            self.release._pipeline.attach()
 
     def _warn_of_decay(self, group: Group) -> None:
         if self._warned_of_decay or not hyperparameters(group).fully_decoupled_decay_is_high:
@@ -162,29 +162,29 @@ class ReleasableOptimizer(TensorUpdates):
             with torch.enable_grad():
                 loss = closure()
         if self.release is not None:
-            self.release.close_step()
+            self.release._close_step()
             return loss
         if self._optimizer_accumulation:
             raise RefusedError(
                 "optimizer_accumulation=True has no effect before prepare_for_gradient_release(model, optimizer); call that."
             )
-        self.refresh()
+        self._refresh()
         ready = [(p, gradient) for p in self._parameters() if (gradient := p.grad) is not None]
         unusual = [pair for pair in ready if type(pair[1]) is not Tensor or pair[1].layout is not PLAIN_GRADIENT]
         for parameter, gradient in unusual:
             check_gradient(parameter, gradient)
-        if self.checks_on_device(parameter for parameter, _ in ready):
-            self.update_if_all_finite(ready)
+        if self._checks_on_device(parameter for parameter, _ in ready):
+            self._update_if_all_finite(ready)
             return loss
         if self.on_nonfinite != "propagate" and not all(each_finite(ready)):
             if self.on_nonfinite == "raise":
                 raise NonFiniteGradientError("a gradient holds an infinity or a NaN; the step was not taken.")
-            self.count_skipped()
+            self._count_skipped()
             return loss
         if unusual:
-            self.perform_all([(parameter, gradient, Action.UPDATE) for parameter, gradient in ready])
+            self._perform_all([(parameter, gradient, Action.UPDATE) for parameter, gradient in ready])
         else:
-            self.update_all(ready)
+            self._update_all(ready)
         return loss
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -199,7 +199,7 @@ class ReleasableOptimizer(TensorUpdates):
         if self.release is None:
             super().zero_grad(set_to_none)
             return
-        self.release.discard()
+        self.release._discard_step()
         for parameter in self._parameters():
             parameter.grad = None
 
@@ -208,7 +208,7 @@ class ReleasableOptimizer(TensorUpdates):
     def state_dict(self) -> dict[str, Any]:
         """As in torch. Raises `RefusedError` under release between the first gradient of an update and its step()."""
         if self.release is not None:
-            self.release.require_closed("state_dict()")
+            self.release._require_closed("state_dict()")
         return saved_state.sendable(super().state_dict())
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
@@ -219,7 +219,7 @@ class ReleasableOptimizer(TensorUpdates):
             RefusedError: in the middle of a step under release; nothing was changed.
         """
         if self.release is not None:
-            self.release.require_closed("load_state_dict()")
+            self.release._require_closed("load_state_dict()")
         final: dict[str, Any] = {}
 
         def check(_: Optimizer, given: dict[str, Any]) -> None:
@@ -236,7 +236,7 @@ class ReleasableOptimizer(TensorUpdates):
 
     def __getstate__(self) -> dict[str, Any]:
         if self.release is not None:
-            self.release.require_closed("a copy or pickle of the optimizer")
+            self.release._require_closed("a copy or pickle of the optimizer")
         kept = ("_on_nonfinite", "gradient_release", "_warned_of_decay", "_optimizer_accumulation")
         backend = {"_backend_name": self.backend, "_skipped": self.skipped}
         return {**super().__getstate__(), **{name: getattr(self, name) for name in kept}, **backend}

@@ -40,7 +40,7 @@ class TensorUpdates(Optimizer):
         self._slots, self._groups, self._whole = {}, [], {}
 
     @property
-    def launches_together(self) -> bool:
+    def _launches_together(self) -> bool:
         """Whether the backend updates many small tensors at the cost of one."""
         return self._backend.one_launch
 
@@ -61,15 +61,11 @@ class TensorUpdates(Optimizer):
     def skipped(self, count: int) -> None:
         self._skipped.reset(count)
 
-    def count_skipped(self, count: int = 1) -> None:
+    def _count_skipped(self, count: int = 1) -> None:
         """So many more; nobody waits for the device."""
         self._skipped.add(count)
 
-    def group_of(self, parameter: Tensor) -> Group:
-        """The live group of a parameter."""
-        return next(group for group in self.param_groups if any(parameter is member for member in group["params"]))
-
-    def holds(self, parameter: Tensor) -> bool:
+    def _holds(self, parameter: Tensor) -> bool:
         """Whether the parameter is in a group; asked after `refresh`."""
         return id(parameter) in self._whole
 
@@ -79,19 +75,19 @@ class TensorUpdates(Optimizer):
     # -- actions ---------------------------------------------------------------------------------------------------------
 
     @property
-    def may_check_on_device(self) -> bool:
+    def _may_check_on_device(self) -> bool:
         """Whether the backend can leave out what is to be skipped."""
         return self.on_nonfinite == "skip" and isinstance(self._backend, ChecksOnDevice)
 
-    def checks_on_device(self, parameters: Iterable[Tensor]) -> bool:
+    def _checks_on_device(self, parameters: Iterable[Tensor]) -> bool:
         """Whether the device itself leaves out what is to be skipped, so that nobody has to wait for it."""
         return (
-            self.may_check_on_device
+            self._may_check_on_device
             and all(group["capturable"] for group in self.param_groups)
             and not any(map(is_sharded, parameters))
         )
 
-    def perform_all(
+    def _perform_all(
         self, tasks: Sequence[tuple[Tensor, Tensor | None, Action]], *, if_finite: bool = False
     ) -> Sequence[Tensor]:
         """Actions on parameters; what they need from other processes comes in one exchange for all of them.
@@ -106,13 +102,13 @@ class TensorUpdates(Optimizer):
             With if_finite, of each task: 1 where it was done, 0 where it was left out, 0-d on the device.
         """
         if len(tasks) == 1 and not if_finite and not is_sharded(tasks[0][0]):
-            self.perform(*tasks[0])
+            self._perform(*tasks[0])
             return ()
         updates: list[tuple[TensorSlot, Tensor]] = []
         shards: list[TensorSlot] = []  # whose step needs the mean squares of the other parts
         steps: list[TensorSlot] = []
         for parameter, gradient, action in tasks:
-            slot, here = self.slot(parameter), local(gradient)
+            slot, here = self._known_slot(parameter), local(gradient)
             if action.steps:
                 steps.append(slot)
             if action is Action.UPDATE:
@@ -136,7 +132,7 @@ class TensorUpdates(Optimizer):
         self._skipped.add_unapplied(applied)
         return applied
 
-    def update(self, parameter: Tensor, gradient: Tensor, *, measure: bool = False) -> Tensor | None:
+    def _update(self, parameter: Tensor, gradient: Tensor, *, measure: bool = False) -> Tensor | None:
         """`Action.UPDATE` of one parameter that is not sharded.
 
         Returns:
@@ -147,7 +143,7 @@ class TensorUpdates(Optimizer):
         slot.count()
         return square
 
-    def update_all(self, ready: Sequence[tuple[Tensor, Tensor]]) -> None:
+    def _update_all(self, ready: Sequence[tuple[Tensor, Tensor]]) -> None:
         """`Action.UPDATE` of many parameters, with their gradients; of a sharded one the part of the gradient that is here."""
         slots = self._slots
         pairs = [(slots.get(id(parameter)) or self._new_slot(parameter), gradient) for parameter, gradient in ready]
@@ -164,9 +160,9 @@ class TensorUpdates(Optimizer):
         else:
             self._backend.update_all(pairs)
 
-    def perform(self, parameter: Tensor, gradient: Tensor | None, action: Action) -> None:
+    def _perform(self, parameter: Tensor, gradient: Tensor | None, action: Action) -> None:
         """`perform_all` of one parameter that is not sharded."""
-        slot, backend = self.slot(parameter), self._backend
+        slot, backend = self._known_slot(parameter), self._backend
         if gradient is None:
             backend.apply(slot)
         elif action.steps:
@@ -176,7 +172,7 @@ class TensorUpdates(Optimizer):
         if action.steps:
             slot.count()
 
-    def update_if_all_finite(self, ready: Sequence[tuple[Tensor, Tensor]]) -> Sequence[Tensor]:
+    def _update_if_all_finite(self, ready: Sequence[tuple[Tensor, Tensor]]) -> Sequence[Tensor]:
         """Update all or, where a gradient is not finite, none: the device decides, where `checks_on_device` holds.
 
         Args:
@@ -186,7 +182,7 @@ class TensorUpdates(Optimizer):
             Nothing of nothing; else one number, 1 where it was done, 0 where it was left out, 0-d on a device.
         """
         assert isinstance(self._backend, ChecksOnDevice)
-        pairs = [(self.slot(parameter), gradient) for parameter, gradient in ready]
+        pairs = [(self._known_slot(parameter), gradient) for parameter, gradient in ready]
         if not pairs:
             return ()
         applied = self._backend.update_all_if_finite(pairs)
@@ -203,7 +199,7 @@ class TensorUpdates(Optimizer):
 
     # -- what a backend gets ---------------------------------------------------------------------------------------------
 
-    def refresh(self) -> bool:
+    def _refresh(self) -> bool:
         """Read the groups again: settings are validated where they changed, and slots dropped that no longer fit.
 
         Called at the beginning of a step, and of a backward pass under release; groups, their lists and their settings, the
@@ -235,14 +231,14 @@ class TensorUpdates(Optimizer):
             dropped = True
         return dropped
 
-    def slot(self, parameter: Tensor) -> TensorSlot:
+    def _known_slot(self, parameter: Tensor) -> TensorSlot:
         """What an update of the parameter reads and writes; made where it is not kept. Asked after `refresh`."""
         return self._slots.get(id(parameter)) or self._new_slot(parameter)
 
     def _slot(self, parameter: Tensor) -> TensorSlot:
         """`slot`, at any time."""
-        self.refresh()
-        return self.slot(parameter)
+        self._refresh()
+        return self._known_slot(parameter)
 
     def _new_slot(self, parameter: Tensor) -> TensorSlot:
         entry = next(known for known in self._groups if id(parameter) in known.ids)

@@ -36,7 +36,7 @@ class Ledger:
             self.peak = self.live + nbytes
 
     @property
-    def booked(self) -> list[Hashable]:
+    def recorded(self) -> list[Hashable]:
         """The tensors whose gradients exist."""
         return list(self._held)
 

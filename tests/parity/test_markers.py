@@ -32,9 +32,9 @@ def test_a_quick_run_has_every_way_and_dtype() -> None:
 
 def test_a_use_that_is_not_refused_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("torch")
-    from penstock.torch_frontend.release.marker import Disclosure
+    from penstock.torch_frontend.release.marker import MarkerContext
 
-    monkeypatch.setattr(Disclosure, "check_factor", lambda *arguments: None)
+    monkeypatch.setattr(MarkerContext, "check_factor", lambda *arguments: None)
     found = run_case(TorchBackend("eager"), MarkerCase("release", RULES["adamw"], "float32"))
     wrong = [row for row in found if isinstance(row, Row) and not row.within and row.quantity == "uses refused"]
     assert [row.data for row in wrong] == STEPS * [{"wrong": ["clipped as declared", "clipped otherwise", "times a half"]}]

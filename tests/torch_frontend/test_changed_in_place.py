@@ -66,7 +66,7 @@ def test_parameters_are_looked_for_where_they_are_now() -> None:
     assert moved(third, second) == [False, True]
     frozen[0] = replacement = nn.Parameter(torch.ones(3))
     assert moved(replacement, second) == [False, True]
-    assert [optimizer.holds(parameter) for parameter in (first, second, third, replacement)] == [False, True, True, True]
+    assert [optimizer._holds(parameter) for parameter in (first, second, third, replacement)] == [False, True, True, True]
     trained[0], frozen[0] = replacement, second
     assert moved(replacement, second) == [True, False]
 

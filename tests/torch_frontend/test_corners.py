@@ -219,7 +219,7 @@ def test_the_norms_of_create_graph_hold_no_graph(arguments, skips: bool) -> None
     optimizer = AdamW(model.parameters(), on_nonfinite="skip" if skips else "propagate")
     release = release_gradients(model, optimizer, **arguments)
     loss_of(model, batches(1)[0]).backward(create_graph=True)
-    assert not any(square.requires_grad for square in release.pipeline.disclosure.squares.values())
+    assert not any(square.requires_grad for square in release._pipeline.context.squares.values())
     assert not release.last_norm.requires_grad
 
 

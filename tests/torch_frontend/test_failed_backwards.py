@@ -123,7 +123,7 @@ def test_another_guarded_backward_is_refused_before_anything_changes() -> None:
     model, _, release, _ = failed()
     before = [p.detach().clone() for p in model.parameters()]
     with pytest.raises(RefusedError, match="second guarded backward"):
-        guard.two_passes(release.pipeline, loss_of(model, batches(1, WIDTH)[0]), torch.ones(()), 0)
+        guard.two_passes(release._pipeline, loss_of(model, batches(1, WIDTH)[0]), torch.ones(()), 0)
     assert all(torch.equal(p, old) for p, old in zip(model.parameters(), before, strict=True))
 
 

@@ -46,7 +46,7 @@ def test_tied_reused_frozen_and_unused_parameters() -> None:
             optimizer.zero_grad()
         models.append(model)
         if released:
-            assert all(owner_of(p) is optimizer.release.pipeline for p in model.frozen.parameters())
+            assert all(owner_of(p) is optimizer.release._pipeline for p in model.frozen.parameters())
         assert optimizer.state[model.embedding.weight]["step"] == 6
         assert not optimizer.state[model.unused.weight]
     assert same_parameters(*models)

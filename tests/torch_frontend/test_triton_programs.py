@@ -46,7 +46,7 @@ def test_audit_of_what_makes_no_other_program(launches: Compared) -> None:
             optimizer.step()
             with torch.no_grad():
                 for p in optimizer._parameters()[:2]:
-                    optimizer.perform(p, p.grad, Action.UPDATE)
+                    optimizer._perform(p, p.grad, Action.UPDATE)
     assert launches.programs("update_group") == launches.programs("update_tensor") == 1
 
 
@@ -58,7 +58,7 @@ def test_audit_of_a_beta_of_zero(launches: Compared) -> None:
             for _ in range(2):
                 optimizer.step()
                 with torch.no_grad():
-                    optimizer.perform(optimizer._parameters()[0], optimizer._parameters()[0].grad, Action.UPDATE)
+                    optimizer._perform(optimizer._parameters()[0], optimizer._parameters()[0].grad, Action.UPDATE)
     assert launches.programs("update_group") == launches.programs("update_tensor") == 2
 
 

@@ -1,4 +1,4 @@
-"""The few numbers behind every bucket of gradients, by which processes that are not in the same round notice it."""
+"""Tags: a few numbers after every bucket of gradients, by which processes notice that they are not in the same round."""
 
 from __future__ import annotations
 
@@ -9,104 +9,107 @@ import torch
 from torch import Tensor
 
 from ...core.errors import RefusedError
-from .protocol import Purpose
+from .protocol import RoundKind
 
-HEAD = 1 + 2 * len(Purpose._fields)
-"""Numbers of a tag before those of its gradients: failed, and of each field of `Purpose` whether it is so, and whether not."""
+HEAD = 1 + 2 * len(RoundKind._fields)
+"""Numbers at the head of a tag: failed, and for each field of `RoundKind` the field and its negation."""
 
 KEPT = 1024
-"""Tags that are kept: a model has few, unless which of its gradients are used changes from step to step."""
+"""Most tags in the cache: a model has few, unless the set of used gradients changes from step to step."""
 
 FAILED = (
     "backward() has failed on one of the processes; its exception there says why. What had not been averaged by then is used "
     "on no process: nothing at all in the first pass of release.guard(). Call optimizer.zero_grad() on every process, and "
     "go on with the next batch on all of them."
 )
-APART = (
+DISAGREE = (
     "the processes are not in the same backward(): this one is in one that {here}, another is not, and their gradients do not "
     "belong together. A process has left out a backward() or an optimizer.step(), or run one more, or has another number of "
     "micro-batches (an exception that was caught, a batch that was skipped, sync= or optimizer_accumulation that differ). "
     "Call each of them equally often on all processes. To go on, call optimizer.zero_grad() on every process, and where "
     "micro-batches were in the moments already go back to a checkpoint."
 )
-LATE = " This is known one backward later, as nothing waits for an accelerator: go back to a checkpoint."
+NOTICED_LATE = " This is known one backward later, as nothing waits for an accelerator: go back to a checkpoint."
 
 
 class Agreement:
-    """Writes tags, and reads their sums over processes.
+    """Makes tags, and reads their sums over processes.
 
-    Where a process says no and another yes, a number is positive that is 0 as long as all agree: a sum of zeros is exact in
-    every dtype and for any number of processes.
+    If one process disagrees, a number is positive that is otherwise 0; a sum of zeros is exact in every dtype.
 
-    A sum on a CPU is read at once. Nothing waits for an accelerator: there the sums of a round are read when the next one
-    begins, or at its end if it only measures, before anything is used.
+    Sums on a CPU are read at once. On an accelerator nothing waits: the sums of a round are read when the next round begins,
+    or, if the round only measures, at its end, before anything is used.
     """
 
     def __init__(self) -> None:
         self._tags: dict[Any, Tensor] = {}
         self._sums: list[Tensor] = []
         self._unread: _Unread | None = None
-        self._told = False  # in the round under way, what was wrong with the last
+        self._raised = False  # an error of the previous round was raised in this one
 
-    def tag(self, purpose: Purpose, like: Tensor, used: Sequence[bool], *, failed: bool) -> Tensor:
-        """Of one process, [HEAD + gradients], in the dtype and on the device of `like`. used: which gradients it has."""
-        key = (purpose, like.dtype, like.device, failed, *used)
+    def tag(self, round_kind: RoundKind, like: Tensor, used: Sequence[bool], *, failed: bool) -> Tensor:
+        """Return this process's tag, [HEAD + gradients], in the dtype and on the device of `like`.
+
+        Args:
+            used: for each gradient of the bucket, whether this process has it.
+        """
+        key = (round_kind, like.dtype, like.device, failed, *used)
         found = self._tags.get(key)
         if found is None:
             if len(self._tags) >= KEPT:
                 self._tags.clear()
-            numbers = [failed, *(number for field in purpose for number in (field, not field)), *used]
+            numbers = [failed, *(number for field in round_kind for number in (field, not field)), *used]
             found = self._tags[key] = torch.tensor(numbers, dtype=like.dtype, device=like.device)
         return found
 
-    def problem(self, purpose: Purpose, sums: Tensor) -> str | None:
-        """Why the gradients before these sums, [HEAD], must not be used; None if no reason is known yet."""
+    def problem(self, round_kind: RoundKind, sums: Tensor) -> str | None:
+        """Return why the gradients with these sums, [HEAD], must not be used; None if no reason is known."""
         if reads_at_once(sums):
-            return _problem(purpose, sums.tolist())
+            return _problem(round_kind, sums.tolist())
         self._sums.append(sums.clone())  # the gradients may go before it is read
         return None
 
-    def end_round(self, purpose: Purpose, *, failed: bool) -> None:
-        """Every gradient has been handed over. Raises as `read`, unless the round has `failed` and this process knows."""
+    def end_round(self, round_kind: RoundKind, *, failed: bool) -> None:
+        """End a round. Raises as `read` does, unless the round has `failed` and this process knows it."""
         sums, self._sums = self._sums, []
-        told, self._told = self._told, False
-        if not sums or (failed and (purpose.measured or told)):  # every process knows
+        raised, self._raised = self._raised, False
+        if not sums or (failed and (round_kind.measured or raised)):  # every process knows
             return
         highest = torch.stack([x.float().to(sums[0].device) for x in sums]).amax(0)
-        self._unread = _Unread(purpose, highest.to("cpu", non_blocking=True), _recorded(highest))
-        if purpose.measured:
+        self._unread = _Unread(round_kind, highest.to("cpu", non_blocking=True), _recorded(highest))
+        if round_kind.measured:
             self.read()
 
     def read(self) -> None:
-        """Raise `RefusedError` if the processes were apart in a round that was not read yet.
+        """Raise `RefusedError` if the processes disagreed in a round whose sums were not read yet.
 
-        Where nothing was used but measured, that is its end. Otherwise all raise in the next round, also those that knew
-        before: it is left on all alike.
+        A round that only measured ends with this. Otherwise all processes raise in the next round, including those that knew
+        before, so that all leave it alike.
         """
         unread, self._unread = self._unread, None
         if unread is None:
             return
         if unread.event is not None:
             unread.event.synchronize()
-        problem = _problem(unread.purpose, unread.sums.tolist())
+        problem = _problem(unread.round_kind, unread.sums.tolist())
         if problem is None:
             return
-        if unread.purpose.measured:
+        if unread.round_kind.measured:
             raise RefusedError(problem)
-        self._told = True
-        raise RefusedError(problem + LATE)
+        self._raised = True
+        raise RefusedError(problem + NOTICED_LATE)
 
 
 class _Unread(NamedTuple):
-    """Sums on their way to the host, and what to wait for."""
+    """Sums that are being copied to the host, and the event to wait for."""
 
-    purpose: Purpose
+    round_kind: RoundKind
     sums: Tensor
     event: Any
 
 
 def reads_at_once(sums: Tensor) -> bool:
-    """Whether reading them makes nobody wait."""
+    """Whether the sums can be read without a synchronisation."""
     return sums.device.type == "cpu"
 
 
@@ -118,12 +121,12 @@ def _recorded(tensor: Tensor) -> Any:
     return event
 
 
-def _problem(purpose: Purpose, sums: list[float]) -> str | None:
+def _problem(round_kind: RoundKind, sums: list[float]) -> str | None:
     if sums[0] > 0:
         return FAILED
-    for index, (field, here) in enumerate(zip(Purpose._fields, purpose, strict=True)):
+    for index, (field, here) in enumerate(zip(RoundKind._fields, round_kind, strict=True)):
         if sums[1 + 2 * index + here] > 0:
-            return APART.format(here=_SAID[field][here])
+            return DISAGREE.format(here=_SAID[field][here])
     return None
 
 

@@ -1,4 +1,4 @@
-"""DistributedDataParallel: its buckets are averaged by a hook of ours, which then delivers their gradients."""
+"""DistributedDataParallel: a communication hook averages its buckets, and delivers their gradients."""
 
 from __future__ import annotations
 
@@ -12,19 +12,18 @@ from torch import Tensor, nn
 
 from ...core.errors import RefusedError
 from .local import LocalCommunication
-from .protocol import Deliver, Purpose
+from .protocol import Deliver, RoundKind
 
 _HOOKED: weakref.WeakKeyDictionary[nn.Module, _BucketHook] = weakref.WeakKeyDictionary()
-"""DistributedDataParallel takes one hook for ever; it serves the release that is in force, and averages plainly without."""
+"""The hook of each model. DistributedDataParallel takes one hook for ever; without a release it only averages."""
 
 
 class DDPCommunication(LocalCommunication):
-    """Delivers the gradients of a bucket once it is averaged: the last bucket's while the backward still runs.
+    """Delivers the gradients of a bucket once it is averaged, while the backward still runs.
 
-    DistributedDataParallel keeps its buckets, and at the end of the backward gives the averaged gradients back in `.grad`
-    (copies, or views of the buckets with gradient_as_bucket_view=True); those of released parameters make way for their
-    markers when the pass has ended.
-    A bucket's gradients are multiplied by 1/world_size and then summed, as without a hook: bit for bit the same.
+    DistributedDataParallel keeps its buckets, and at the end of the backward puts the averaged gradients into `.grad` (copies,
+    or views of the buckets with gradient_as_bucket_view=True); markers replace those of released parameters after the pass.
+    Gradients are multiplied by 1/world_size and then summed, as without a hook: bit for bit the same.
     """
 
     name = "ddp"
@@ -45,52 +44,52 @@ class DDPCommunication(LocalCommunication):
         self._model = weakref.ref(model)
         self._parameters: set[Tensor] = set()
         self._used: set[Tensor] = set()  # on this rank, since the last averaged pass
-        self._local: set[Tensor] = set()  # gradients in .grad that are not averaged
-        self._freed: dict[
-            Tensor, Tensor | None
-        ] = {}  # used, and given back in .grad by DistributedDataParallel: with their markers
+        self._local: set[Tensor] = set()  # parameters whose `.grad` is not averaged
+        self._freed: dict[Tensor, Tensor | None] = {}  # markers of used gradients, to be put into `.grad` after the pass
 
-    def attach(self, parameters: Sequence[Tensor], deliver: Deliver, purpose: Callable[[], Purpose]) -> None:
-        super().attach(parameters, deliver, purpose)
+    def attach(self, parameters: Sequence[Tensor], deliver: Deliver, round_kind: Callable[[], RoundKind]) -> None:
+        super().attach(parameters, deliver, round_kind)
         self._parameters.update(parameters)
-        self._hook.engine = weakref.ref(self)
+        self._hook.communication = weakref.ref(self)
 
     def detach(self) -> None:
-        self._hook.engine = None
+        self._hook.communication = None
         self._freed = dict.fromkeys(self._freed)
         self.flush()
 
-    def keeps(self) -> bool:
+    def accumulates_locally(self) -> bool:
         """Whether the pass runs inside no_sync()."""
         model = self._model()
         return model is not None and not model.require_backward_grad_sync
 
-    def held(self, parameter: Tensor) -> None:
+    def gradient_held(self, parameter: Tensor) -> None:
         self._used.add(parameter)
         self._local.add(parameter)
 
     def gradient_ready(self, parameter: Tensor) -> None:
-        """Record that this process has a gradient; its bucket delivers the average."""
-        self.held(parameter)
+        """Record that this process has a gradient; the hook delivers the average."""
+        self.gradient_held(parameter)
 
     def flush(self, *, always: bool = False) -> None:
-        """Replace used gradients, which DistributedDataParallel has put back into `.grad`, by their markers."""
+        """Put markers in place of used gradients, which DistributedDataParallel has put back into `.grad`."""
         for parameter, placed in self._freed.items():
             parameter.grad = placed
         self._freed.clear()
 
     def free_after_pass(self, member: Any) -> None:
-        """Free the gradient of a released parameter, and leave its marker once DistributedDataParallel is through with
-        `.grad`, into which it copies the average. No marker is left where more micro-batches may come: of a parameter that
-        one of them does not use, DistributedDataParallel sends what is in `.grad`."""
+        """Free the gradient, and have its marker put into `.grad` after DistributedDataParallel has copied the average there.
+
+        No marker is left where more micro-batches may come: DistributedDataParallel reduces the `.grad` of parameters that a
+        micro-batch does not use.
+        """
         member.parameter.grad = None
-        self._freed[member.parameter] = None if member.marker.disclosure.takes_more else member.placed
+        self._freed[member.parameter] = None if member.marker.context.accepts_more else member.placed
 
     def average(self, parameters: Sequence[Tensor]) -> None:
         """Check that the last backward ran outside no_sync(), and so has averaged the gradients.
 
         Raises:
-            RefusedError: there was none.
+            RefusedError: the last backward did not average them.
         """
         if self._local.intersection(parameters):
             raise RefusedError(
@@ -104,7 +103,7 @@ class DDPCommunication(LocalCommunication):
         self._freed.clear()
 
     def averaged(self, parameters: Sequence[Tensor], gradients: Sequence[Tensor], used: Sequence[bool]) -> None:
-        """A bucket is averaged. What the release leaves in `.grad`, DistributedDataParallel overwrites as it always does."""
+        """Deliver an averaged bucket. DistributedDataParallel overwrites `.grad` afterwards, as always."""
         own = [parameter.grad for parameter in parameters]
         mine = [i for i, parameter in enumerate(parameters) if parameter in self._parameters and used[i]]
         for i in mine:
@@ -116,7 +115,7 @@ class DDPCommunication(LocalCommunication):
                 parameters[i].grad = own[i]
 
     def used_anywhere(self, parameters: Sequence[Tensor], group: Any) -> tuple[Tensor, Any] | None:
-        """A bitmap under way over the ranks of which parameters were used; None where all of them must be."""
+        """Start the all-reduce of a bitmap of used parameters; None where every parameter must be used."""
         model = self._model()
         if model is None or not (model.find_unused_parameters or model.static_graph):
             return None
@@ -125,20 +124,20 @@ class DDPCommunication(LocalCommunication):
         return bits, dist.all_reduce(bits, group=group, async_op=True)
 
     def pass_ended(self) -> None:
-        """The last bucket of a pass was delivered."""
+        """Record that the last bucket of a pass was delivered."""
         self._used.clear()
 
 
 class _BucketHook:
-    """The state of the communication hook: buckets under way, and who gets them."""
+    """The state of the communication hook: running all-reduces, and the release that gets the averages."""
 
     def __init__(self, group: Any) -> None:
         self.group = group
-        self.engine: weakref.ref[DDPCommunication] | None = None
+        self.communication: weakref.ref[DDPCommunication] | None = None
         self.in_flight: list[tuple[Any, Any, tuple[Tensor, Any] | None]] = []
 
-    def land(self, engine: DDPCommunication) -> None:
-        """Wait for the oldest bucket, and hand it over."""
+    def finish_oldest(self, communication: DDPCommunication) -> None:
+        """Wait for the oldest bucket, and deliver it."""
         bucket, work, bitmap = self.in_flight.pop(0)
         work.wait()
         parameters = bucket.parameters()
@@ -146,22 +145,22 @@ class _BucketHook:
         if bitmap is not None:
             bitmap[1].wait()
             used = [bool(bit) for bit in bitmap[0].tolist()]
-        engine.averaged(parameters, bucket.gradients(), used)
+        communication.averaged(parameters, bucket.gradients(), used)
 
 
 def _average_bucket(state: _BucketHook, bucket: Any) -> torch.futures.Future[Tensor]:
-    """The communication hook: averages this bucket, and hands over the one before while it is under way."""
+    """The communication hook: starts the average of this bucket, and delivers the one before."""
     with torch.no_grad():
         buffer = bucket.buffer()
         buffer.mul_(1.0 / dist.get_world_size(state.group))
         work: Any = dist.all_reduce(buffer, group=state.group, async_op=True)
-        engine = None if state.engine is None else state.engine()
-        if engine is not None:
-            state.in_flight.append((bucket, work, engine.used_anywhere(bucket.parameters(), state.group)))
+        communication = None if state.communication is None else state.communication()
+        if communication is not None:
+            state.in_flight.append((bucket, work, communication.used_anywhere(bucket.parameters(), state.group)))
             while len(state.in_flight) > (0 if bucket.is_last() else 1):
-                state.land(engine)
+                state.finish_oldest(communication)
             if bucket.is_last():
-                engine.pass_ended()
+                communication.pass_ended()
         return work.get_future().then(_value)
 
 

@@ -1,4 +1,4 @@
-"""Held gradients of several processes: averaged once in a step, after the last micro-batch's backward or by step()."""
+"""The average of held gradients over processes, once a step: after the last micro-batch's backward, or in step()."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from .protocol import Communication
 
 
 class HeldAverage:
-    """Averages what is held, in place.
+    """Averages held gradients in place.
 
     Args:
-        communication: averages.
-        held: the parameters whose gradients are held.
-        attach: makes what was unfrozen since known to `communication`.
-        due: is this the last micro-batch, after whose backward others than step() look at the gradients and must see the same
-            on every process? None: step() averages.
+        communication: computes the averages.
+        held: returns the parameters whose gradients are held.
+        attach: registers parameters that were unfrozen since with `communication`.
+        due: returns whether this is the last micro-batch, after which user code looks at the gradients before step() and must
+            see the same on every process; None: step() averages.
         lock: of the release.
     """
 
@@ -41,10 +41,10 @@ class HeldAverage:
         self._due = due
         self._lock = lock
         self._done = False  # in this step
-        self._watched: int | None = None  # the pass whose end is waited for
+        self._watched: int | None = None  # number of the pass at whose end a callback runs
 
     def gradient_held(self) -> None:
-        """A gradient is held in the pass that is running: average after it, if it is the last."""
+        """Have the average taken after the running pass, if that is the last micro-batch."""
         if self._due is None or is_nested() or not self._due():
             return
         now = pass_number()
@@ -56,17 +56,17 @@ class HeldAverage:
     def _after_pass(self) -> None:
         with self._lock:
             self._watched = None
-            self._attach()  # its gradient is averaged with the others
+            self._attach()  # gradients of unfrozen parameters are averaged with the others
             self._communication.average([parameter for parameter in self._held() if parameter.grad is not None])
             self._done = True
 
     def step(self, waiting: Sequence[Tensor]) -> None:
-        """step() is about to use what waits in `.grad` of these parameters."""
+        """Average `.grad` of these parameters before step() uses it, unless that was done after the last pass."""
         if not self._done:
             self._communication.average(waiting)
 
     def require_judged(self) -> None:
-        """Refuse held gradients that a scaler has judged before they were averaged: each process has judged its own."""
+        """Raise `RefusedError` if a scaler has judged held gradients before they were averaged, on each process its own."""
         if self._due is not None and not self._done and self._held():
             raise RefusedError(
                 "the scaler has judged held gradients that were not averaged over the processes yet: sync() was True in no "
@@ -75,5 +75,5 @@ class HeldAverage:
             )
 
     def close(self) -> None:
-        """The step is over."""
+        """End the step."""
         self._done, self._watched = False, None

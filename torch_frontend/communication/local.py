@@ -6,25 +6,25 @@ from collections.abc import Callable, Sequence
 
 from torch import Tensor
 
-from .protocol import Deliver, Purpose
+from .protocol import Deliver, RoundKind
 
 
 class LocalCommunication:
-    """`Communication` of one process; the other engines differ from it where their name says."""
+    """`Communication` of one process, and the base of the others: methods that have nothing to do are inherited."""
 
     name = "local"
     _deliver: Deliver
 
-    def attach(self, parameters: Sequence[Tensor], deliver: Deliver, purpose: Callable[[], Purpose]) -> None:
+    def attach(self, parameters: Sequence[Tensor], deliver: Deliver, round_kind: Callable[[], RoundKind]) -> None:
         self._deliver = deliver
 
     def detach(self) -> None:
         pass
 
-    def keeps(self) -> bool:
+    def accumulates_locally(self) -> bool:
         return False
 
-    def held(self, parameter: Tensor) -> None:
+    def gradient_held(self, parameter: Tensor) -> None:
         pass
 
     def gradient_ready(self, parameter: Tensor) -> None:

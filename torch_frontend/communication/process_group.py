@@ -14,24 +14,25 @@ from ...core.errors import RefusedError
 from . import protocol
 from .agreement import HEAD, Agreement
 from .local import LocalCommunication
-from .protocol import Deliver, Purpose
+from .protocol import Deliver, RoundKind
 from .shards import is_released
 
 IN_FLIGHT = 2
-"""Buckets under way at once: one is reduced while the next is computed; more would only be more memory."""
+"""Most all-reduces at a time: one runs while the next gradients are computed; more would only take memory."""
 
 
 class ProcessGroupCommunication(LocalCommunication):
-    """Averages over a process group. In a round every parameter is all-reduced once, in the same order on every rank.
+    """Averages over a process group: in a round every parameter is all-reduced once, in the same order on every rank.
 
-    Small gradients that follow each other are reduced together: a bucket. Graphs may differ between ranks: gradients whose
-    turn has not come wait, and when the round ends a rank takes part with zeros where it has no gradient. Each all-reduce
-    carries a few numbers more, by which a rank learns whether another had a gradient: a parameter that none has used is left
-    alone; and whether all are in the same round, and well (`Agreement`): otherwise each of them raises, and none uses the
-    gradients. As in DistributedDataParallel, a gradient is multiplied by 1/world_size and then summed, in its own dtype; with
-    two ranks the average is the same bit for bit.
+    Consecutive small gradients are reduced together, as a bucket. Graphs may differ between ranks: a gradient waits for its
+    turn, and at the end of the round a rank takes part with zeros for gradients that it does not have. A tag after each bucket
+    says which ranks have a gradient, so that a parameter that none has used is left alone, and whether all ranks are in the
+    same round without a failure (`Agreement`); otherwise every rank raises, and none uses the gradients. As in
+    DistributedDataParallel, gradients are multiplied by 1/world_size and summed in their own dtype; with two ranks the average
+    is the same bit for bit.
 
-    The first round goes backwards through the parameters, later ones as gradients arrived on the first rank in the first.
+    The first round goes through the parameters in reverse; later rounds follow the order in which gradients came on the first
+    rank in the first round.
     """
 
     name = "process_group"
@@ -40,24 +41,24 @@ class ProcessGroupCommunication(LocalCommunication):
         self._group = group
         self._share = 1.0 / dist.get_world_size(group)
         self._order: list[Tensor] = []
-        self._buckets: list[_Bucket] = []  # of the order
-        self._next = 0  # of the buckets: which is launched next in this round
+        self._buckets: list[_Bucket] = []
+        self._next = 0  # index of the bucket that is launched next in this round
         self._waiting: dict[int, Tensor] = {}  # gradients whose turn has not come, by the id of their parameter
-        self._in_flight: deque[_Flight] = deque()
-        self._arrivals: list[Tensor] | None = []  # of the first round; None once the order is settled
-        self._completed = False  # a round, in this step
-        self._purpose: Purpose | None = None  # of the round under way
-        self._failed = False  # the round under way: what is still to be launched in it is used by no rank
+        self._in_flight: deque[_Reduction] = deque()
+        self._first_order: list[Tensor] | None = []  # parameters in the first round; None once the order is settled
+        self._completed = False  # a round was completed in this step
+        self._round_kind: RoundKind | None = None  # of the current round
+        self._failed = False  # the current round has failed: no rank uses the rest of it
         self._agreement = Agreement()
 
-    def attach(self, parameters: Sequence[Tensor], deliver: Deliver, purpose: Callable[[], Purpose]) -> None:
-        super().attach(parameters, deliver, purpose)
-        self._ask_purpose = purpose
+    def attach(self, parameters: Sequence[Tensor], deliver: Deliver, round_kind: Callable[[], RoundKind]) -> None:
+        super().attach(parameters, deliver, round_kind)
+        self._ask_round_kind = round_kind
         if self._failed:
             self._end_failed_round()
         self._set_order([*reversed(parameters), *self._order])
-        self._arrivals = []
-        self._completed = False  # the new ones had no part in a round
+        self._first_order = []
+        self._completed = False  # the new parameters have had no round
 
     def detach(self) -> None:
         for flight in self._in_flight:
@@ -65,18 +66,18 @@ class ProcessGroupCommunication(LocalCommunication):
         self._in_flight.clear()
         self._waiting.clear()
         self._set_order([])
-        self._next, self._arrivals = 0, []
-        self._purpose, self._failed = None, False
+        self._next, self._first_order = 0, []
+        self._round_kind, self._failed = None, False
 
     def gradient_ready(self, parameter: Tensor) -> None:
         gradient, parameter.grad = parameter.grad, None
-        if self._failed or self._purpose is None:
+        if self._failed or self._round_kind is None:
             self._begin()
         assert gradient is not None
         self._waiting[id(parameter)] = gradient
         del gradient
-        if self._arrivals is not None:
-            self._arrivals.append(parameter)
+        if self._first_order is not None:
+            self._first_order.append(parameter)
         while self._next < len(self._buckets) and self._buckets[self._next].is_full(self._waiting):
             self._launch(self._deliver)
 
@@ -95,35 +96,35 @@ class ProcessGroupCommunication(LocalCommunication):
             self._complete(lambda averaged: None)
 
     def fail(self) -> None:
-        self._settle_purpose()
-        assert self._purpose is not None
+        self._settle_round_kind()
+        assert self._round_kind is not None
         if self._failed:
             return
         self._failed = True
         self._waiting.clear()
-        while self._in_flight and not self._purpose.measured:  # the others use these, as nothing is wrong with them
-            self._land(self._deliver)
+        while self._in_flight and not self._round_kind.measured:  # the other ranks use these, which are complete
+            self._finish_oldest(self._deliver)
 
     def end_step(self) -> None:
         self._completed = False
 
     def _begin(self, *, step: bool = False) -> None:
-        """Take part in the round under way, or in a new one; `step`: that of step()."""
+        """Begin a round, unless one has begun. step: step() calls."""
         if self._failed:
             self._end_failed_round()
-        if self._purpose is None:
+        if self._round_kind is None:
             self._agreement.read()
             if not all(bucket.fits() for bucket in self._buckets):
                 self._set_order(self._order)
-            self._settle_purpose(step=step)
+            self._settle_round_kind(step=step)
 
-    def _settle_purpose(self, *, step: bool = False) -> None:
-        if self._purpose is None:
-            purpose = self._ask_purpose()
-            self._purpose = purpose._replace(last=True) if step else purpose
+    def _settle_round_kind(self, *, step: bool = False) -> None:
+        if self._round_kind is None:
+            round_kind = self._ask_round_kind()
+            self._round_kind = round_kind._replace(last=True) if step else round_kind
 
     def _end_failed_round(self) -> None:
-        """Tell the other ranks, and meet them where the next round begins."""
+        """Tell the other ranks of the failure, and end the round with them."""
         self._complete(self._deliver)
 
     def _complete(self, deliver: Deliver) -> None:
@@ -133,15 +134,15 @@ class ProcessGroupCommunication(LocalCommunication):
                     self._waiting[id(parameter)], parameter.grad = parameter.grad, None
             self._launch(deliver)
         while self._in_flight:
-            self._land(deliver)
-        assert self._purpose is not None
+            self._finish_oldest(deliver)
+        assert self._round_kind is not None
         try:
-            self._agreement.end_round(self._purpose, failed=self._failed)
+            self._agreement.end_round(self._round_kind, failed=self._failed)
         except RefusedError:
-            self._failed = True  # what is left of the round is to settle the order, with the others
+            self._failed = True  # the order is still to be settled, with the other ranks
             raise
         self._settle_order()
-        self._next, self._purpose, self._failed = 0, None, False
+        self._next, self._round_kind, self._failed = 0, None, False
         self._completed = True
 
     def _launch(self, deliver: Deliver) -> None:
@@ -149,28 +150,28 @@ class ProcessGroupCommunication(LocalCommunication):
         self._next += 1
         found = [self._waiting.pop(key, None) for key in bucket.keys]
         used = [gradient is not None for gradient in found]
-        assert self._purpose is not None
-        tag = self._agreement.tag(self._purpose, bucket.parameters[0], used, failed=self._failed)
+        assert self._round_kind is not None
+        tag = self._agreement.tag(self._round_kind, bucket.parameters[0], used, failed=self._failed)
         buffer = bucket.filled(found, self._share, tag)
         del found
         work = dist.all_reduce(buffer, group=self._group, async_op=True)
-        self._in_flight.append(_Flight(bucket, buffer, work, used))
+        self._in_flight.append(_Reduction(bucket, buffer, work, used))
         while len(self._in_flight) > IN_FLIGHT:
-            self._land(deliver)
+            self._finish_oldest(deliver)
 
-    def _land(self, deliver: Deliver) -> None:
+    def _finish_oldest(self, deliver: Deliver) -> None:
         bucket, buffer, work, used = self._in_flight.popleft()
         work.wait()
-        assert self._purpose is not None
+        assert self._round_kind is not None
         sums = buffer[bucket.elements :]
-        problem = self._agreement.problem(self._purpose, sums[:HEAD])
+        problem = self._agreement.problem(self._round_kind, sums[:HEAD])
         if problem is not None and not self._failed:
             self._failed = True
             self._waiting.clear()
             raise RefusedError(problem)
-        if problem is not None or (self._failed and self._purpose.measured):
+        if problem is not None or (self._failed and self._round_kind.measured):
             return
-        if not all(used):  # only a rank that did not use all of them has to wait for the device to know
+        if not all(used):  # only a rank that lacks one of the gradients has to synchronise
             used = [number > 0 for number in sums[HEAD:].tolist()]
         delivered = bucket.give_back(buffer, used)
         del buffer, sums
@@ -182,24 +183,26 @@ class ProcessGroupCommunication(LocalCommunication):
         self._buckets = [_Bucket(parameters) for parameters in _in_buckets(order)]
 
     def _settle_order(self) -> None:
-        """Take the order in which gradients arrived on the first rank, so that few of them wait for their turn."""
-        if self._arrivals is None or not self._order:
+        """Adopt the order in which gradients came on the first rank, so that few have to wait for their turn."""
+        if self._first_order is None or not self._order:
             return
-        position = {} if self._failed else {parameter: number for number, parameter in enumerate(self._arrivals)}
-        told = torch.tensor([position.get(p, len(self._order)) for p in self._order], device=self._order[0].device)
-        dist.broadcast(told, src=dist.get_global_rank(self._group, 0), group=self._group)
-        numbers: list[int] = told.tolist()
-        if min(numbers) < len(self._order):  # otherwise there was nothing to learn from
+        position = {} if self._failed else {parameter: number for number, parameter in enumerate(self._first_order)}
+        positions = torch.tensor([position.get(p, len(self._order)) for p in self._order], device=self._order[0].device)
+        dist.broadcast(positions, src=dist.get_global_rank(self._group, 0), group=self._group)
+        numbers: list[int] = positions.tolist()
+        if min(numbers) < len(self._order):  # otherwise the first rank has had no gradient
             self._set_order([p for _, p in sorted(zip(numbers, self._order, strict=True), key=lambda pair: pair[0])])
-            self._arrivals = None
+            self._first_order = None
         else:
-            self._arrivals = []
+            self._first_order = []
 
 
 class _Bucket:
-    """Parameters, of one dtype and on one device, whose gradients are reduced together.
+    """Parameters of one dtype and device whose gradients are reduced together.
 
-    keys: their ids, in order. elements: of all gradients, which the buffer holds before a tag.
+    Attributes:
+        keys: ids of the parameters, in order.
+        elements: total number of gradient elements, which come before the tag in the buffer.
     """
 
     def __init__(self, parameters: list[Tensor]) -> None:
@@ -210,15 +213,15 @@ class _Bucket:
         self.elements = sum(self._sizes)
 
     def is_full(self, gradients: dict[int, Tensor]) -> bool:
-        """Whether the gradients of all of its parameters are among these."""
+        """Whether these include the gradients of all parameters."""
         return len(gradients) >= len(self.keys) and all(key in gradients for key in self.keys)
 
     def fits(self) -> bool:
-        """Whether the parameters are still of the dtype and on the device that the bucket was made for."""
+        """Whether all parameters still have the bucket's dtype and device."""
         return all((parameter.dtype, parameter.device) == self._kind for parameter in self.parameters)
 
     def filled(self, gradients: Sequence[Tensor | None], share: float, tag: Tensor) -> Tensor:
-        """A flat tensor of the gradients times `share`, zeros instead of one that is None, and the tag."""
+        """Return the gradients times `share`, with zeros for None, and the tag, [elements + tag]."""
         parts = [
             torch.zeros(size, dtype=tag.dtype, device=tag.device) if gradient is None else gradient.reshape(-1)
             for gradient, size in zip(gradients, self._sizes, strict=True)
@@ -233,7 +236,7 @@ class _Bucket:
         return buffer
 
     def give_back(self, buffer: Tensor, used: Sequence[bool]) -> list[Tensor]:
-        """Put what is in the buffer into `.grad` of the parameters that were used; return those."""
+        """Put the averages into `.grad` of the parameters that were used; return these parameters."""
         parts = zip(self.parameters, buffer[: self.elements].split(self._sizes), used, strict=True)
         given = [(parameter, gradient) for parameter, gradient, is_used in parts if is_used]
         for parameter, gradient in given:
@@ -242,22 +245,22 @@ class _Bucket:
 
 
 def _in_buckets(order: Sequence[Tensor]) -> list[list[Tensor]]:
-    """The parameters in order, cut into buckets of at most `BUCKET_BYTES`, each of one dtype and device."""
+    """Divide the parameters, in order, into buckets of at most `BUCKET_BYTES`, each of one dtype and device."""
     found: list[list[Tensor]] = []
-    room = -1  # for nothing yet, not even a tensor without elements
+    capacity = -1  # no bucket yet, which could take even a tensor without elements
     for parameter in order:
         lead = found[-1][0] if found else parameter
-        if parameter.nbytes <= room and parameter.dtype is lead.dtype and parameter.device == lead.device:
+        if parameter.nbytes <= capacity and parameter.dtype is lead.dtype and parameter.device == lead.device:
             found[-1].append(parameter)
         else:
             found.append([parameter])
-            room = protocol.BUCKET_BYTES
-        room -= parameter.nbytes
+            capacity = protocol.BUCKET_BYTES
+        capacity -= parameter.nbytes
     return found
 
 
-class _Flight(NamedTuple):
-    """An all-reduce under way: of each parameter in the bucket, whether this rank has used it."""
+class _Reduction(NamedTuple):
+    """A running all-reduce; used: for each parameter of the bucket, whether this rank has a gradient."""
 
     bucket: _Bucket
     buffer: Tensor
@@ -266,12 +269,12 @@ class _Flight(NamedTuple):
 
 
 def check_alike(model: nn.Module, parameters: Sequence[Tensor], group: Any) -> None:
-    """Raise `RefusedError`, on every rank, unless all train the same parameters and begin with the same values.
+    """Raise `RefusedError` on every rank unless all ranks train the same parameters from the same initial values.
 
     Args:
-        model: whose parameters are compared.
-        parameters: those that are released, in order.
-        group: of the ranks.
+        model: its parameters are compared.
+        parameters: the released ones, in order.
+        group: the process group.
     """
     named = dict(model.named_parameters())
     names: dict[Tensor, str] = {parameter: name for name, parameter in named.items()}
@@ -298,6 +301,6 @@ def check_alike(model: nn.Module, parameters: Sequence[Tensor], group: Any) -> N
 
 
 def _checksum(tensor: Tensor) -> Tensor:
-    """The sum of a tensor's bits, modulo 2^64."""
+    """Return the sum of a tensor's bits as integers, modulo 2^64."""
     widths = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
     return tensor.detach().contiguous().view(-1).view(widths[tensor.element_size()]).sum(dtype=torch.int64)

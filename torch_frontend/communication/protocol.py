@@ -1,4 +1,4 @@
-"""What an engine of communication is: it takes local gradients and hands over averaged ones."""
+"""The interface of communication: it takes local gradients, averages them over processes, and delivers the averages."""
 
 from __future__ import annotations
 
@@ -11,17 +11,19 @@ BUCKET_BYTES = 2**20
 """Most bytes of small gradients that are reduced and delivered together."""
 
 Deliver = Callable[[Sequence[Tensor]], None]
-"""Takes parameters with their averaged gradients in `.grad`, uses the gradients, and frees them.
+"""Called with parameters whose averaged gradients are in `.grad`; uses the gradients and frees them.
 
-Those of one call may share an exchange with other processes, so every process must deliver the same ones together.
+One call may exchange numbers with other processes, so every process must deliver the same parameters together.
 """
 
 
-class Purpose(NamedTuple):
-    """What a round is for; it must be the same on every process, or their gradients do not belong together.
+class RoundKind(NamedTuple):
+    """What a round does. It must be the same on every process, or their gradients do not belong together.
 
-    measured: gradients are looked at, and not used. last: parameters are updated. first: no micro-batch of the same update
-    came before.
+    Attributes:
+        measured: gradients are measured, and not used.
+        last: parameters are updated.
+        first: the round is the first micro-batch of its update.
     """
 
     measured: bool
@@ -30,55 +32,61 @@ class Purpose(NamedTuple):
 
 
 class Communication(Protocol):
-    """Averages gradients over processes, each as soon as it exists, in rounds: a backward pass is one.
+    """Averages gradients over processes as soon as they exist, in rounds; a backward pass is one round.
 
-    name: the value of the axis "communication" in `core.combinations`.
+    Attributes:
+        name: value of the axis "communication" in `core.combinations`.
     """
 
     name: str
 
-    def attach(self, parameters: Sequence[Tensor], deliver: Deliver, purpose: Callable[[], Purpose]) -> None:
-        """Know these parameters, as well as those of earlier calls. `purpose` tells what a round that begins now is for."""
+    def attach(self, parameters: Sequence[Tensor], deliver: Deliver, round_kind: Callable[[], RoundKind]) -> None:
+        """Average the gradients of these parameters, too.
+
+        Args:
+            parameters: in addition to those of earlier calls.
+            deliver: called with averaged gradients.
+            round_kind: returns the kind of a round that begins now.
+        """
         ...
 
     def detach(self) -> None:
-        """Undo `attach`: no hook is left, nothing is in flight."""
+        """Undo `attach`: remove hooks, and wait for collectives that are running."""
         ...
 
-    def keeps(self) -> bool:
-        """Whether the gradients of this pass stay local, because the engine only adds them up now."""
+    def accumulates_locally(self) -> bool:
+        """Whether the gradients of this pass only add up on each process, as inside no_sync()."""
         ...
 
-    def held(self, parameter: Tensor) -> None:
-        """The local gradient stays in `.grad` for now; a later round, or `average`, takes it from there."""
+    def gradient_held(self, parameter: Tensor) -> None:
+        """Record that the local gradient stays in `.grad`, from where a later round or `average` takes it."""
         ...
 
     def gradient_ready(self, parameter: Tensor) -> None:
-        """The local gradient is in `.grad`: deliver it now, or later in this round, once it is averaged."""
+        """Take the local gradient from `.grad`, and deliver its average now or later in this round."""
         ...
 
     def flush(self, *, always: bool = False) -> None:
-        """The round ends: what was not delivered yet is.
+        """End the round, and deliver the rest.
 
-        A parameter that was not handed over in this round on this process, but on another, takes part with what lies in its
-        `.grad`, or with zeros.
+        A parameter that has had a gradient in this round only on other processes takes part with its `.grad`, or with zeros.
 
         Args:
-            always: a pass has ended in which every process took part, although this one may have had no gradient at all.
+            always: every process took part in the pass, although this one may have had no gradient.
         """
         ...
 
     def average(self, parameters: Sequence[Tensor]) -> None:
-        """step(), once: averages in place what is held in `.grad` of these parameters, and of those that others name."""
+        """Average in place the gradients held in `.grad`, of these parameters and of those that other processes name."""
         ...
 
     def fail(self) -> None:
-        """The pass that runs, or ran last, has failed on this process: the rest of its round is used on none.
+        """Record that the last pass has failed on this process: no process uses the rest of its round.
 
-        Every process learns of it: the round is ended when anything else is asked of the engine.
+        The other processes learn of it when the round ends, with the next call of any method.
         """
         ...
 
     def end_step(self) -> None:
-        """The step is closed, by step() or zero_grad()."""
+        """Record that step() or zero_grad() has ended the step."""
         ...

@@ -1,4 +1,4 @@
-"""Which engine averages the gradients: chosen from what the parameters are, not by the user."""
+"""The choice of the communication, which follows from the model and its parameters."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from .shards import is_sharded
 
 
 def has_flat_parameters(model: nn.Module) -> bool:
-    """Whether FullyShardedDataParallel has made the parameters parts of flat ones."""
+    """Whether a FullyShardedDataParallel has flattened parameters of the model."""
     fsdp1 = getattr(sys.modules.get("torch.distributed.fsdp"), "FullyShardedDataParallel", ())
     return any(isinstance(module, fsdp1) for module in model.modules())
 
 
 def communication_name(model: nn.Module, process_group: Any = None) -> str:
-    """The value of the axis "communication" in `core.combinations`.
+    """Return the value of the axis "communication" in `core.combinations`.
 
     Raises:
         InvalidArgumentError: a process_group that this process is not in, or for a model that brings its own.
@@ -57,7 +57,7 @@ def communication_name(model: nn.Module, process_group: Any = None) -> str:
 
 
 def select_communication(model: nn.Module, parameters: Sequence[Tensor], process_group: Any = None) -> Communication:
-    """The engine of that name, once it is sure to average every gradient.
+    """Return the communication of that name, after checking that it averages every gradient.
 
     Over a process group this is collective: every rank must call it.
 

@@ -1,4 +1,4 @@
-"""Tensors whose parts lie on several processes (DTensor): the part that is here, and sums over all parts."""
+"""Sharded tensors (DTensor): the local part, and sums over all parts."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from torch import Tensor
 from ...core.errors import UnsupportedTensorError
 
 PLAIN = (Tensor, torch.nn.Parameter)
-"""Classes of tensors that are no shard of another: most tensors, of which nothing more needs to be asked."""
+"""Classes of tensors that are not sharded: checked first, as most tensors are."""
 
 
 def is_sharded(tensor: Any) -> bool:
-    """Whether the tensor is a DTensor. Asked of its methods: importing DTensor takes a second that most do not need."""
+    """Whether the tensor is a DTensor. Its methods tell: importing DTensor would take a second."""
     return type(tensor) not in PLAIN and hasattr(tensor, "to_local")
 
 
 def local(tensor: Any) -> Any:
-    """The part of a tensor that lies on this process, the same memory; an ordinary tensor is its own."""
+    """Return the part of a tensor that this process stores, in the same memory; an ordinary tensor as it is."""
     if type(tensor) in PLAIN:
         return tensor
     part = getattr(tensor, "_local_tensor", None)  # not public; to_local() makes a node of a graph, or a new parameter
@@ -31,10 +31,12 @@ def local(tensor: Any) -> Any:
 
 
 class Shard(NamedTuple):
-    """What a process's part of a tensor is of the whole.
+    """How a process's part of a tensor belongs to the whole.
 
-    groups: the process groups over which the tensor is cut: one for each dimension of its mesh that it is cut along.
-    elements: of this part. whole_elements: of the tensor.
+    Attributes:
+        groups: process groups over which the tensor is sharded, one for each sharded dimension of its mesh.
+        elements: number of elements of this part.
+        whole_elements: number of elements of the tensor.
     """
 
     groups: tuple[Any, ...]
@@ -43,36 +45,37 @@ class Shard(NamedTuple):
 
 
 def shard_of(tensor: Any) -> Shard | None:
-    """The part of a DTensor that this process stores; None for an ordinary tensor, which is stored whole."""
+    """Describe this process's part of a DTensor; None for an ordinary tensor."""
     if not is_sharded(tensor):
         return None
     mesh = tensor.device_mesh
-    cut = [dimension for dimension, placement in enumerate(tensor.placements) if placement.is_shard()]
-    groups = tuple(mesh.get_group(dimension) for dimension in cut if mesh.size(dimension) > 1)
+    sharded = [dimension for dimension, placement in enumerate(tensor.placements) if placement.is_shard()]
+    groups = tuple(mesh.get_group(dimension) for dimension in sharded if mesh.size(dimension) > 1)
     return Shard(groups, local(tensor).numel(), tensor.numel())
 
 
 def is_released(gradient: Any) -> bool:
-    """Whether this is what a released gradient has left in `.grad`, of a sharded parameter as well."""
+    """Whether this is the marker of a released gradient, or a DTensor around one."""
     return gradient is not None and getattr(local(gradient), "released", False)
 
 
-def placed_like(like: Any, here: Tensor) -> Tensor:
-    """The DTensor on the mesh of `like`, of its shape and placements, whose local part this is."""
+def distribute_like(like: Any, here: Tensor) -> Tensor:
+    """Return a DTensor with the mesh, shape and placements of `like`, whose local part is `here`."""
     layout = {"run_check": False, "shape": like.shape, "stride": like.stride()}
-    placed: Tensor = type(like).from_local(here, like.device_mesh, like.placements, **layout)
-    return placed
+    distributed: Tensor = type(like).from_local(here, like.device_mesh, like.placements, **layout)
+    return distributed
 
 
 class LocalState(MutableMapping[str, Any]):
-    """A parameter's state as a backend sees it: of every tensor the part that this process stores.
+    """View of a parameter's state that shows a backend the local part of every tensor.
 
-    whole: the state itself.
+    Attributes:
+        whole: the state itself.
     """
 
     def __init__(self, whole: dict[str, Any]) -> None:
         self.whole = whole
-        self._parts: dict[str, tuple[Any, Any]] = {}  # by key: a tensor, and the part of it that was asked for before
+        self._parts: dict[str, tuple[Any, Any]] = {}  # by key: a tensor and its local part
 
     def __getitem__(self, key: str) -> Any:
         tensor = self.whole[key]
@@ -82,13 +85,13 @@ class LocalState(MutableMapping[str, Any]):
         return known[1]
 
     def get(self, key: str, default: Any = None) -> Any:
-        """As of any mapping."""
+        """Return the local part, or `default` where there is no such key."""
         return self[key] if key in self.whole else default
 
     def __setitem__(self, key: str, value: Any) -> None:
         old: Any = self.whole.get(key)
-        if is_sharded(old) and not is_sharded(value):  # laid out anew: the part of the same whole
-            value = placed_like(old, value)
+        if is_sharded(old) and not is_sharded(value):  # a new local part of the same tensor
+            value = distribute_like(old, value)
         self.whole[key] = value
 
     def __delitem__(self, key: str) -> None:
@@ -103,24 +106,24 @@ class LocalState(MutableMapping[str, Any]):
 
 
 def placements(tensor: Any) -> tuple[Any, ...] | None:
-    """How a DTensor lies on its mesh; None for an ordinary tensor."""
+    """The placements of a DTensor; None for an ordinary tensor."""
     return tuple(tensor.placements) if is_sharded(tensor) else None
 
 
 def check_placements(tensor: Any, described: str) -> None:
-    """Raise `UnsupportedTensorError` for a DTensor whose local part is neither a shard nor the whole."""
+    """Raise `UnsupportedTensorError` for a DTensor of partial sums."""
     if any(placement.is_partial() for placement in placements(tensor) or ()):
         raise UnsupportedTensorError(f"{described} is a DTensor of partial sums ({tensor.placements}); redistribute it first.")
 
 
 def sum_over_shards(shards: Sequence[Shard | None], values: Sequence[Tensor]) -> list[Tensor]:
-    """Of 0-d sums over parts of tensors, the sums over all parts: one collective for each set of process groups.
+    """Add up 0-d sums over all parts of each tensor: one collective for each set of process groups.
 
-    Every process that holds a part must call this with parts of the same tensors in the same order.
+    Every process with a part must call this with the same tensors in the same order.
 
     Args:
-        shards: of tensors; None, or without groups: the whole tensor is here, and its value stays as it is.
-        values: values[i] is over shards[i]; 0-d.
+        shards: of the tensors; for None, or a shard without groups, the value is returned as it is.
+        values: values[i] is the sum over the part shards[i], 0-d.
 
     Returns:
         The sums, in order, each on the device of its value.
@@ -140,27 +143,27 @@ def sum_over_shards(shards: Sequence[Shard | None], values: Sequence[Tensor]) ->
 
 
 def means_over_shards(shards: Sequence[Shard | None], means: Sequence[Tensor]) -> list[Tensor]:
-    """Of 0-d means over parts of tensors, the means over all parts; as `sum_over_shards`, a mean for a sum.
+    """Return the means of whole tensors from 0-d means over their parts. Arguments as for `sum_over_shards`.
 
-    A part may be empty: its mean is then any finite number.
+    The mean of an empty part may be any finite number.
     """
-    cut = [(index, shard) for index, shard in enumerate(shards) if shard is not None and shard.groups]
-    if not cut:
+    sharded = [(index, shard) for index, shard in enumerate(shards) if shard is not None and shard.groups]
+    if not sharded:
         return list(means)
-    # As lists: a device would need a launch for every one of these numbers. (torch's optimizers do the same.)
-    here = [shard.elements for _, shard in cut]
-    sums = torch._foreach_mul([means[index] for index, _ in cut], here)  # pyright: ignore[reportPrivateImportUsage]
-    totals = sum_over_shards([shard for _, shard in cut], sums)
-    everywhere = [max(1, shard.whole_elements) for _, shard in cut]
-    wholes = torch._foreach_div(totals, everywhere)  # pyright: ignore[reportPrivateImportUsage]
+    # Lists of 0-d tensors: on a device, one launch for all of them, as in torch's own optimizers.
+    elements = [shard.elements for _, shard in sharded]
+    sums = torch._foreach_mul([means[index] for index, _ in sharded], elements)  # pyright: ignore[reportPrivateImportUsage]
+    totals = sum_over_shards([shard for _, shard in sharded], sums)
+    whole_elements = [max(1, shard.whole_elements) for _, shard in sharded]
+    wholes = torch._foreach_div(totals, whole_elements)  # pyright: ignore[reportPrivateImportUsage]
     found = list(means)
-    for (index, _), whole in zip(cut, wholes, strict=True):
+    for (index, _), whole in zip(sharded, wholes, strict=True):
         found[index] = whole
     return found
 
 
 def norms_over_shards(shards: Sequence[Shard | None], norms: Sequence[Tensor]) -> list[Tensor]:
-    """Of the 2-norms of parts of tensors, 0-d, the norms of the whole tensors."""
+    """Return the 2-norms of whole tensors from 0-d norms of their parts."""
     if not any(shard is not None and shard.groups for shard in shards):
         return list(norms)
     return [square.sqrt() for square in sum_over_shards(shards, [norm.square() for norm in norms])]

@@ -8,6 +8,6 @@ the whole gradient first; `queue` lets small updates share a launch.
 
 from ..communication.shards import is_released
 from .hooks import owner_of, remove_orphaned_hooks
-from .release import Release, lenient_release, release_gradients
+from .release import Release, release_gradients, release_leniently
 
-__all__ = ["Release", "is_released", "lenient_release", "owner_of", "release_gradients", "remove_orphaned_hooks"]
+__all__ = ["Release", "is_released", "owner_of", "release_gradients", "release_leniently", "remove_orphaned_hooks"]

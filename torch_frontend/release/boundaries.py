@@ -1,4 +1,4 @@
-"""What optimizer.step() and optimizer.zero_grad() do under release: they use what waits, or discard it, and close the step."""
+"""optimizer.step() and optimizer.zero_grad() under release: they use or discard pending gradients, and close the step."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from .stages import count_skipped, rescale_
 
 @torch.no_grad()
 def close_step(pipeline: Pipeline) -> None:
-    """optimizer.step(): use what waits, and close the step. What can be refused is, before a parameter is changed."""
+    """Carry out optimizer.step(): use the pending gradients, and close the step. Refusals come before any change."""
     step = pipeline.step
     if step.strict:
         step.check_settings()
@@ -29,16 +29,16 @@ def close_step(pipeline: Pipeline) -> None:
     if pipeline.scaler is not None:
         pipeline.held_average.require_judged()
     pipeline.end_failed_pass()
-    pipeline.finish_round()
-    if not pipeline.alone:  # what was unfrozen since has a gradient that no hook sent: it is averaged with those that wait
-        pipeline.attach()
-        pipeline.held_average.step([p for p, gradient in waiting(pipeline).items() if gradient is not None])
-    _use_waiting(pipeline, waiting(pipeline))
+    pipeline.flush()
+    if not pipeline.single_process:
+        pipeline.attach()  # a parameter that was unfrozen since has a gradient that no hook has sent: it is averaged now
+        pipeline.held_average.step([p for p, gradient in pending_gradients(pipeline).items() if gradient is not None])
+    _use_pending(pipeline, pending_gradients(pipeline))
     close(pipeline)
 
 
-def waiting(pipeline: Pipeline) -> dict[Tensor, Tensor | None]:
-    """The parameters that a step() has to look at, with the gradients that wait in `.grad`.
+def pending_gradients(pipeline: Pipeline) -> dict[Tensor, Tensor | None]:
+    """Return the parameters that step() has to update, with the gradients in `.grad`; None: all is in the moments.
 
     Raises:
         RefusedError: a gradient of a parameter that was updated already, or one that a refused backward has added to.
@@ -49,25 +49,25 @@ def waiting(pipeline: Pipeline) -> dict[Tensor, Tensor | None]:
             gradient = parameter.grad
             if is_released(gradient):
                 if local(gradient).key != id(parameter):
-                    raise step.disclosure.refuse(local(gradient), "using it as the gradient of another parameter")
+                    raise step.context.refuse(local(gradient), "using it as the gradient of another parameter")
                 gradient = None
-            if gradient is None and not step.has_waiting:
+            if gradient is None and not step.has_pending:
                 continue
             key = id(parameter)
             status = step.status(key)
-            if gradient is None and status is Status.HELD:  # somebody took it out of `.grad`
+            if gradient is None and status is Status.HELD:  # user code took it out of `.grad`
                 step.ledger.free(key)
                 step.set_status(key, Status.IDLE)
             elif gradient is not None:
-                if key in step.mixed:
+                if key in step.contaminated:
                     raise RefusedError(
-                        f"{step.disclosure.describe(key)}: a backward that was refused has added to the gradient that it "
+                        f"{step.context.describe(key)}: a backward that was refused has added to the gradient that it "
                         "held. Call optimizer.zero_grad(), and compute this step's gradients again."
                     )
                 check_gradient(parameter, gradient)
                 if status is Status.RELEASED:
                     step.decide(parameter, StepCalled(waiting=True))  # refuses
-                if status is Status.IDLE:  # set by hand, unfrozen since, or outside the model: what step() would use
+                if status is Status.IDLE:  # set by hand, unfrozen since, or outside the model: a plain step() would use it
                     step.set_status(key, Status.HELD)
                 found[parameter] = gradient
             elif status is Status.ACCUMULATED:
@@ -75,49 +75,49 @@ def waiting(pipeline: Pipeline) -> dict[Tensor, Tensor | None]:
     return found
 
 
-def _use_waiting(pipeline: Pipeline, waiting: dict[Tensor, Tensor | None]) -> None:
+def _use_pending(pipeline: Pipeline, pending: dict[Tensor, Tensor | None]) -> None:
     step, optimizer = pipeline.step, pipeline.optimizer
-    if not waiting:
+    if not pending:
         return
     step.refresh()
-    gradients = {p: gradient for p, gradient in waiting.items() if gradient is not None}
+    gradients = {p: gradient for p, gradient in pending.items() if gradient is not None}
     late = next(iter(gradients), None)
-    if late is not None and pipeline.max_norm is not None and step.disclosure.norm is not None:
+    if late is not None and pipeline.max_norm is not None and step.context.norm is not None:
         raise RefusedError(
-            f"{step.disclosure.describe(id(late))}: a gradient is in `.grad`, set by hand or left by release.paused(), which "
+            f"{step.context.describe(id(late))}: a gradient is in `.grad`, set by hand or left by release.paused(), which "
             "the norm that the others were clipped by does not include. Let it come from the loss that release.guard() is "
             "given, or use accumulation='hold'; optimizer.zero_grad() discards it."
         )
-    # Where nothing was updated yet, gradients are judged together, as a plain step() does.
-    together = not step.released and all(step.held(p) for p in waiting)
-    by_device = together and bool(gradients) and optimizer.checks_on_device(gradients)
+    # As long as nothing was updated, non-finite gradients skip the whole step, as in a plain step().
+    together = not step.released and all(step.is_held(p) for p in pending)
+    by_device = together and bool(gradients) and optimizer._checks_on_device(gradients)
     judges = optimizer.on_nonfinite != "propagate" and not by_device
     usable = dict.fromkeys(gradients, True)
     if together and judges and not all(each_finite(list(gradients.items()))):
         if optimizer.on_nonfinite == "raise":
             raise NonFiniteGradientError("a gradient holds an infinity or a NaN; the step was not taken.")
         count_skipped(optimizer, pipeline.skip_count)
-        pipeline.forget(waiting)
+        pipeline.free_unused(pending)
         return
     if judges and not together:
         usable = dict(zip(gradients, each_finite(list(gradients.items())), strict=True))
         count_skipped(optimizer, pipeline.skip_count, list(usable.values()).count(False))
-    decisions = {p: step.decide(p, StepCalled(usable.get(p, True), waiting=g is not None)) for p, g in waiting.items()}
-    squares = step.disclosure.squares
+    decisions = {p: step.decide(p, StepCalled(usable.get(p, True), waiting=g is not None)) for p, g in pending.items()}
+    squares = step.context.squares
     for key in [key for key in squares if key not in step.released]:  # of an earlier step
         del squares[key]
     squares.update((id(parameter), square_sum(gradient)) for parameter, gradient in gradients.items())
     norm = pipeline.norm() if gradients else None
     factor = [] if pipeline.max_norm is None or norm is None else [clip_coefficient(norm, pipeline.max_norm)]
-    room = 0 if pipeline.queue is None else pipeline.queue.room
-    for batch in [list(waiting)] if by_device else batches(step, waiting, room):
+    capacity = 0 if pipeline.queue is None else pipeline.queue.capacity
+    for batch in [list(pending)] if by_device else batches(step, pending, capacity):
         here = {p: gradients[p] for p in batch if p in gradients and decisions[p].action.steps}
         for gradient in here.values():
             rescale_(gradient, factor)
         if pipeline.max_norm_of_each is not None:
             clip_by_norm_(list(here.values()), [shard_of(p) for p in here], pipeline.max_norm_of_each)
         if by_device:
-            pipeline.skip_count.add_unapplied(optimizer.update_if_all_finite(list(here.items())))
+            pipeline.skip_count.add_unapplied(optimizer._update_if_all_finite(list(here.items())))
         else:
             used = [p for p in batch if decisions[p].action.steps]
             pipeline.update.perform([(p, here.get(p), decisions[p].action) for p in used])
@@ -128,10 +128,10 @@ def _use_waiting(pipeline: Pipeline, waiting: dict[Tensor, Tensor | None]) -> No
 
 
 @torch.no_grad()
-def discard(pipeline: Pipeline) -> None:
-    """optimizer.zero_grad(): discard gradients that were not used, and close the step.
+def discard_step(pipeline: Pipeline) -> None:
+    """Carry out optimizer.zero_grad(): discard gradients that were not used, and close the step.
 
-    Those that were averaged over processes are used, as the other processes have used them.
+    Gradients that were averaged over processes are used, as the other processes have used them.
 
     Raises:
         RefusedError: step() was not called, and a gradient that is not finite was used. The step is closed.
@@ -141,11 +141,11 @@ def discard(pipeline: Pipeline) -> None:
     norm = pipeline.last_norm if step.strict and propagates and step.released else None
     overflow_was_used = norm is not None and not bool(torch.isfinite(norm))
     pipeline.end_failed_pass()
-    if not pipeline.alone:
-        pipeline.finish_round()
+    if not pipeline.single_process:
+        pipeline.flush()
     elif pipeline.queue is not None:
         pipeline.queue.discard()
-    touched = [key for key, _ in step.open() if key in step.members]
+    touched = [key for key, _ in step.touched() if key in step.members]
     decided = {key: step.decide(step.members[key].parameter, ZeroGrad()) for key in touched}
     for key, decision in decided.items():
         if decision.action is Action.DISCARD:
@@ -153,7 +153,7 @@ def discard(pipeline: Pipeline) -> None:
         if decision.status is not Status.RELEASED:
             step.released.pop(key, None)
         step.set_status(key, decision.status)
-    pipeline.forget(p for p in pipeline.hooks.parameters if p.grad is not None)  # what a refusal or paused() has left
+    pipeline.free_unused(p for p in pipeline.hooks.parameters if p.grad is not None)  # left by a refusal or paused()
     close(pipeline)
     if overflow_was_used:
         raise RefusedError(
@@ -164,9 +164,9 @@ def discard(pipeline: Pipeline) -> None:
 
 
 def close(pipeline: Pipeline) -> None:
-    """The step is over."""
+    """End the step, and register hooks on parameters that were unfrozen."""
     pipeline.step.close()
     pipeline.communication.end_step()
     pipeline.held_average.close()
-    pipeline.disclosure.norm, pipeline.disclosure.finite = None, True
+    pipeline.context.norm, pipeline.context.finite = None, True
     pipeline.attach()

@@ -1,8 +1,8 @@
-"""`guard(loss)`: an unmodified loss.backward() runs a pass that only measures, then the pass that updates.
+"""`guard(loss)`: loss.backward() runs one pass that only measures, and then the pass that updates.
 
 Clipping the global norm needs the norm of the whole gradient before the first update, and loss scaling needs to know that
-all of it is finite. Keeping all gradients would give up what release saves; walking the graph twice keeps one at a time:
-the first walk measures each gradient and frees it.
+all of it is finite. Keeping all gradients would give up the memory that release saves. So the graph is walked twice, with one
+gradient alive at a time: the first pass measures each gradient and frees it.
 """
 
 from __future__ import annotations
@@ -27,16 +27,20 @@ from ..clipping import clip_coefficient, gradient_norm, is_finite
 from ..communication.shards import Shard, is_sharded, sum_over_shards
 from .hooks import check_ownership
 from .pipeline import Pipeline
-from .stages import Arrived, count_skipped
+from .stages import ReadyGradient, count_skipped
 
 
 class Measurement:
-    """The last stage of the first pass: norms and finiteness of gradients, which are freed; nothing waits for the device.
+    """The last stage of the first pass: measures norms and finiteness, without a synchronisation, and frees the gradients.
 
     Args:
-        judge: look at the elements; otherwise every gradient counts as finite.
-        keep_bytes: of gradient that may be kept.
-        ledger: of the bytes of gradient alive.
+        ledger: records the bytes of gradient alive.
+        judge: check whether elements are finite; otherwise every gradient counts as finite.
+        keep_bytes: most bytes of gradient to keep for the second pass.
+
+    Attributes:
+        norms: by parameter, of the local part, 0-d.
+        kept: parameters whose gradients were kept, in the order in which they came.
     """
 
     def __init__(self, ledger: Ledger, *, judge: bool, keep_bytes: int) -> None:
@@ -44,12 +48,12 @@ class Measurement:
         self._judge = judge
         self._budget = keep_bytes
         self.norms: dict[Tensor, Tensor] = {}
-        self._finite: list[tuple[Shard | None, Tensor]] = []  # of each gradient, whether the part that is here is
-        self.kept: dict[Tensor, None] = {}  # in the order in which they came
+        self._finite: list[tuple[Shard | None, Tensor]] = []  # of each gradient, whether its local part is finite
+        self.kept: dict[Tensor, None] = {}
 
-    def __call__(self, arrived: Sequence[Arrived]) -> None:
-        """Measure these gradients, and keep those that fit into what is left of keep_bytes."""
-        for member, gradient in arrived:
+    def __call__(self, ready: Sequence[ReadyGradient]) -> None:
+        """Measure these gradients, and keep those that fit into the rest of keep_bytes."""
+        for member, gradient in ready:
             assert gradient is not None
             parameter = member.parameter
             norm = self.norms[parameter] = gradient_norm(gradient)
@@ -66,9 +70,9 @@ class Measurement:
 
     @functools.cached_property
     def finite(self) -> bool:
-        """Whether every element is finite, on every process; asked once everything was taken.
+        """Whether every element of every gradient is finite on every process; read after the first pass.
 
-        Synchronises if there was something to judge.
+        It synchronises if elements were checked.
         """
         if not self._finite:
             return True
@@ -78,26 +82,26 @@ class Measurement:
 
 
 def two_passes(pipeline: Pipeline, loss: Tensor, seed: Tensor, keep_bytes: int) -> None:
-    """The backward of a guarded loss.
+    """Run the backward of a guarded loss.
 
-    The first pass adds nothing to the gradients of leaves that are not released: the second does. If the measured gradient
-    must not be used, there is no second one, and those leaves get what the first gave them.
+    Leaves that are not released get their gradient from the second pass. If the measured gradient must not be used, there is
+    no second pass, and these leaves get their gradient from the first.
 
     Args:
-        pipeline: whose gradients are measured, then used.
+        pipeline: of the release.
         loss: 0-d, with its graph.
-        seed: what backward() came with.
-        keep_bytes: gradients of that many bytes may stay alive between the passes. The second need not compute them again.
+        seed: gradient of the loss that backward() was called with, 0-d.
+        keep_bytes: most bytes of gradient to keep between the passes, so that the second need not compute them again.
     """
     hooks, step = pipeline.hooks, pipeline.step
-    judged = not pipeline.disclosure.finite and pipeline.decided_scale == pipeline.scale()  # the scaler was not updated since
+    judged = not pipeline.context.finite and pipeline.decided_scale == pipeline.scale()  # the scaler was not updated since
     if step.released or judged:
         raise RefusedError(
             "a second guarded backward() before optimizer.step(): the first has taken its gradient for the whole one, for "
             "its norm and for whether it is finite. Add the losses up, and guard their sum; or use accumulation='hold'. "
             "optimizer.step() or optimizer.zero_grad() closes a step."
         )
-    require_whole(pipeline, hooks.parameters)
+    require_whole_loss(pipeline, hooks.parameters)
     step.clear_markers()
     pipeline.attach()
     for parameter in hooks.parameters:
@@ -125,14 +129,14 @@ def two_passes(pipeline: Pipeline, loss: Tensor, seed: Tensor, keep_bytes: int) 
                 raise hooks.lost(parameter)
     except BaseException:
         aside.restore()
-        pipeline.forget(hooks.parameters)
+        pipeline.free_unused(hooks.parameters)
         raise
     with _updating(pipeline, measured) as usable:
         if not usable:
             aside.restore(add=True)
             return
         if not graph.leaves.issuperset(measured.norms):  # some are hidden, and would be computed again
-            pipeline.forget(measured.kept)
+            pipeline.free_unused(measured.kept)
             measured.kept.clear()
         left_over = [parameter for parameter in measured.norms if parameter not in measured.kept]
         aside.restore(add=not left_over)
@@ -145,7 +149,7 @@ def two_passes(pipeline: Pipeline, loss: Tensor, seed: Tensor, keep_bytes: int) 
 
 @contextlib.contextmanager
 def _measuring(pipeline: Pipeline, measured: Measurement) -> Iterator[None]:
-    """Gradients in this context are measured, and freed but for those that are kept."""
+    """Measure the gradients of the backward in this context, and free all but those that are kept."""
     try:
         with pipeline.measuring(measured):
             yield
@@ -162,13 +166,13 @@ def _measuring(pipeline: Pipeline, measured: Measurement) -> Iterator[None]:
 @contextlib.contextmanager
 def _updating(pipeline: Pipeline, measured: Measurement) -> Iterator[bool]:
     """Gradients in this context are those that were measured, and are used; False if they must not be."""
-    step, disclosure = pipeline.step, pipeline.disclosure
+    step, context = pipeline.step, pipeline.context
     scale = pipeline.scale()
     norms = {parameter: norm / scale for parameter, norm in measured.norms.items()}
-    disclosure.squares.clear()
-    disclosure.squares.update((id(parameter), norm.square()) for parameter, norm in norms.items())
-    disclosure.judged, disclosure.finite = True, measured.finite
-    disclosure.norm = pipeline.norm()
+    context.squares.clear()
+    context.squares.update((id(parameter), norm.square()) for parameter, norm in norms.items())
+    context.judged, context.finite = True, measured.finite
+    context.norm = pipeline.norm()
     pipeline.decided_scale = scale
     step.settings.remember(pipeline.optimizer.param_groups, stepped=True)
     members = [step.members[id(parameter)] for parameter in norms if id(parameter) in step.members]
@@ -176,22 +180,22 @@ def _updating(pipeline: Pipeline, measured: Measurement) -> Iterator[bool]:
         member.marker.scale = scale
     # Rounded to the gradient's dtype once, as GradScaler has it: the numbers are the same bit for bit.
     factors: list[Tensor | float] = [] if pipeline.scaler is None else [1.0 / scale]
-    if pipeline.max_norm is not None and disclosure.norm is not None:
-        factors.append(clip_coefficient(disclosure.norm, pipeline.max_norm))
+    if pipeline.max_norm is not None and context.norm is not None:
+        factors.append(clip_coefficient(context.norm, pipeline.max_norm))
     with pipeline.updating(factors):
         if not measured.finite:
-            pipeline.forget(measured.kept)
+            pipeline.free_unused(measured.kept)
             count_skipped(pipeline.optimizer, pipeline.skip_count)
         try:
             yield measured.finite
             if measured.finite:
-                pipeline.finish_round(always=True)
+                pipeline.flush(always=True)
         except BaseException:
             pipeline.communication.fail()
             raise
     for member in members:
         if member.parameter.grad is None:
-            member.parameter.grad = member.placed
+            member.parameter.grad = member.placeholder
 
 
 def _second_pass(loss: Tensor, seed: Tensor, inputs: list[Tensor] | None) -> None:
@@ -209,17 +213,17 @@ def _second_pass(loss: Tensor, seed: Tensor, inputs: list[Tensor] | None) -> Non
 
 
 class _TwoPasses(torch.autograd.Function):
-    """The loss itself, with a backward that hands over to `run`."""
+    """The identity on the loss, whose backward calls `run`."""
 
     @staticmethod
     def forward(ctx: Any, anchor: Tensor, loss: list[Tensor], run: Callable[[Tensor, Tensor], None]) -> Tensor:
-        """The value of the loss. It comes in a list so that autograd does not walk into it: `run` does, twice."""
+        """Return the value of the loss. It comes in a list so that autograd does not walk its graph: `run` does, twice."""
         ctx.loss, ctx.run = loss[0], run
         return loss[0].detach().clone()
 
     @staticmethod
     def backward(ctx: Any, *seeds: Any) -> tuple[Tensor, None, None]:
-        """Both passes, from the seed that backward() came with."""
+        """Run both passes."""
         loss, ctx.loss = ctx.loss, None
         if loss is None:
             raise RefusedError("backward() was called twice on a guarded loss; compute the loss again, and guard it.")
@@ -227,14 +231,18 @@ class _TwoPasses(torch.autograd.Function):
         return torch.zeros((), device=loss.device), None, None  # the anchor's: compiled autograd may not take None for it
 
 
-_will_run = getattr(torch._C, "_will_engine_execute_node", None)  # not public: without it, what follows is refused as it comes
+_will_run = getattr(torch._C, "_will_engine_execute_node", None)  # not public; without it, extra terms are refused later
 
 _GUARDED: weakref.WeakKeyDictionary[Any, object] = weakref.WeakKeyDictionary()
-"""The nodes of guarded losses, and whose they are."""
+"""The graph nodes of guarded losses, with the step that each belongs to."""
 
 
-def guarded(loss: Tensor, run: Callable[[Tensor, Tensor], None], owner: object) -> Tensor:
-    """A tensor of the loss's value whose backward() calls `run(loss, seed)`, for this release's step."""
+def guard_loss(loss: Tensor, run: Callable[[Tensor, Tensor], None], owner: object) -> Tensor:
+    """Return a tensor with the value of the loss, whose backward() calls `run(loss, seed)`.
+
+    Args:
+        owner: the step of the release.
+    """
     if Graph.of(loss).has(_TwoPasses):
         raise RefusedError(
             "the loss is guarded already; one release guards a loss, others use accumulation='hold' with max_norm."
@@ -245,12 +253,12 @@ def guarded(loss: Tensor, run: Callable[[Tensor, Tensor], None], owner: object) 
     return result
 
 
-def require_whole(pipeline: Pipeline, parameters: Iterable[Tensor]) -> None:
-    """Raise `RefusedError` if the backward pass that is running, of a guarded loss, brings more than that loss.
+def require_whole_loss(pipeline: Pipeline, parameters: Iterable[Tensor]) -> None:
+    """Raise `RefusedError` if the running backward is of more than one guarded loss.
 
     Args:
-        pipeline: whose guard it is.
-        parameters: that are released. (FSDP2 computes gradients of others than those that it shards.)
+        pipeline: of the release.
+        parameters: the released ones. Sharded ones are left out: FSDP2 computes gradients of others in their place.
     """
     if _will_run is None or is_compiled():
         return

@@ -1,4 +1,4 @@
-"""The hooks of a release: put on parameters, missed when they are gone, and taken off."""
+"""The hooks of a release: registered on parameters, checked for when no gradient comes, and removed."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from ...core.errors import RefusedError
 from ..communication.shards import is_sharded
 
 _OWNERS: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
-"""By the id of a released parameter, the pipeline that its gradients go through; it holds the parameter."""
+"""The pipeline of each released parameter, by the parameter's id; the pipeline keeps the parameter alive."""
 
 _HANDLES: weakref.WeakKeyDictionary[nn.Module, list[tuple[weakref.ref[Any], Any]]] = weakref.WeakKeyDictionary()
-"""The hooks on each model, and whose they are, so that they can be taken off when that optimizer is gone."""
+"""The hooks on each model with their pipelines, so that they can be removed after the optimizer is gone."""
 
 
 class Hooks:
-    """One hook on each released parameter, called inside the backward pass with the gradient in `.grad`.
+    """One hook on each released parameter, which autograd calls once the gradient is in `.grad`.
 
-    It calls `arrive(parameter)` of its owner, which it holds weakly. It holds no parameter: torch's collector cannot see a
-    cycle that leads through a hook.
+    The hook calls `owner.arrive(parameter)`. It holds the owner weakly, and no parameter, as Python's garbage collector
+    cannot see a cycle through a hook.
     """
 
     def __init__(self, owner: Any, model: nn.Module) -> None:
@@ -32,8 +32,8 @@ class Hooks:
         self._model = weakref.ref(model)
         self._handles: dict[Tensor, Any] = {}
         self._names: dict[int, str] = {id(parameter): name for name, parameter in model.named_parameters()}
-        self._all: list[int] = []  # the ids of the optimizer's parameters, as `attach` saw them
-        self._without: list[Tensor] = []  # of those, the ones that have no hook
+        self._all: list[int] = []  # ids of the optimizer's parameters at the last `attach`
+        self._without: list[Tensor] = []  # of these, the parameters without a hook
 
     @property
     def model(self) -> nn.Module | None:
@@ -42,16 +42,16 @@ class Hooks:
 
     @property
     def parameters(self) -> list[Tensor]:
-        """Those that have a hook, in the optimizer's order."""
+        """The parameters with a hook, in the optimizer's order."""
         return list(self._handles)
 
     def attach(self, parameters: Iterable[Tensor]) -> list[Tensor] | None:
-        """Hook those of the parameters that are the model's, require a gradient, and have no hook yet.
+        """Register hooks on the parameters that belong to the model, require a gradient, and have none yet.
 
-        Those that are hooked and not among the parameters any more lose their hook.
+        Parameters with a hook that are not among these any more lose it.
 
         Returns:
-            The parameters that were hooked; None where there was nothing to do.
+            The parameters that got a hook; None if there was nothing to do.
         """
         given = list(parameters)
         if [*map(id, given)] == self._all and not any(parameter.requires_grad for parameter in self._without):
@@ -77,7 +77,7 @@ class Hooks:
         return fresh
 
     def remove(self) -> None:
-        """Take all of them off."""
+        """Remove all hooks."""
         for parameter, handle in self._handles.items():
             handle.remove()
             _OWNERS.pop(id(parameter), None)
@@ -87,10 +87,10 @@ class Hooks:
             _HANDLES[model] = [(owner, handle) for owner, handle in _HANDLES.get(model, []) if owner is not self._owner]
 
     def check(self, parameters: Iterable[Tensor]) -> None:
-        """Raise `RefusedError` if one of these was replaced in the model, or has lost its hook: nothing would ever update it.
+        """Raise `RefusedError` if a parameter was replaced in the model or has lost its hook, and so is never updated.
 
         Args:
-            parameters: hooked, and no gradient of them came.
+            parameters: had a hook, and no gradient has come.
         """
         suspects, model = list(parameters), self.model
         if not suspects or model is None:
@@ -118,7 +118,7 @@ class Hooks:
 
     @property
     def describe(self) -> Callable[[int], str]:
-        """How an error names a parameter, by its id; holds neither the release nor a parameter."""
+        """A function from a parameter's id to its name in errors; it holds neither the release nor a parameter."""
         names = self._names
         return lambda key: f"parameter {names[key]!r}" if key in names else "a parameter that the model does not name"
 
@@ -135,18 +135,18 @@ def _on_gradient(reference: weakref.ref[Any], parameter: Tensor) -> None:
 
 
 def owner_of(parameter: Tensor) -> Any:
-    """The pipeline that the gradients of this parameter go through; None where they are not released."""
+    """The pipeline of this parameter, or None if its gradient is not released."""
     return _OWNERS.get(id(parameter))
 
 
 def check_ownership(parameters: Iterable[Tensor], mine: Any = None) -> None:
-    """Raise `RefusedError` if the gradients of one of these parameters go through another pipeline than `mine` already."""
+    """Raise `RefusedError` if one of these parameters belongs to another pipeline than `mine`."""
     if any(owner_of(parameter) not in (None, mine) for parameter in parameters):
         raise RefusedError("a parameter is in another optimizer's release already; call remove() on that release first.")
 
 
 def remove_orphaned_hooks(model: nn.Module) -> bool:
-    """Take off what a release whose optimizer is gone has left on the model; whether there was anything."""
+    """Remove hooks whose optimizer no longer exists; return whether there were any."""
     entries = _HANDLES.get(model, [])
     orphaned = [handle for owner, handle in entries if owner() is None]
     for handle in orphaned:

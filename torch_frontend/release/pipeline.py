@@ -1,8 +1,8 @@
-"""The composition of the pipeline: what was asked for, and what the parameters are, decide which stages there are.
+"""The composition of the pipeline: the arguments of the release and the kind of parameters decide which stages exist.
 
-    arrival -> [average] -> [measure] -> [norm] -> [skip] -> [rescale] -> [clip] -> [queue] -> update -> free
+    receive -> [average] -> [measure] -> [norm] -> [skip] -> [rescale] -> [clip] -> [queue] -> update -> free
 
-A stage that is not needed does not exist. The base case is arrival -> update -> free.
+A stage that is not needed does not exist. The base case is receive -> update -> free.
 """
 
 from __future__ import annotations
@@ -20,40 +20,41 @@ from ...core.release import Policy, Status
 from ..autograd.passes import at_end_of_pass, is_nested, pass_number, weakly
 from ..communication import Communication
 from ..communication.held_average import HeldAverage
-from ..communication.protocol import Purpose
+from ..communication.protocol import RoundKind
 from ..communication.shards import local, shard_of, sum_over_shards
 from ..finiteness import SkipCount
 from ..releasable import ReleasableOptimizer
 from .hooks import Hooks
-from .marker import Disclosure
+from .marker import MarkerContext
 from .queue import SmallUpdateQueue
 from .stages import (
-    AccumulatingArrival,
-    Arrival,
-    Arrived,
+    AccumulatingReceiver,
     ClipEach,
-    Keeping,
-    MeasuringArrival,
+    GradientReceiver,
+    KeepingReceiver,
+    MeasuringReceiver,
     Norm,
+    ReadyGradient,
     Rescale,
     Skip,
     Stage,
     Update,
+    for_each,
     leave_marker,
-    one_by_one,
 )
 from .step import Member, Step
 
 
 class Pipeline:
-    """What the gradients of one release go through.
+    """The stages of one release, and their state.
 
     Attributes:
         arrive: the first stage, called by the hooks.
         use: the stage that averaged gradients go on to.
         update: the last stage.
-        step: the step that is under way.
-        decided_scale: of the loss whose gradient guard() has judged in this step.
+        step: the current step.
+        decided_scale: scale of the loss whose gradient guard() has checked in this step.
+        paused: number of contexts that leave gradients in `.grad`.
     """
 
     arrive: Callable[[Tensor], None]
@@ -78,92 +79,92 @@ class Pipeline:
         self.max_norm = max_norm if clipping == "exact" else None
         self.max_norm_of_each = max_norm if clipping == "per_tensor" else None
         self.hooks = Hooks(self, model)
-        self.disclosure = Disclosure(
+        self.context = MarkerContext(
             self.hooks.describe,
-            takes_more=policy is Policy.STATE,
-            tells_norms=strict and policy is not Policy.STATE,
+            accepts_more=policy is Policy.STATE,
+            knows_norms=strict and policy is not Policy.STATE,
             strict=strict,
             max_norm=self.max_norm,
             scaled=scaler is not None,
         )
         one_pass = strict and policy is Policy.RELEASE
-        self.step = Step(optimizer, self.disclosure, policy, strict=strict, one_pass=one_pass)
+        self.step = Step(optimizer, self.context, policy, strict=strict, one_pass=one_pass)
         self.skip_count = SkipCount()
         self.held_average = HeldAverage(
             communication, held=weakly(self._held), attach=weakly(self.attach), due=averages, lock=self.step.lock
         )
-        self.decided_scale: float | None = None  # of the loss whose gradient guard() has judged in this step
+        self.decided_scale: float | None = None
         self.queue: SmallUpdateQueue | None = None
         self._norm: Tensor | None = None
-        self.disclosure.after_refusal = weakly(self._discard_refused)
+        self.context.after_refusal = weakly(self._discard_refused)
         self._last = last
-        self.paused = 0  # contexts that leave gradients in `.grad`
+        self.paused = 0
         self._in_guard = self._measures = False
         self.compose()
 
     # -- composition ----------------------------------------------------------------------------------------------------
 
     def compose(self) -> None:
-        """Build the pipeline that what was asked for, and what the parameters are, need."""
+        """Build the stages that are needed."""
         step = self.step
         free = getattr(self.communication, "free_after_pass", leave_marker)  # DistributedDataParallel uses `.grad` itself
         self.update = Update(step, self.skip_count, free)
         stage: Any = self.update
-        if self.optimizer.launches_together:
+        if self.optimizer._launches_together:
             if self.queue is None:
                 self.queue = SmallUpdateQueue(step, self.update, free, self._watch_pass)
             stage = self.queue
         if self.max_norm_of_each is not None:
-            stage = ClipEach(self.disclosure, self.max_norm_of_each, stage)
+            stage = ClipEach(self.context, self.max_norm_of_each, stage)
         self._rescale = Rescale(stage)
         if self.optimizer.on_nonfinite != "propagate":
             stage = Skip(step, self.skip_count, stage)
-        short = self.alone and self.update in (stage, getattr(stage, "following", None))
-        one = stage.one if short and not self.optimizer.may_check_on_device else None
-        if self.disclosure.tells_norms and not isinstance(stage, (ClipEach, Skip)):
-            stage = Norm(self.disclosure, stage)
-        self.use = self._rescale if self.needs_guard else stage  # what averaged gradients go on to
-        after_arrival = one_by_one(stage) if self.alone else self._average
+        short = self.single_process and self.update in (stage, getattr(stage, "next_stage", None))
+        one = stage.one if short and not self.optimizer._may_check_on_device else None
+        if self.context.knows_norms and not isinstance(stage, (ClipEach, Skip)):
+            stage = Norm(self.context, stage)
+        self.use = self._rescale if self.needs_guard else stage
+        receive = for_each(stage) if self.single_process else self._average
         before = None if self.queue is None else self.queue.before
-        kept = Keeping(step, self._keep, begin=lambda parameter: None)
+        kept = KeepingReceiver(step, self._keep, begin=lambda parameter: None)
         if self.paused:
             self.arrive = kept
         elif step.policy is Policy.RELEASE:
             check = self._refuse_unguarded if self.needs_guard else before
-            self.arrive = Arrival(step, one or after_arrival, check)
+            self.arrive = GradientReceiver(step, one or receive, check)
         else:
             keep = functools.partial(self._keep, averages=True)
-            self.arrive = AccumulatingArrival(step, after_arrival, before, self._begin_micro_batch, keep=keep)
-        if self.communication.name == "ddp" and not self.paused:  # inside no_sync() it only adds up
+            self.arrive = AccumulatingReceiver(step, receive, before, self._begin_micro_batch, keep=keep)
+        if self.communication.name == "ddp" and not self.paused:  # inside no_sync() gradients only add up
             arrive = self.arrive
-            self.arrive = lambda parameter: (kept if self.communication.keeps() else arrive)(parameter)
+            self.arrive = lambda parameter: (kept if self.communication.accumulates_locally() else arrive)(parameter)
 
     @contextlib.contextmanager
     def measuring(self, measurement: Any) -> Iterator[None]:
-        """Gradients in this context are measured, and change nothing."""
+        """Measure the gradients of the backward in this context; nothing else changes."""
 
         def check(parameter: Tensor) -> None:
-            self.step.check_whole(parameter, seen=parameter in measurement.norms)
+            self.step.check_not_partial(parameter, seen=parameter in measurement.norms)
 
-        with self._instead(MeasuringArrival, measurement, check, functools.partial(self.step.begin_pass, measures=True)):
+        with self._instead(MeasuringReceiver, measurement, check, functools.partial(self.step.begin_pass, measures=True)):
             yield
 
     @contextlib.contextmanager
     def updating(self, factors: Sequence[Tensor | float]) -> Iterator[None]:
-        """Gradients in this context were measured: each is multiplied by these factors and used.
+        """Multiply the gradients of the backward in this context by these factors, and use them.
 
-        So are those that are delivered after it: what has waited in a pass that failed.
+        The same holds for gradients of this pass that are delivered later, because the pass has failed.
         """
         self._rescale.factors = factors
-        with self._instead(Arrival, self._rescale, None if self.queue is None else self.queue.before):
+        with self._instead(GradientReceiver, self._rescale, None if self.queue is None else self.queue.before):
             yield
 
     @contextlib.contextmanager
-    def _instead(self, arrival: type[Arrival], stage: Stage, check: Any, begin: Any = None) -> Iterator[None]:
+    def _instead(self, arrival: type[GradientReceiver], stage: Stage, check: Any, begin: Any = None) -> Iterator[None]:
         self.step.refresh()
         before = self.arrive, self.use
-        self.use, self._in_guard, self._measures = stage, True, arrival is MeasuringArrival
-        self.arrive = arrival(self.step, one_by_one(stage) if self.alone else self._average, check, begin)
+        self.use, self._in_guard, self._measures = stage, True, arrival is MeasuringReceiver
+        self.arrive = arrival(self.step, for_each(stage) if self.single_process else self._average, check, begin)
         try:
             yield
         finally:
@@ -173,7 +174,7 @@ class Pipeline:
     # -- stages that belong to the release ------------------------------------------------------------------------------
 
     def _average(self, member: Member, gradient: Tensor) -> None:
-        """Hand a gradient to communication, which hands it back to `deliver`."""
+        """Give a gradient to the communication, which calls `deliver` with the average."""
         parameter = member.parameter
         self._watch_pass()
         if member.shard is None and parameter.grad is not gradient:  # it was added to a marker
@@ -183,37 +184,37 @@ class Pipeline:
 
     @torch.no_grad()
     def deliver(self, parameters: Sequence[Tensor]) -> None:
-        """Communication hands over averaged gradients in `.grad`."""
+        """Use averaged gradients, which the communication has put into `.grad`."""
         step = self.step
         with step.lock:
-            if not self._measures and self._keeps:  # averaged in a backward that only adds up
+            if not self._measures and self._keeps:  # averaged in a backward whose gradients are kept
                 return
-            arrived: list[Arrived] = []
+            ready: list[ReadyGradient] = []
             for parameter in parameters:
                 gradient, member = parameter.grad, step.members.get(id(parameter))
-                if gradient is None or member is None:  # it has left its group
+                if gradient is None or member is None:  # the parameter was taken out of its group
                     continue
-                arrived.append((member, gradient if member.shard is None else local(gradient)))
+                ready.append((member, gradient if member.shard is None else local(gradient)))
                 step.ledger.arrive(member.key, member.nbytes)
                 if step.policy is Policy.RELEASE and not self._measures:
-                    step.released[member.key] = member  # this process may have had no gradient
-            if arrived:
-                self.use(arrived)
+                    step.released[member.key] = member  # this process may have had no gradient of it
+            if ready:
+                self.use(ready)
 
     def _keep(self, member: Member, gradient: Tensor, averages: bool = False) -> None:
-        """A gradient stays in `.grad`."""
+        """Leave a gradient in `.grad`."""
         self.step.ledger.arrive(member.key, member.nbytes)
-        self.communication.held(member.parameter)
+        self.communication.gradient_held(member.parameter)
         if averages:
             self.held_average.gradient_held()
 
     @property
     def _keeps(self) -> bool:
         holds = self.step.policy is Policy.HOLD and not self.step.last
-        return bool(self.paused) or holds or self.communication.keeps()
+        return bool(self.paused) or holds or self.communication.accumulates_locally()
 
     def _begin_micro_batch(self, parameter: Tensor) -> None:
-        self.step.last = bool(self._last())  # asked once a pass
+        self.step.last = bool(self._last())  # called once a pass
         self.step.begin_pass(parameter)
 
     def _refuse_unguarded(self, parameter: Tensor) -> None:
@@ -231,51 +232,51 @@ class Pipeline:
 
     @property
     def needs_guard(self) -> bool:
-        """Whether gradients may be used only in the second pass of guard()."""
+        """Whether only the second pass of guard() may use gradients."""
         return self.step.policy is Policy.RELEASE and (self.max_norm is not None or self.scaler is not None)
 
     # -- the end of a pass ----------------------------------------------------------------------------------------------
 
     def _watch_pass(self) -> bool:
-        """Have the end of the running pass noticed: what waits is used then. False if it will not be noticed."""
-        if self._in_guard:  # which ends its passes itself
+        """Have `_end_of_pass` called when the running pass ends; return False if that is impossible."""
+        if self._in_guard:  # guard() ends its passes itself
             return True
         now = pass_number()
-        if now is not None and now == self.step.watched:
+        if now is not None and now == self.step.watched_pass:
             return True
-        if not is_nested():  # one that failed before, and nothing has closed its step since
+        if not is_nested():  # an earlier pass may have failed, and its step was not closed
             self.end_failed_pass()
         noticed = at_end_of_pass(weakly(self._end_of_pass))
-        self.step.watched = now if noticed else None
+        self.step.watched_pass = now if noticed else None
         return noticed
 
     @torch.no_grad()
     def _end_of_pass(self) -> None:
         with self.step.lock:
-            self.step.watched = None
+            self.step.watched_pass = None
             if not is_nested():
                 self.communication.flush(always=True)
             if self.queue is not None:
                 self.queue.flush()
-            if self.communication.name == "fsdp2" and not is_nested():  # later, processes need not ask together
+            if self.communication.name == "fsdp2" and not is_nested():  # a collective, which last_norm must not be
                 self.norm()
 
     def end_failed_pass(self) -> None:
-        """If a pass that updates parameters never came to its end, say so to other processes."""
-        if self.step.watched is not None:
-            self.step.watched = None
+        """If a pass that updates parameters did not reach its end, tell the other processes."""
+        if self.step.watched_pass is not None:
+            self.step.watched_pass = None
             self.communication.fail()
             self.step.remove_from_ledger()
 
     def _discard_refused(self) -> None:
-        """A gradient was refused: nothing of its backward is left to be used, unless it is under way on other processes."""
-        if self.alone:
+        """Drop the queued gradients of a refused backward, unless other processes take part in it."""
+        if self.single_process:
             if self.queue is not None:
                 self.queue.discard(backward=pass_number())
             self.step.remove_from_ledger()
 
-    def finish_round(self, *, always: bool = False) -> None:
-        """What waits, for other processes or for a launch, is used."""
+    def flush(self, *, always: bool = False) -> None:
+        """Use the gradients that wait for other processes or in the queue."""
         self.communication.flush(always=always)
         if self.queue is not None:
             self.queue.flush()
@@ -283,54 +284,54 @@ class Pipeline:
     # -- what release, guard and boundaries ask --------------------------------------------------------------------------
 
     def attach(self) -> None:
-        """Put hooks on the model's parameters that the optimizer holds, that require a gradient, and have none yet.
+        """Register hooks on the optimizer's parameters that belong to the model, require a gradient, and have none yet.
 
-        Parameters of the optimizer outside the model are updated by step(), as without release.
+        Parameters outside the model are updated by step(), as without release.
         """
         fresh = self.hooks.attach([p for group in self.optimizer.param_groups for p in group["params"]])
         if fresh is None:
             return
         self.step.attach(self.hooks.parameters)
         if fresh:
-            self.communication.attach(fresh, weakly(self.deliver), weakly(self._purpose))
+            self.communication.attach(fresh, weakly(self.deliver), weakly(self._round_kind))
 
     @property
     def last_norm(self) -> Tensor | None:
-        """`norm` of the last gradient; of sharded parameters as the end of the pass has summed it, on all processes at once."""
+        """The global norm of the last gradient; for sharded parameters, as computed at the end of the pass."""
         return self._norm if self.communication.name == "fsdp2" else self.norm()
 
     def norm(self) -> Tensor | None:
-        """The global norm of the gradients so far; of sharded ones every process must ask together."""
-        squares = self.disclosure.squares
-        if not self.disclosure.tells_norms:
+        """Compute the global norm of the gradients so far, 0-d. For sharded parameters this is a collective."""
+        squares = self.context.squares
+        if not self.context.knows_norms:
             return None
         found = [p for group in self.optimizer.param_groups for p in group["params"] if id(p) in squares]
         if not found:
-            return torch.zeros((), dtype=torch.float64) if self.disclosure.judged else None
+            return torch.zeros((), dtype=torch.float64) if self.context.judged else None
         members = self.step.members
         shards = [members[id(p)].shard if id(p) in members else shard_of(p) for p in found]
         device = squares[id(found[0])].device
-        wide = torch.float32 if device.type == "mps" else torch.float64
-        totals = sum_over_shards(shards, [squares[id(p)].to(device, wide) for p in found])
+        dtype = torch.float32 if device.type == "mps" else torch.float64
+        totals = sum_over_shards(shards, [squares[id(p)].to(device, dtype) for p in found])
         self._norm = torch.stack(totals).sum().sqrt()
         return self._norm
 
     @property
-    def alone(self) -> bool:
-        """Whether no other process uses the same gradients: then those that were not used yet need not be."""
+    def single_process(self) -> bool:
+        """Whether no other process uses these gradients: only then may gradients that were not used yet be dropped."""
         return self.communication.name == "local"
 
     def scale(self) -> float:
-        """What the loss, and so every gradient, is multiplied by."""
+        """The factor that the scaler multiplies the loss by; 1 without a scaler."""
         return 1.0 if self.scaler is None else float(self.scaler.get_scale())
 
-    def forget(self, parameters: Iterable[Tensor]) -> None:
-        """Free their gradients unused."""
+    def free_unused(self, parameters: Iterable[Tensor]) -> None:
+        """Free the gradients of these parameters without using them."""
         for parameter in list(parameters):
             self.step.free(parameter)
 
-    def _purpose(self) -> Purpose:
-        return self.step.purpose(measured=self._measures)
+    def _round_kind(self) -> RoundKind:
+        return self.step.round_kind(measured=self._measures)
 
     def _held(self) -> list[Tensor]:
         return [member.parameter for member in self.step.with_status(Status.HELD)]

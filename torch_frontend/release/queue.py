@@ -1,4 +1,4 @@
-"""Small gradients wait for a few others, so that one launch updates them all."""
+"""The queue of small gradients, which one launch updates together."""
 
 from __future__ import annotations
 
@@ -13,33 +13,32 @@ from ...core.errors import RefusedError
 from ...core.release import Action, Status
 from ..autograd.passes import is_nested, pass_number
 from ..communication.shards import is_sharded
-from .stages import Arrived, Free, Update, action_for
+from .stages import Free, ReadyGradient, Update, action_for
 from .step import Member, Step
 
 SMALL_BYTES = 2**16
-"""Of a small gradient, at most: what its update reads and writes then takes an accelerator a tenth of a microsecond, where
-its launch takes the host ten."""
+"""Largest small gradient: an accelerator updates one in a tenth of a microsecond, and its launch takes the host ten."""
 
 QUEUE_BYTES = 2**20
-"""Of gradients that wait on one device, at most."""
+"""Most bytes of gradient in the queue of one device."""
 
 QUEUE_SHARE = 16
-"""... and at most this part of the largest gradient, so that about one layer's gradient is alive, whatever the model."""
+"""A queue holds at most 1/16 of the largest gradient's bytes, so that about one layer's gradient is alive in any model."""
 
 
 class SmallUpdateQueue:
-    """The stage before the update, where the backend updates many tensors in one launch.
+    """The stage before the update, for a backend that updates many tensors in one launch.
 
-    Small gradients wait here, in the ledger and out of `.grad`. They are used when the next one has no room left, before
-    anything else happens to their parameters, and in any case before the backward pass ends. Every update is that of a tensor
-    by itself, so when it comes changes no bit. (Whoever reads a parameter in the backward in which it is updated, after its
-    gradient has come, may find the value of before: that of the plain optimizer.)
+    Small gradients are queued, in the ledger and out of `.grad`. They are used when the queue is full, before anything else
+    happens to their parameters, and at the latest when the backward pass ends. The update of a tensor depends on no other, so
+    the delay changes no bit. (Code that reads a parameter between its gradient and the end of the backward may see the value
+    from before the update, as with the plain optimizer.)
 
-    A backward that fails may leave gradients here. They belong to parameters that have not changed: `flush` uses them,
-    `discard` and `hold` do not. Each device has a queue of its own, as autograd has a thread and streams of its own for each.
+    A backward that fails may leave gradients here, whose parameters have not changed: `flush` uses them, `discard` and
+    `move_to_grad` do not. Each device has its own queue, as autograd has a thread and streams for each device.
 
     Args:
-        watch: makes sure that the end of the running pass is noticed; whether it will be.
+        watch: has `flush` called at the end of the running pass; returns whether that is possible.
     """
 
     def __init__(self, step: Step, update: Update, free: Free, watch: Callable[[], bool]) -> None:
@@ -50,26 +49,26 @@ class SmallUpdateQueue:
         self._queues: dict[torch.device, _Queue] = {}
 
     @property
-    def room(self) -> int:
-        """Bytes of a queue."""
+    def capacity(self) -> int:
+        """Most bytes in one queue."""
         largest = max((member.nbytes for member in self._step.members.values()), default=0)
         return min(QUEUE_BYTES, largest // QUEUE_SHARE)
 
-    def __call__(self, arrived: Sequence[Arrived]) -> None:
-        """Let a small gradient that came alone wait, where it completes an update."""
-        member, gradient = arrived[0]
-        if len(arrived) == 1 and gradient is not None and self._may_wait(member, gradient):
+    def __call__(self, ready: Sequence[ReadyGradient]) -> None:
+        """Queue a single small gradient that completes an update; pass others on."""
+        member, gradient = ready[0]
+        if len(ready) == 1 and gradient is not None and self._may_wait(member, gradient):
             self._add(member, gradient)
         else:
-            self._update(arrived)
+            self._update(ready)
 
     def _may_wait(self, member: Member, gradient: Tensor) -> bool:
-        small = member.shard is None and is_small(gradient, self.room)
+        small = member.shard is None and is_small(gradient, self.capacity)
         return small and action_for(self._step, member, True)[0] is Action.UPDATE and self._watch()
 
     def _add(self, member: Member, gradient: Tensor) -> None:
         step, device = self._step, gradient.device
-        if device in self._queues and self._queues[device].nbytes + gradient.nbytes > self.room:
+        if device in self._queues and self._queues[device].nbytes + gradient.nbytes > self.capacity:
             self.flush(device)
         step.ledger.arrive(member.key, member.nbytes)
         self._queues.setdefault(device, _Queue(device, pass_number())).add(member, gradient)
@@ -77,10 +76,10 @@ class SmallUpdateQueue:
         self._free(member)
 
     def before(self, parameter: Tensor) -> None:
-        """Another gradient of the parameter has come: what waits is used first.
+        """Flush if the parameter, of which another gradient has come, is queued.
 
         Raises:
-            RefusedError: in a backward that would mix with what one that failed has left.
+            RefusedError: the queue holds gradients of another backward, which failed.
         """
         for queue in self._queues.values():
             if queue.backward != pass_number() and not is_nested():
@@ -93,18 +92,18 @@ class SmallUpdateQueue:
             self.flush(parameter.device)
 
     def discard(self, *, backward: int | None = None) -> None:
-        """Forget what waits, or what waits of one backward."""
+        """Drop the queued gradients, or those of one backward."""
         for device, queue in list(self._queues.items()):
             if backward is None or queue.backward == backward:
                 for member in self._queues.pop(device).gradients:
                     self._step.set_status(member.key, Status.IDLE)
                     self._step.released.pop(member.key, None)
                     self._step.ledger.free(member.key)
-                    if member.parameter.grad is member.placed:
+                    if member.parameter.grad is member.placeholder:
                         member.parameter.grad = None
 
-    def hold(self) -> None:
-        """What waits is held in `.grad` instead."""
+    def move_to_grad(self) -> None:
+        """Move the queued gradients to `.grad`, where they are held."""
         with self._step.lock:
             for queue in self._queues.values():
                 self._give_back(queue.take())
@@ -112,7 +111,7 @@ class SmallUpdateQueue:
 
     @torch.no_grad()
     def flush(self, device: torch.device | None = None) -> None:
-        """Use what waits, on one device or on all. If that fails, the gradients are in `.grad`, as if held."""
+        """Use the queued gradients of one device, or of all. If that fails, they are held in `.grad`."""
         step = self._step
         with step.lock:
             for key in list(self._queues) if device is None else [device]:
@@ -130,40 +129,39 @@ class SmallUpdateQueue:
                     step.ledger.free(member.key)
 
     def _give_back(self, gradients: Mapping[Member, Tensor]) -> None:
-        """What waits could not be used: it is held in `.grad`."""
         for member, gradient in gradients.items():
             before = member.parameter.grad
-            member.parameter.grad = gradient if before is None or before is member.placed else gradient + before
+            member.parameter.grad = gradient if before is None or before is member.placeholder else gradient + before
             self._step.released.pop(member.key, None)
             self._step.set_status(member.key, Status.HELD)
 
 
-def is_small(gradient: Tensor, room: int) -> bool:
-    """Whether a gradient may wait where there is this room; a small part of a buffer keeps all of it alive."""
-    if gradient.nbytes > min(SMALL_BYTES, room):
+def is_small(gradient: Tensor, capacity: int) -> bool:
+    """Whether a gradient may be queued. A part of a large buffer may not: it keeps all of the buffer alive."""
+    if gradient.nbytes > min(SMALL_BYTES, capacity):
         return False
     return gradient.untyped_storage().nbytes() <= SMALL_BYTES
 
 
-def batches(step: Step, gradients: Mapping[Tensor, Tensor | None], room: int) -> Iterator[list[Tensor]]:
-    """The parameters of gradients that are all there: one by one, so that gradients are freed on the way.
+def batches(step: Step, gradients: Mapping[Tensor, Tensor | None], capacity: int) -> Iterator[list[Tensor]]:
+    """Yield the parameters of held gradients in batches, so that gradients are freed on the way.
 
-    Sharded ones come together, for what they ask of other processes; small ones as far as there is room in a queue.
+    All sharded ones are one batch, as their sums are exchanged together; small ones are batched up to `capacity` bytes.
     """
     sharded = [parameter for parameter in gradients if is_sharded(parameter)]
     if sharded:
         yield sharded
     together: list[Tensor] = []
-    left = room
+    left = capacity
     for parameter, gradient in gradients.items():
         if is_sharded(parameter):
             continue
-        if gradient is None or not is_small(gradient, room):
+        if gradient is None or not is_small(gradient, capacity):
             yield [parameter]
             continue
         if gradient.nbytes > left and together:
             yield together
-            together, left = [], room
+            together, left = [], capacity
         together.append(parameter)
         left -= gradient.nbytes
     if together:
@@ -172,7 +170,7 @@ def batches(step: Step, gradients: Mapping[Tensor, Tensor | None], room: int) ->
 
 @dataclasses.dataclass
 class _Queue:
-    """Gradients that wait, those of one device and one backward, and the streams on which they were computed."""
+    """Queued gradients of one device and one backward, and the streams on which they were computed."""
 
     device: torch.device
     backward: int | None
@@ -187,7 +185,7 @@ class _Queue:
             self._streams[member] = torch.cuda.current_stream(self.device)
 
     def take(self) -> dict[Member, Tensor]:
-        """All of them, ready to be used on the current stream."""
+        """Return the gradients, ready to be used on the current stream."""
         if self.device.type == "cuda":
             now = torch.cuda.current_stream(self.device)
             for member, stream in self._streams.items():

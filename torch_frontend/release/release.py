@@ -19,7 +19,7 @@ from ..array_ops import dtype_name
 from ..communication import communication_name, select_communication
 from ..releasable import ReleasableOptimizer
 from . import boundaries
-from .guard import guarded, two_passes
+from .guard import guard_loss, two_passes
 from .hooks import check_ownership
 from .pipeline import Pipeline
 
@@ -36,7 +36,7 @@ class Release:
 
     def __init__(self, pipeline: Pipeline, keep_bytes: int = 0) -> None:
         self.optimizer = pipeline.optimizer
-        self.pipeline = pipeline
+        self._pipeline = pipeline
         self._keep_bytes = keep_bytes
         self.optimizer.release = self
         pipeline.attach()
@@ -44,13 +44,13 @@ class Release:
     @property
     def ledger(self) -> Ledger:
         """Bytes of gradient alive, now and at most."""
-        return self.pipeline.step.ledger
+        return self._pipeline.step.ledger
 
     @property
     def skipped(self) -> int:
         """Number of gradients that were not used because they held an infinity or a NaN: single ones
         (on_nonfinite="skip"), or whole steps (a scaler, held gradients). Synchronises if the device counts them."""
-        return self.pipeline.skip_count.total
+        return self._pipeline.skip_count.total
 
     @property
     def last_norm(self) -> Tensor | None:
@@ -60,12 +60,12 @@ class Release:
         accumulation="state", where nobody sees the whole gradient. It is summed from one float32 sum of squares a parameter
         (float64 for float64 parameters; guard() measures in float64): nothing waits for it.
         """
-        return self.pipeline.last_norm
+        return self._pipeline.last_norm
 
     @property
     def model(self) -> nn.Module | None:
         """The model, or None once nobody else holds it."""
-        return self.pipeline.hooks.model
+        return self._pipeline.hooks.model
 
     def guard(self, loss: Tensor) -> Tensor:
         """The loss, with a backward() that measures first and updates second.
@@ -90,17 +90,17 @@ class Release:
             raise InvalidArgumentError(
                 f"loss is a {type(loss).__name__}; guard() takes the 0-d tensor that backward() is called on."
             )
-        if not (self.pipeline.needs_guard and loss.requires_grad and torch.is_grad_enabled()):
+        if not (self._pipeline.needs_guard and loss.requires_grad and torch.is_grad_enabled()):
             return loss
         if loss.dim() != 0:
             raise InvalidArgumentError(f"loss has shape {tuple(loss.shape)}; guard() takes a scalar, for instance loss.mean().")
         run: Any = torch.compiler.disable(self._backward_of_guarded)
-        return guarded(loss, run, self.pipeline.step)
+        return guard_loss(loss, run, self._pipeline.step)
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
         """Backwards in this context leave gradients in `.grad`, as without release; step() and zero_grad() treat them so."""
-        pipeline = self.pipeline
+        pipeline = self._pipeline
         pipeline.step.clear_markers()
         pipeline.paused += 1
         pipeline.compose()
@@ -117,7 +117,7 @@ class Release:
             RefusedError: micro-batches are in the moments and wait for their step. (Under the lenient release of
                 `prepare_for_gradient_release`, whose step() closes nothing, they are applied instead.)
         """
-        pipeline, step = self.pipeline, self.pipeline.step
+        pipeline, step = self._pipeline, self._pipeline.step
         pending = step.with_status(Status.ACCUMULATED)
         if pending and step.strict:
             raise RefusedError(
@@ -125,10 +125,10 @@ class Release:
                 "their step. Call optimizer.step() before remove()."
             )
         if pipeline.queue is not None:
-            (pipeline.queue.hold if pipeline.alone else pipeline.queue.flush)()
+            (pipeline.queue.move_to_grad if pipeline.single_process else pipeline.queue.flush)()
         with torch.no_grad():
-            self.optimizer.refresh()
-            self.optimizer.perform_all([(member.parameter, None, Action.APPLY) for member in pending])
+            self.optimizer._refresh()
+            self.optimizer._perform_all([(member.parameter, None, Action.APPLY) for member in pending])
         step.clear_markers()
         pipeline.communication.detach()
         pipeline.hooks.remove()
@@ -140,36 +140,34 @@ class Release:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         if kind is not None:  # the exception is what matters
-            if self.pipeline.queue is not None:
-                self.pipeline.queue.hold()
-            self.pipeline.step.abandon()
+            if self._pipeline.queue is not None:
+                self._pipeline.queue.move_to_grad()
+            self._pipeline.step.abandon()
         self.remove()
 
     def _backward_of_guarded(self, loss: Tensor, seed: Tensor) -> None:
-        if self.pipeline.paused:
+        if self._pipeline.paused:
             torch.autograd.backward(loss, seed)
         else:
-            two_passes(self.pipeline, loss, seed, self._keep_bytes)
+            two_passes(self._pipeline, loss, seed, self._keep_bytes)
 
-    def check_ownership(self, parameters: Iterable[Tensor]) -> None:
+    def _check_ownership(self, parameters: Iterable[Tensor]) -> None:
         """Raise `RefusedError` if another release has one of these parameters already."""
-        check_ownership(parameters, mine=self.pipeline)
+        check_ownership(parameters, mine=self._pipeline)
 
-    def require_closed(self, call: str) -> None:
+    def _require_closed(self, call: str) -> None:
         """Raise `RefusedError` unless no update is under way."""
-        for key, status in self.pipeline.step.open():
+        for key, status in self._pipeline.step.touched():
             raise RefusedError(
-                f"{call} in the middle of a step: {self.pipeline.hooks.describe(key)} is {status.value}. Call "
+                f"{call} in the middle of a step: {self._pipeline.hooks.describe(key)} is {status.value}. Call "
                 "optimizer.step() first (or finish the micro-batches with optimizer_accumulation=False)."
             )
 
-    def close_step(self) -> None:
-        """optimizer.step(): see `boundaries.close_step`."""
-        boundaries.close_step(self.pipeline)
+    def _close_step(self) -> None:
+        boundaries.close_step(self._pipeline)
 
-    def discard(self) -> None:
-        """optimizer.zero_grad(): see `boundaries.discard`."""
-        boundaries.discard(self.pipeline)
+    def _discard_step(self) -> None:
+        boundaries.discard_step(self._pipeline)
 
 
 def release_gradients(
@@ -288,7 +286,7 @@ def release_gradients(
     return Release(pipeline, keep_bytes)
 
 
-def lenient_release(model: nn.Module, optimizer: ReleasableOptimizer) -> Release:
+def release_leniently(model: nn.Module, optimizer: ReleasableOptimizer) -> Release:
     """The release of `prepare_for_gradient_release`: every backward is an update, unless optimizer_accumulation is on."""
     _check_setup(model, optimizer, "none", "state")
     if optimizer.on_nonfinite == "raise":

@@ -11,7 +11,7 @@ from penstock.core.release import Action, Decision, Ledger, Policy, Status, mach
 from penstock.torch_frontend.backends.piece import Piece
 from penstock.torch_frontend.clipping import clip_by_norm_
 from penstock.torch_frontend.release import boundaries, guard, marker, pipeline, stages, step
-from penstock.torch_frontend.release.marker import Disclosure, ReleasedGradient
+from penstock.torch_frontend.release.marker import MarkerContext, ReleasedGradient
 from penstock.torch_frontend.release.stages import Arrival, ClipEach, Rescale, Skip, Update
 
 from .planting import Fault, Plant, both, instead
@@ -59,7 +59,7 @@ def _removed_twice(correct: Any, self: Any, tensor: Any, nbytes: int) -> None:
 
 def _used_twice(correct: Any, self: Any, member: Any, gradient: Any) -> None:
     if gradient.ndim == 2:
-        self._optimizer.update(member.parameter, gradient)
+        self._optimizer._update(member.parameter, gradient)
     correct(self, member, gradient)
 
 
@@ -92,7 +92,7 @@ def _transition(when: tuple[Policy, Status], wrong: Action) -> Any:
 
 def _norm_of_another(correct: Any, self: Any) -> Any:
     self = self.like(self, self.device)
-    self.key = next(key for key in self.disclosure.squares if key != self.key)
+    self.key = next(key for key in self.context.squares if key != self.key)
     return correct(self)
 
 
@@ -217,7 +217,7 @@ FAULTS = [
     ),
     Fault(
         "marker passes any factor",
-        instead(Disclosure, "check_factor", lambda correct, self, marker, factor, operation: None),
+        instead(MarkerContext, "check_factor", lambda correct, self, marker, factor, operation: None),
         "marker/release/adamw/float32",
         "eager",
     ),

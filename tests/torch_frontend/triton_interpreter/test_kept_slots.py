@@ -49,8 +49,8 @@ class Run:
         """Those that the optimizer keeps, or new ones."""
         if not self._keeps:
             self.optimizer._forget_groups()
-        self.optimizer.refresh()
-        return [self.optimizer.slot(p) for p in self.parameters]
+        self.optimizer._refresh()
+        return [self.optimizer._slot(p) for p in self.parameters]
 
     def everything(self) -> list[torch.Tensor]:
         state = self.optimizer.state
