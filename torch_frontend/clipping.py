@@ -1,4 +1,4 @@
-"""Norms and clip coefficients, as `torch.nn.utils.clip_grad_norm_` defines them, without waiting for the device."""
+"""Norms and clip coefficients as in `torch.nn.utils.clip_grad_norm_`, without a synchronisation."""
 
 from __future__ import annotations
 
@@ -14,33 +14,34 @@ NORM_EPS = 1e-6
 
 
 def gradient_norm(gradient: Tensor) -> Tensor:
-    """The 2-norm of one gradient, of a sharded one of the part that lies here, 0-d.
+    """Return the 2-norm of a gradient, or of the local part of a sharded one, 0-d.
 
-    In float64, where finite elements cannot overflow (float32 on devices without it).
+    It is float64, in which finite float32 elements cannot overflow (float32 on devices without float64).
     """
     gradient = local(gradient)
     return torch.linalg.vector_norm(gradient, dtype=torch.float32 if gradient.device.type == "mps" else torch.float64)
 
 
 def square_sum(gradient: Tensor) -> Tensor:
-    """The sum of a gradient's squares, 0-d; of a sharded one of the part that is stored here. Precise as `gradient_norm`."""
+    """Return the sum of a gradient's squares, or of the local part of a sharded one, in the dtype of `gradient_norm`, 0-d."""
     return gradient_norm(gradient).square()
 
 
 def square_sums(gradients: list[Tensor]) -> Sequence[Tensor]:
-    """`square_sum` of several, in the compute dtype, as updates find them beside their work."""
+    """Return the sums of squares of several gradients, 0-d in the compute dtype, as updates measure them."""
     if not gradients:
         return ()
-    wide = torch.float64 if any(gradient.dtype is torch.float64 for gradient in gradients) else torch.float32
-    norms = torch._foreach_norm(gradients, 2, dtype=wide)  # pyright: ignore[reportPrivateImportUsage]
+    dtype = torch.float64 if any(gradient.dtype is torch.float64 for gradient in gradients) else torch.float32
+    norms = torch._foreach_norm(gradients, 2, dtype=dtype)  # pyright: ignore[reportPrivateImportUsage]
     return torch._foreach_mul(norms, norms)  # pyright: ignore[reportPrivateImportUsage]
 
 
 def is_finite(gradient: Tensor, norm: Tensor) -> Tensor:
-    """Whether no element of the gradient, of a sharded one of the part that lies here, is an infinity or a NaN; 0-d.
+    """Return whether all elements of a gradient, or of the local part of a sharded one, are finite; 0-d.
 
-    `norm` is its `gradient_norm`. In a wider dtype than the gradient's, finite elements cannot overflow it, and it says as
-    much as a look at the elements, which takes several times as long.
+    Args:
+        norm: its `gradient_norm`. If its dtype has more bits than the gradient's, finite elements cannot overflow it, and it
+            tells as much as a look at every element, which takes several times as long.
     """
     if norm.dtype.itemsize > gradient.dtype.itemsize:
         return torch.isfinite(norm)
@@ -48,9 +49,11 @@ def is_finite(gradient: Tensor, norm: Tensor) -> Tensor:
 
 
 def clip_coefficient(norm: Tensor, max_norm: float) -> Tensor | float:
-    """min(1, max_norm / (norm + 1e-6)): a number if the norm is a number on the CPU, otherwise 0-d: nothing waits for a device.
+    """Return min(1, max_norm / (norm + 1e-6)): a number for a norm on the CPU, otherwise a 0-d tensor on its device.
 
-    norm: 0-d.
+    Args:
+        norm: 0-d.
+        max_norm: in (0, inf].
     """
     if type(norm) is not Tensor or norm.device.type != "cpu":  # a fake tensor has no number
         return torch.div(max_norm, norm + NORM_EPS).clamp_(max=1.0)
@@ -59,7 +62,7 @@ def clip_coefficient(norm: Tensor, max_norm: float) -> Tensor | float:
 
 
 def multiply_(gradient: Tensor, factor: Tensor | float) -> None:
-    """In place, in the gradient's dtype; a sharded one where it lies."""
+    """Multiply a gradient in place, in its dtype."""
     if isinstance(factor, Tensor):
         local(gradient).mul_(factor.to(gradient.device))
     elif factor != 1.0:
@@ -67,9 +70,15 @@ def multiply_(gradient: Tensor, factor: Tensor | float) -> None:
 
 
 def clip_by_norm_(gradients: Sequence[Tensor], shards: Sequence[Shard | None], max_norm: float) -> list[Tensor]:
-    """Scale each gradient in place so that its own norm is at most `max_norm`; return the norms of the local parts, 0-d.
+    """Scale each gradient in place so that its own norm is at most `max_norm`.
 
-    shards: of their parameters.
+    Args:
+        gradients: local parts.
+        shards: of their parameters.
+        max_norm: in (0, inf].
+
+    Returns:
+        The norms of the local parts before clipping, 0-d.
     """
     here = [gradient_norm(gradient) for gradient in gradients]
     for gradient, norm in zip(gradients, norms_over_shards(shards, here), strict=True):

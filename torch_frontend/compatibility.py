@@ -1,4 +1,4 @@
-"""The calls of optimi, so that its users change an import and nothing else (https://optimi.benjaminwarner.dev)."""
+"""The functions of optimi, so that its users need to change only the import (https://optimi.benjaminwarner.dev)."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ NamesOrModules = str | type[nn.Module] | Iterable[str | type[nn.Module]] | None
 
 
 def prepare_for_gradient_release(model: nn.Module, optimizer: ReleasableOptimizer, ignore_existing_hooks: bool = False) -> None:
-    """Release the gradients of `model`, leniently: every backward is an update.
+    """Release the gradients of `model`: every backward is an update.
 
     Set `optimizer.optimizer_accumulation = True` before a backward to put its gradients into the moments only; the next
-    backward without it completes the update. step() and zero_grad() close nothing and may be called at any time, or never.
-    `release_gradients` is the strict form, which notices mistakes.
+    backward without it completes the update. step() and zero_grad() have no effect on release and may be called at any time,
+    or never. `release_gradients` is stricter, and notices mistakes.
 
     Args:
         model: holds the parameters.
         optimizer: constructed with gradient_release=True.
-        ignore_existing_hooks: has no effect: hooks that are on the parameters always stay, and run first.
+        ignore_existing_hooks: has no effect: hooks that are on the parameters stay, and run first.
 
     Raises:
-        RefusedError: the optimizer was not constructed for it, or a parameter is released already.
+        RefusedError: the optimizer was constructed without gradient_release=True, or a parameter is released already.
     """
     if isinstance(optimizer, ReleasableOptimizer) and not optimizer.gradient_release:
         raise RefusedError("the optimizer was constructed without gradient_release=True; construct it with it.")
@@ -37,7 +37,7 @@ def prepare_for_gradient_release(model: nn.Module, optimizer: ReleasableOptimize
 
 
 def remove_gradient_release(model: nn.Module) -> None:
-    """Remove the release of `model`. Micro-batches that wait in the moments are applied, so that none is lost.
+    """Remove the release of `model`. Micro-batches that are in the moments are applied, so that none is lost.
 
     Raises:
         RefusedError: the gradients of this model are not released.
@@ -53,7 +53,7 @@ def remove_gradient_release(model: nn.Module) -> None:
 def param_groups_weight_decay(
     model: nn.Module, weight_decay: float = 1e-2, additional_layers: Iterable[str] | None = None
 ) -> list[dict[str, Any]]:
-    """Two parameter groups: biases and normalisation weights without weight decay, everything else with it.
+    """Return two parameter groups: biases and normalisation weights without weight decay, all others with it.
 
     Args:
         model: its trainable parameters are grouped; those with at most one dimension, and those named "bias", do not decay.
@@ -79,7 +79,7 @@ def to_low_precision(
     fp32_modules: Modules = nn.Embedding,
     fp32_buffers: NamesOrModules = ("rope", "rotary"),
 ) -> nn.Module:
-    """Cast a model in place to `dtype`, some of it to float32. Call it before the optimizer is constructed.
+    """Cast a model to `dtype` in place, and some modules to float32. Call it before constructing the optimizer.
 
     Args:
         model: its floating-point parameters and buffers are cast; the same model is returned.
@@ -100,8 +100,8 @@ def to_low_precision(
         own = {id(parameter) for parameter in module.parameters(recurse=False)}
 
         def cast(tensor: Tensor, own: set[int] = own, keep: bool = keep, keep_buffers: bool = keep_buffers) -> Tensor:
-            wide = keep if id(tensor) in own else keep_buffers
-            target = (torch.float32 if wide else dtype) if tensor.is_floating_point() else None
+            in_float32 = keep if id(tensor) in own else keep_buffers
+            target = (torch.float32 if in_float32 else dtype) if tensor.is_floating_point() else None
             return tensor.to(device=device, dtype=target)
 
         module._apply(cast, recurse=False)

@@ -1,4 +1,4 @@
-"""Gradients with an infinity or a NaN: found, and counted where they were not used."""
+"""Gradients with an infinity or a NaN: how they are found, and counted when they are skipped."""
 
 from __future__ import annotations
 
@@ -12,9 +12,12 @@ from .communication.shards import Shard, shard_of, sum_over_shards
 
 
 def finite(gradients: Sequence[Tensor], shards: Sequence[Shard | None], norms: Sequence[Tensor]) -> list[bool]:
-    """Of each gradient, whether no element is an infinity or a NaN, in any shard of it. Synchronises.
+    """Return for each gradient whether all elements of all of its shards are finite. It synchronises.
 
-    shards: of their parameters. norms: of the gradients, from `gradient_norm`.
+    Args:
+        gradients: local parts.
+        shards: of their parameters.
+        norms: of the local parts, from `gradient_norm`.
     """
     if len(gradients) == 1 and shards[0] is None:
         return [bool(is_finite(gradients[0], norms[0]))]
@@ -23,24 +26,24 @@ def finite(gradients: Sequence[Tensor], shards: Sequence[Shard | None], norms: S
 
 
 def each_finite(ready: Sequence[tuple[Tensor, Tensor]]) -> list[bool]:
-    """`finite`, of parameters with their gradients."""
+    """Return for each (parameter, gradient) whether all elements of all shards are finite. It synchronises."""
     gradients = [gradient for _, gradient in ready]
     return finite(gradients, [shard_of(parameter) for parameter, _ in ready], [gradient_norm(g) for g in gradients])
 
 
 class SkipCount:
-    """How often something was not used, on the host and, where nobody waits for it, on the device."""
+    """Number of skipped gradients or steps: what the host knows, and what a device counts without a synchronisation."""
 
     def __init__(self, count: int = 0) -> None:
         self._here = count
         self._there: Tensor | None = None
 
     def add(self, count: int = 1) -> None:
-        """The host knows of so many."""
+        """Add a number that the host knows."""
         self._here += count
 
     def add_unapplied(self, applied: Iterable[Tensor]) -> None:
-        """The device knows: 0-d float32, each 0 where it was not used, else 1."""
+        """Add what a device knows: 0-d float32 tensors, each 0 if it was skipped, otherwise 1."""
         by_device: dict[torch.device, list[Tensor]] = {}
         for flag in applied:
             by_device.setdefault(flag.device, []).append(flag)
@@ -48,15 +51,17 @@ class SkipCount:
             if self._there is None:
                 self._there = torch.zeros((), dtype=torch.float64, device=device)
             skipped = len(flags) - torch.stack(flags).sum()
-            self._there.add_(skipped.to(self._there.device, non_blocking=True))  # in place: a captured graph goes on counting
+            self._there.add_(
+                skipped.to(self._there.device, non_blocking=True)
+            )  # in place, so that a captured graph counts, too
 
     def reset(self, count: int = 0) -> None:
-        """Count on from there; a captured graph does, too."""
+        """Set the number; a captured graph counts on from it, too."""
         self._here = count
         if self._there is not None:
             self._there.zero_()
 
     @property
     def total(self) -> int:
-        """So many. Waits for the device where only that knows."""
+        """The number. It synchronises if a device has counted."""
         return self._here + (0 if self._there is None else int(self._there))

@@ -1,4 +1,4 @@
-"""Parameter groups: what they may hold, and the hyperparameters they stand for, read live at every call."""
+"""Parameter groups: their validation, and the hyperparameters that are read from them at every call."""
 
 from __future__ import annotations
 
@@ -18,24 +18,26 @@ from .array_ops import dtype_name
 from .communication.shards import PLAIN, check_placements, local, placements
 
 NAMES = {"learning_rate": "lr", "beta1": "betas[0]", "beta2": "betas[1]"}
-"""How torch spells the hyperparameters."""
+"""The names of hyperparameters in torch."""
 
 SETTINGS = ("lr", "betas", "eps", "weight_decay", "decouple_lr", "max_lr", "maximize")
 """The keys of a group that an update depends on."""
 
 USED_BY_MOMENTS = ("betas", "eps", "maximize")
-"""What a micro-batch that goes into the moments uses; lr and decay are used by the step."""
+"""The settings that a micro-batch uses when it goes into the moments; the step uses lr and decay."""
 
 Group = dict[str, Any]
 
 PLAIN_GRADIENT = torch.strided
-"""The layout of a gradient that an update is defined for."""
+"""The layout of gradients that updates accept."""
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class SeenTensor:
-    """A tensor as it was when it was looked at: the same tensor, not written to since, is equal. It is kept alive, as the
-    id of one that is gone may be given to another."""
+    """A tensor and its version: equal for the same tensor without a write in between.
+
+    It keeps the tensor alive, as the id of a deleted tensor may be reused.
+    """
 
     tensor: Tensor
     version: int
@@ -48,9 +50,9 @@ class SeenTensor:
 
 
 def hyperparameters(group: Mapping[str, Any]) -> Hyperparameters:
-    """The validated hyperparameters of a group as they are now.
+    """Return the validated hyperparameters of a group.
 
-    A 0-d tensor on the CPU is read; one on a device stays there, so that no step waits for it.
+    A 0-d tensor on the CPU is read; one on a device stays there, so that no step synchronises.
     """
     beta1, beta2 = _betas(group)
     return Hyperparameters(
@@ -74,7 +76,7 @@ def _betas(group: Mapping[str, Any]) -> tuple[Any, Any]:
 
 
 def _number(name: str, value: Any) -> Any:
-    """The number that a tensor or an array holds; of a tensor on a device, itself."""
+    """Return the number in a tensor or an array; a tensor on a device is returned as it is."""
     if not hasattr(value, "dtype"):
         return value
     if value.shape != () and math.prod(value.shape) != 1:
@@ -87,25 +89,25 @@ def _number(name: str, value: Any) -> Any:
 
 
 def fingerprint(group: Mapping[str, Any]) -> tuple[Any, ...]:
-    """Equal for two looks at a group exactly if no setting of it changed in between; never waits for a device."""
+    """Return a value that changes exactly when a setting of the group does; it never synchronises."""
     betas = tuple(_seen(f"betas[{index}]", beta) for index, beta in enumerate(_betas(group)))
     return tuple(betas if name == "betas" else _seen(name, group[name]) for name in SETTINGS)
 
 
 def _seen(name: str, value: Any) -> Any:
-    """What a value is now, whoever writes to it later; of a tensor on a device, which it is and its version."""
+    """Return a setting's value, or the tensor and its version for a tensor on a device."""
     if isinstance(value, Tensor) and value.device.type != "cpu":
         return SeenTensor(value, value._version)
     return _number(name, value)
 
 
 def changed_settings(before: tuple[Any, ...], group: Mapping[str, Any]) -> list[str]:
-    """The names of the settings that differ from an earlier fingerprint."""
+    """Return the names of the settings that differ from an earlier fingerprint."""
     return [name for name, old, new in zip(SETTINGS, before, fingerprint(group), strict=True) if old != new]
 
 
 class UsedSettings:
-    """The settings of all groups as a step has used them: a change between a use and optimizer.step() came too late."""
+    """The settings that a step has used: a change between their use and optimizer.step() comes too late."""
 
     def __init__(self, rule: Rule) -> None:
         self._seen: list[tuple[Any, ...]] | None = None
@@ -113,16 +115,16 @@ class UsedSettings:
         self._by_moments = (*USED_BY_MOMENTS, "weight_decay") if rule.l2 else USED_BY_MOMENTS
 
     def remember(self, groups: list[Group], *, stepped: bool) -> None:
-        """They are used now; `stepped`: lr and decay, too."""
+        """Record that the present settings are used; `stepped`: including lr and decay."""
         self._stepped |= stepped
         if self._seen is None:
             self._seen = [fingerprint(group) for group in groups]
 
     def check(self, groups: list[Group]) -> None:
-        """Raise `RefusedError` if one of those that were used has changed since."""
+        """Raise `RefusedError` if a setting that was used has changed since."""
         for number, (before, group) in enumerate(zip(self._seen or [], groups, strict=False)):
             changed = changed_settings(before, group)
-            if not self._stepped:  # micro-batches in the moments: the step itself is still to come
+            if not self._stepped:  # only micro-batches went into the moments so far
                 changed = [name for name in changed if name in self._by_moments]
             if changed:
                 raise RefusedError(
@@ -133,12 +135,12 @@ class UsedSettings:
 
 
 def check_group(rule: Rule, group: Group) -> None:
-    """Raise if a group cannot be optimized as it is; fill in `max_lr` where decouple_lr takes it from `lr`.
+    """Raise if a group cannot be optimized; set a missing `max_lr` to `lr` with decouple_lr=True.
 
     Raises:
-        InvalidArgumentError: a hyperparameter, dtype or compensation that is out of range or does not go together; a parameter
+        InvalidArgumentError: a hyperparameter, dtype or compensation is out of range or does not fit the others; a parameter
             that is given twice.
-        UnsupportedTensorError: a parameter that is complex, integer, sparse, a DTensor of partial sums, or whose elements share
+        UnsupportedTensorError: a parameter is complex, integer, sparse or a DTensor of partial sums, or its elements share
             memory.
     """
     for name in ("decouple_lr", "maximize", "capturable"):
@@ -170,12 +172,12 @@ def check_group(rule: Rule, group: Group) -> None:
 
 
 def on_device(current: Hyperparameters) -> bool:
-    """Whether a hyperparameter is a tensor, and so on a device."""
+    """Whether a hyperparameter is a tensor on a device."""
     return any(isinstance(getattr(current, field), Tensor) for field in RANGES)
 
 
 def check_device(current: Hyperparameters, parameter: Tensor) -> None:
-    """Raise `InvalidArgumentError` for a hyperparameter on a device from which the parameter's update cannot read it."""
+    """Raise `InvalidArgumentError` if a hyperparameter is on a device from which the parameter's update cannot read it."""
     for field in RANGES:
         value = getattr(current, field)
         if isinstance(value, Tensor) and value.device.type not in ("cpu", parameter.device.type):
@@ -201,8 +203,8 @@ def check_parameter(parameter: Tensor) -> None:
 
 
 def _may_overlap(tensor: Tensor) -> bool:
-    """Whether two elements may lie in one place, as those of an expanded tensor do."""
-    reach = 0  # how far the elements lie apart along the dimensions looked at
+    """Whether two elements may share memory, as those of an expanded tensor do."""
+    reach = 0  # offset of the last element along the dimensions so far
     for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
         if size > 1 and stride <= reach:
             return tensor.numel() > 0
@@ -211,7 +213,7 @@ def _may_overlap(tensor: Tensor) -> bool:
 
 
 def check_gradient(parameter: Tensor, gradient: Tensor) -> None:
-    """Raise `UnsupportedTensorError` for a gradient that no update is defined for."""
+    """Raise `UnsupportedTensorError` for a gradient that is sparse, complex, or sharded unlike its parameter."""
     if gradient.layout is not torch.strided:
         raise UnsupportedTensorError(
             f"the gradient of a parameter of shape {tuple(parameter.shape)} is sparse; penstock needs dense gradients "
@@ -225,13 +227,13 @@ def check_gradient(parameter: Tensor, gradient: Tensor) -> None:
         return
     if placements(gradient) != placements(parameter):
         raise UnsupportedTensorError(
-            f"the gradient of a parameter of shape {tuple(parameter.shape)} lies as "
-            f"{placements(gradient) or 'a whole tensor'}, the parameter as {placements(parameter) or 'a whole tensor'}; "
+            f"the gradient of a parameter of shape {tuple(parameter.shape)} has placements "
+            f"{placements(gradient) or 'none'}, the parameter {placements(parameter) or 'none'}; "
             "redistribute the gradient."
         )
 
 
 def moment_dtypes(group: Mapping[str, Any], parameter_dtype: str, checked: Hyperparameters) -> dtypes.StateDtypes:
-    """The dtypes of a parameter's moments in this group."""
+    """Return the dtypes of a parameter's moments in this group."""
     asked = None if group["state_dtype"] is None else dtype_name(group["state_dtype"])
     return dtypes.state_dtypes(parameter_dtype, checked.beta2, asked, asked)

@@ -1,4 +1,4 @@
-"""The base of the optimizers: groups, state, step(), and where gradient release is attached."""
+"""The base class of the optimizers: groups, state, step(), and the release that may be attached."""
 
 from __future__ import annotations
 
@@ -25,14 +25,16 @@ ON_NONFINITE = ("propagate", "skip", "raise")
 
 
 class ReleasableOptimizer(TensorUpdates):
-    """What StableAdamW, AdamW and Adam share: groups, state, the step, and the place where release is attached.
+    """Base class of StableAdamW, AdamW and Adam.
 
-    The unit of work is one action of the release state machine on one parameter: gradient release calls `perform` from its
-    hooks, and `step()` does "update" for every parameter that has a gradient.
+    Attributes:
+        rule: what the subclass computes.
+        release: the gradient release of this optimizer, or None.
+        gradient_release: whether the optimizer was constructed for `prepare_for_gradient_release`.
     """
 
-    _opt_called: bool  # what a scheduler looks for before it complains about the order of calls
-    _step_supports_amp_scaling = False  # GradScaler then unscales the gradients before step(), as for any optimizer
+    _opt_called: bool  # read by torch's schedulers, which warn if step() was not called first
+    _step_supports_amp_scaling = False  # GradScaler unscales the gradients before step(), as for most optimizers
 
     def __init__(
         self,
@@ -84,12 +86,12 @@ class ReleasableOptimizer(TensorUpdates):
 
     @property
     def backend(self) -> str:
-        """The name of the backend in use; with backend="auto", the one that was picked."""
+        """Name of the backend in use: "triton", "compiled" or "eager"."""
         return self._backend.name
 
     @property
     def on_nonfinite(self) -> str:
-        """What becomes of a gradient with an infinity or a NaN: "propagate", "skip" or "raise"."""
+        """What is done with a gradient that contains an infinity or a NaN: "propagate", "skip" or "raise"."""
         return self._on_nonfinite
 
     @on_nonfinite.setter
@@ -102,7 +104,7 @@ class ReleasableOptimizer(TensorUpdates):
 
     @property
     def optimizer_accumulation(self) -> bool:
-        """Under gradient_release=True: put the gradients of the next backward into the moments, and do not step yet."""
+        """Whether the next backward only puts its gradients into the moments; for gradient_release=True."""
         return self._optimizer_accumulation
 
     @optimizer_accumulation.setter
@@ -117,7 +119,7 @@ class ReleasableOptimizer(TensorUpdates):
     # -- groups ---------------------------------------------------------------------------------------------------------
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """As in torch. Under release the new parameters get their hooks at once."""
+        """Add a parameter group, as in torch. Under release its parameters get their hooks at once."""
         before = len(self.param_groups)
         super().add_param_group(param_group)
         group = self.param_groups[-1]
@@ -147,13 +149,13 @@ class ReleasableOptimizer(TensorUpdates):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Update every parameter that has a gradient; under release, flush what is pending and close the step.
+        """Update every parameter that has a gradient; under release, use the pending gradients and close the step.
 
         Args:
             closure: evaluates the model again and returns the loss.
 
         Raises:
-            RefusedError: under release, an exact result is not possible; nothing was changed.
+            RefusedError: an exact result is not possible under release; nothing was changed.
             UnsupportedTensorError: a gradient is sparse or complex; nothing was changed.
             NonFiniteGradientError: on_nonfinite="raise"; nothing was changed.
         """
@@ -188,13 +190,13 @@ class ReleasableOptimizer(TensorUpdates):
         return loss
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """As in torch. Under release, also closes the step: gradients that are held are discarded, as without release.
+        """Clear all gradients, as in torch. Under release this discards held gradients and closes the step.
 
-        Under release set_to_none=False has no effect, as the gradients are gone already: a parameter that a later step does
-        not use is left alone, where zeros would decay its moments and weights.
+        Under release gradients are always set to None: a parameter without a gradient in a later step is then left alone,
+        where a gradient of zeros would decay its moments and weights.
 
         Raises:
-            RefusedError: under release, step() was not called, and a gradient that is not finite was used; the step is closed.
+            RefusedError: under release, a gradient that is not finite was used without step(); the step is closed.
         """
         if self.release is None:
             super().zero_grad(set_to_none)
@@ -206,17 +208,17 @@ class ReleasableOptimizer(TensorUpdates):
     # -- state ----------------------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """As in torch. Raises `RefusedError` under release between the first gradient of an update and its step()."""
+        """Return the state, as in torch. Raises `RefusedError` under release in the middle of a step."""
         if self.release is not None:
             self.release._require_closed("state_dict()")
         return saved_state.sendable(super().state_dict())
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """As in torch, and every state tensor keeps the dtype it was saved with: training resumes bit for bit.
+        """Load a state, as in torch. State tensors keep the dtype they were saved with: training resumes bit for bit.
 
         Raises:
-            InvalidArgumentError: the state is another optimizer's or another model's; nothing was changed.
-            RefusedError: in the middle of a step under release; nothing was changed.
+            InvalidArgumentError: the state is of another optimizer or model; nothing was changed.
+            RefusedError: a step under release is not closed; nothing was changed.
         """
         if self.release is not None:
             self.release._require_closed("load_state_dict()")
@@ -226,7 +228,7 @@ class ReleasableOptimizer(TensorUpdates):
             saved_state.check_loadable(self.rule, given, self.param_groups)
             final.update(given)
 
-        handle = self.register_load_state_dict_pre_hook(check)  # runs last: it sees what the user's own hooks made of it
+        handle = self.register_load_state_dict_pre_hook(check)  # runs last, after the user's own hooks
         try:
             super().load_state_dict(dict(state_dict))
         finally:

@@ -1,4 +1,4 @@
-"""Saving and loading: every state tensor keeps its dtype, and a file that does not fit changes nothing."""
+"""Saving and loading: state tensors keep their dtype, and a state that does not fit is refused before any change."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ from .communication.shards import is_sharded, placements
 from .groups import SETTINGS, check_group, moment_dtypes
 
 REQUIRED = (*SETTINGS, "compensation", "state_dtype", "capturable")
-"""The keys that every parameter group of penstock's has."""
+"""The keys of every parameter group of penstock's optimizers."""
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 PER_ELEMENT = (*MOMENTS, "compensation")
-"""The keys of a parameter's state that have its shape."""
+"""The keys of a parameter's state whose tensors have its shape."""
 
 
 def initial_state(group: Mapping[str, Any], parameter: Tensor, current: Hyperparameters) -> dict[str, Tensor]:
-    """What an optimizer keeps for a parameter before its first update: zeros, laid out as the parameter.
+    """Return the state of a parameter before its first update: zeros with the parameter's memory layout.
 
     Args:
         group: of the parameter.
@@ -42,11 +42,11 @@ def initial_state(group: Mapping[str, Any], parameter: Tensor, current: Hyperpar
 
 
 def check_fits(state: Mapping[str, Any], parameter: Tensor, compensation_dtype: str | None) -> None:
-    """Raise `RefusedError` if the state was made for the parameter when it was another tensor.
+    """Raise `RefusedError` if the parameter was converted or resized after its state was made.
 
     Args:
         state: of the parameter.
-        compensation_dtype: that it should have; None: it has no compensation.
+        compensation_dtype: the dtype that its compensation must have, or None for no compensation.
     """
     kept = state.get("compensation")
     has = None if kept is None else dtype_name(kept.dtype)
@@ -61,10 +61,9 @@ def check_fits(state: Mapping[str, Any], parameter: Tensor, compensation_dtype: 
 
 
 def sendable(state_dict: dict[str, Any]) -> dict[str, Any]:
-    """The same state_dict, with shards of int16 as int32, so that a whole copy of it (`full_state_dict=True`) can be made.
+    """Return the state_dict with int16 shards as int32, so that `full_state_dict=True` works.
 
-    No backend of torch.distributed sends int16, which "split" keeps of bfloat16 parameters. The values are the same, and
-    `restore_dtypes` takes them back.
+    torch.distributed does not send int16, the dtype of the "split" compensation. `restore_dtypes` converts the values back.
     """
     states = dict(state_dict["state"])
     for index, state in states.items():
@@ -75,15 +74,15 @@ def sendable(state_dict: dict[str, Any]) -> dict[str, Any]:
 
 
 def _saved_dtype(key: str, value: Tensor) -> torch.dtype:
-    """The dtype in which a saved tensor is kept; what `sendable` made int32 is int16."""
+    """Return the dtype of a saved tensor: int16 for one that `sendable` has made int32."""
     return torch.int16 if key == "compensation" and value.dtype is torch.int32 else value.dtype
 
 
 def check_loadable(rule: Rule, state_dict: Mapping[str, Any], groups: list[dict[str, Any]]) -> None:
-    """Raise `InvalidArgumentError` if `state_dict` is not one of penstock's, or not one of these parameters'.
+    """Raise `InvalidArgumentError` if `state_dict` is not of a penstock optimizer, or not of these parameters.
 
-    torch.optim keeps moments that are debiased where they are used; penstock's are debiased already. Taken for each other
-    they would be wrong in silence, so a state_dict of another optimizer is refused.
+    Moments in torch.optim are debiased when they are used; penstock's are stored debiased. Loading one as the other would be
+    wrong without an error, so the state of another optimizer is refused.
     """
     saved_groups = state_dict.get("param_groups")
     states = state_dict.get("state")
@@ -132,8 +131,8 @@ def _check_tensor_state(state: Mapping[str, Any], parameter: Tensor, expected: s
             )
         if value is not None and placements(value) != placements(parameter):
             raise InvalidArgumentError(
-                f"{key} of {described} lies as {placements(value) or 'a whole tensor'} in state_dict, the parameter as "
-                f"{placements(parameter) or 'a whole tensor'}; load it with torch.distributed.checkpoint.state_dict's "
+                f"{key} of {described} has placements {placements(value) or 'none'} in state_dict, the parameter "
+                f"{placements(parameter) or 'none'}; load it with torch.distributed.checkpoint.state_dict's "
                 "set_optimizer_state_dict, which distributes it."
             )
     if state and any(key not in state for key in ("step", *MOMENTS)):
@@ -142,7 +141,7 @@ def _check_tensor_state(state: Mapping[str, Any], parameter: Tensor, expected: s
 
 
 def restore_dtypes(saved: Mapping[str, Any], groups: list[dict[str, Any]], state: Mapping[Tensor, dict[str, Any]]) -> None:
-    """Put the saved tensors back where torch's loading has cast them to the parameter's dtype."""
+    """Restore the dtypes of saved tensors, which torch's loading has cast to the parameter's dtype."""
     for saved_group, group in zip(saved["param_groups"], groups, strict=True):
         for index, parameter in zip(saved_group["params"], group["params"], strict=True):
             for key in PER_ELEMENT:

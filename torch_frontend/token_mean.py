@@ -1,7 +1,7 @@
-"""The mean over all tokens of several micro-batches and processes, whose numbers of tokens differ.
+"""The mean over all tokens of micro-batches and processes with different numbers of tokens.
 
-The mean of the micro-batches' means is not it: tokens of a short one would count for more. The denominator is therefore an
-argument, known before the first backward (https://github.com/huggingface/transformers/issues/34191).
+The mean of the micro-batches' means is wrong: tokens of a short micro-batch would count for more. The denominator is
+therefore computed before the first backward (https://github.com/huggingface/transformers/issues/34191).
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ Weight = Tensor | float
 
 
 def total_weight(weights: Weight | Iterable[Weight], *, process_group: Any = None) -> Tensor:
-    """The sum of the weights of every micro-batch of a step, on every process: the denominator of `token_mean`.
+    """Add up the weights of all micro-batches of a step on all processes: the denominator of `token_mean`.
 
         total = sum over processes and micro-batches of weight
 
-    One small all-reduce a step where several processes train; every process must call it, and must call it equally often.
+    With several processes this is a collective, which every process must call once a step.
 
     Args:
         weights: of one micro-batch, or of all of a step's, each a number or a 0-d tensor: how many tokens its loss is the sum
@@ -54,12 +54,12 @@ def total_weight(weights: Weight | Iterable[Weight], *, process_group: Any = Non
 
 
 def token_mean(loss_sum: Tensor, total: Weight, *, process_group: Any = None) -> Tensor:
-    """A micro-batch's share of the mean over all tokens of a step; the sum of the shares' gradients is the mean's.
+    """Return a micro-batch's share of the mean loss over all tokens of a step; the shares' gradients add up to the mean's.
 
         token_mean = loss_sum * processes / total
 
-    Processes' gradients are averaged (DistributedDataParallel, fully_shard and gradient release do so), which the factor
-    makes up for. Call backward() on each micro-batch's share, and step() after the last.
+    The factor `processes` makes up for the average of gradients over processes (by DistributedDataParallel, fully_shard or
+    gradient release). Call backward() on each micro-batch's share, and step() after the last.
 
     Args:
         loss_sum: 0-d, the sum (not the mean) of the losses of this micro-batch's tokens, weighted if they have weights.
@@ -70,9 +70,8 @@ def token_mean(loss_sum: Tensor, total: Weight, *, process_group: Any = None) ->
         0-d, float32 (float64 for a float64 loss). Summed over micro-batches and averaged over processes, it is the mean loss.
 
     Raises:
-        InvalidArgumentError: a loss that is not 0-d, or a total that is known here to be no positive number. (One on a device
-            is
-            not waited for: with no tokens at all the loss is NaN, as torch.nn.functional.cross_entropy's mean is.)
+        InvalidArgumentError: the loss is not 0-d, or a total on the CPU is not positive. (A total on a device is not checked:
+            without any tokens the loss is NaN, as the mean of torch.nn.functional.cross_entropy is.)
     """
     if not isinstance(loss_sum, Tensor) or loss_sum.dim() != 0:
         raise InvalidArgumentError(

@@ -1,4 +1,4 @@
-"""Updates of tensors, carried out by a backend: what an optimizer does to parameters that have a gradient."""
+"""Updates of an optimizer's parameters, which a backend carries out."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ from .groups import Group, check_device, fingerprint, hyperparameters, on_device
 
 
 class TensorUpdates(Optimizer):
-    """The part of an optimizer that updates tensors, whoever asks: `step()`, or the hooks of gradient release.
+    """The part of an optimizer that updates tensors, for `step()` and for the hooks of gradient release.
 
-    The unit of work is one action of the release state machine on one parameter.
+    The unit of work is one `Action` of the release state machine on one parameter.
     """
 
     rule: ClassVar[Rule]
@@ -33,27 +33,27 @@ class TensorUpdates(Optimizer):
     _skipped: SkipCount
     _slots: dict[int, TensorSlot]  # by the id of the parameter, in the groups' order
     _groups: list[_KnownGroup]
-    _whole: dict[int, Tensor]  # the parameters, which keeps their ids theirs
+    _whole: dict[int, Tensor]  # the parameters by id; keeping them alive keeps their ids valid
 
     def _forget_groups(self) -> None:
-        """The groups may be other ones now."""
+        """Drop what is cached of the groups."""
         self._slots, self._groups, self._whole = {}, [], {}
 
     @property
     def _launches_together(self) -> bool:
-        """Whether the backend updates many small tensors at the cost of one."""
+        """Whether the backend updates many small tensors in one launch."""
         return self._backend.one_launch
 
     @property
     def on_nonfinite(self) -> str:
-        """What becomes of a gradient with an infinity or a NaN."""
+        """What is done with a gradient that contains an infinity or a NaN."""
         raise NotImplementedError
 
     @property
     def skipped(self) -> int:
-        """Steps, or under release gradients, that were not used because they held an infinity or a NaN.
+        """Number of steps, or under release of gradients, that were skipped because of an infinity or a NaN.
 
-        Reading it waits for the device where only that knows: backend="triton" with capturable=True.
+        Reading it synchronises if the device counts them: backend="triton" with capturable=True.
         """
         return self._skipped.total
 
@@ -62,11 +62,11 @@ class TensorUpdates(Optimizer):
         self._skipped.reset(count)
 
     def _count_skipped(self, count: int = 1) -> None:
-        """So many more; nobody waits for the device."""
+        """Add to the number of skipped steps, without a synchronisation."""
         self._skipped.add(count)
 
     def _holds(self, parameter: Tensor) -> bool:
-        """Whether the parameter is in a group; asked after `refresh`."""
+        """Whether the parameter is in a group, as of the last `_refresh`."""
         return id(parameter) in self._whole
 
     def _parameters(self) -> list[Tensor]:
@@ -76,11 +76,11 @@ class TensorUpdates(Optimizer):
 
     @property
     def _may_check_on_device(self) -> bool:
-        """Whether the backend can leave out what is to be skipped."""
+        """Whether gradients are to be skipped and the backend may be able to do so on the device."""
         return self.on_nonfinite == "skip" and isinstance(self._backend, ChecksOnDevice)
 
     def _checks_on_device(self, parameters: Iterable[Tensor]) -> bool:
-        """Whether the device itself leaves out what is to be skipped, so that nobody has to wait for it."""
+        """Whether the device skips gradients that are not finite, without a synchronisation."""
         return (
             self._may_check_on_device
             and all(group["capturable"] for group in self.param_groups)
@@ -90,22 +90,22 @@ class TensorUpdates(Optimizer):
     def _perform_all(
         self, tasks: Sequence[tuple[Tensor, Tensor | None, Action]], *, if_finite: bool = False
     ) -> Sequence[Tensor]:
-        """Actions on parameters; what they need from other processes comes in one exchange for all of them.
+        """Perform actions on parameters; sums over shards are exchanged with other processes once for all of them.
 
         Args:
-            tasks: parameter, gradient, action. The parameter is of this optimizer; the gradient of its shape, or None for
-                `Action.APPLY`, and is left as it is; the action is one of those that use the gradient or step.
-            if_finite: every action is `Action.UPDATE`, and those whose gradient is not finite are left out, where
-                `checks_on_device` of all parameters holds.
+            tasks: (parameter, gradient, action). The gradient has the parameter's shape, or is None for `Action.APPLY`, and
+                does not change; the action uses the gradient or steps.
+            if_finite: skip tasks whose gradient is not finite; every action must be `Action.UPDATE`, and `_checks_on_device`
+                must hold.
 
         Returns:
-            With if_finite, of each task: 1 where it was done, 0 where it was left out, 0-d on the device.
+            With if_finite, for each task a 0-d tensor on the device: 1 if it was performed, 0 if it was skipped.
         """
         if len(tasks) == 1 and not if_finite and not is_sharded(tasks[0][0]):
             self._perform(*tasks[0])
             return ()
         updates: list[tuple[TensorSlot, Tensor]] = []
-        shards: list[TensorSlot] = []  # whose step needs the mean squares of the other parts
+        shards: list[TensorSlot] = []  # their step needs the mean squares of the other parts
         steps: list[TensorSlot] = []
         for parameter, gradient, action in tasks:
             slot, here = self._known_slot(parameter), local(gradient)
@@ -133,10 +133,10 @@ class TensorUpdates(Optimizer):
         return applied
 
     def _update(self, parameter: Tensor, gradient: Tensor, *, measure: bool = False) -> Tensor | None:
-        """`Action.UPDATE` of one parameter that is not sharded.
+        """Perform `Action.UPDATE` on one parameter that is not sharded.
 
         Returns:
-            With `measure`, the sum of the gradient's squares in the compute dtype, 0-d, where the backend has it at hand.
+            With `measure`, the sum of the gradient's squares, 0-d in the compute dtype, if the backend has computed it.
         """
         slot = self._slots.get(id(parameter)) or self._new_slot(parameter)
         square = self._backend.update(slot, gradient, first=True, measure=measure)
@@ -144,7 +144,7 @@ class TensorUpdates(Optimizer):
         return square
 
     def _update_all(self, ready: Sequence[tuple[Tensor, Tensor]]) -> None:
-        """`Action.UPDATE` of many parameters, with their gradients; of a sharded one the part of the gradient that is here."""
+        """Perform `Action.UPDATE` on (parameter, gradient) pairs; the gradient of a sharded parameter is the local part."""
         slots = self._slots
         pairs = [(slots.get(id(parameter)) or self._new_slot(parameter), gradient) for parameter, gradient in ready]
         self._update_slots(pairs)
@@ -161,7 +161,7 @@ class TensorUpdates(Optimizer):
             self._backend.update_all(pairs)
 
     def _perform(self, parameter: Tensor, gradient: Tensor | None, action: Action) -> None:
-        """`perform_all` of one parameter that is not sharded."""
+        """Perform an action on one parameter that is not sharded."""
         slot, backend = self._known_slot(parameter), self._backend
         if gradient is None:
             backend.apply(slot)
@@ -173,13 +173,13 @@ class TensorUpdates(Optimizer):
             slot.count()
 
     def _update_if_all_finite(self, ready: Sequence[tuple[Tensor, Tensor]]) -> Sequence[Tensor]:
-        """Update all or, where a gradient is not finite, none: the device decides, where `checks_on_device` holds.
+        """Update all parameters or, if a gradient is not finite, none; `_checks_on_device` must hold.
 
         Args:
-            ready: parameter and gradient.
+            ready: (parameter, gradient) pairs.
 
         Returns:
-            Nothing of nothing; else one number, 1 where it was done, 0 where it was left out, 0-d on a device.
+            One 0-d tensor on a device: 1 if the parameters were updated, 0 if not. Empty if there are no pairs.
         """
         assert isinstance(self._backend, ChecksOnDevice)
         pairs = [(self._known_slot(parameter), gradient) for parameter, gradient in ready]
@@ -191,7 +191,7 @@ class TensorUpdates(Optimizer):
         return [applied]
 
     def _apply_shards(self, slots: Sequence[TensorSlot]) -> None:
-        """The step of tensors whose clip factor depends on shards elsewhere: sums of squares travel, in one exchange."""
+        """Step tensors whose clip factor depends on other processes' shards: mean squares are exchanged once for all."""
         squares = means_over_shards([slot.shard for slot in slots], [slot.state["mean_square"] for slot in slots])
         for slot, square in zip(slots, squares, strict=True):
             slot.state["mean_square"] = square
@@ -200,14 +200,16 @@ class TensorUpdates(Optimizer):
     # -- what a backend gets ---------------------------------------------------------------------------------------------
 
     def _refresh(self) -> bool:
-        """Read the groups again: settings are validated where they changed, and slots dropped that no longer fit.
+        """Read the groups again: validate settings that have changed, and drop slots that are out of date.
 
-        Called at the beginning of a step, and of a backward pass under release; groups, their lists and their settings, the
-        state and the parameters' storage may have changed in any way since. Returns whether a slot was dropped or a parameter
-        came or went.
+        Called at the beginning of a step, and of a backward pass under release: users may change groups, settings, state and
+        parameters in any way in between.
+
+        Returns:
+            Whether a slot was dropped, or a parameter added or removed.
 
         Raises:
-            InvalidArgumentError: a setting that is out of range, or on another device; nothing was changed.
+            InvalidArgumentError: a setting is out of range or on another device; nothing was changed.
         """
         groups = self.param_groups
         known = self._groups
@@ -232,11 +234,11 @@ class TensorUpdates(Optimizer):
         return dropped
 
     def _known_slot(self, parameter: Tensor) -> TensorSlot:
-        """What an update of the parameter reads and writes; made where it is not kept. Asked after `refresh`."""
+        """Return the parameter's slot: what its update reads and writes. The groups must be up to date (`_refresh`)."""
         return self._slots.get(id(parameter)) or self._new_slot(parameter)
 
     def _slot(self, parameter: Tensor) -> TensorSlot:
-        """`slot`, at any time."""
+        """Return the parameter's slot, after a `_refresh`."""
         self._refresh()
         return self._known_slot(parameter)
 
@@ -258,7 +260,7 @@ class TensorUpdates(Optimizer):
 
 
 class _KnownGroup:
-    """A parameter group as it was when it was looked at last."""
+    """A parameter group as of the last `_refresh`."""
 
     def __init__(self, group: Group, settings: GroupSettings) -> None:
         self.group = group
@@ -269,7 +271,7 @@ class _KnownGroup:
         self._storage = (group["compensation"], group["capturable"])
 
     def is_current(self, group: Group) -> bool:
-        """Whether it is this group still, and holds the same parameters."""
+        """Whether it is the same group with the same parameters and storage settings."""
         return (
             self.group is group
             and self._order == list(map(id, group["params"]))
@@ -277,10 +279,10 @@ class _KnownGroup:
         )
 
     def refresh(self, group: Group) -> None:
-        """Take its settings, if they have changed.
+        """Take over settings that have changed.
 
         Raises:
-            InvalidArgumentError: one is out of range, or on a device that an update cannot read it from; nothing was changed.
+            InvalidArgumentError: one is out of range, or on a device from which an update cannot read it; nothing was changed.
         """
         now = fingerprint(group)
         if now == self._seen:
@@ -294,7 +296,7 @@ class _KnownGroup:
 
 
 def _advance(slots: Sequence[TensorSlot], applied: Sequence[Tensor] = ()) -> None:
-    """Count an update of each tensor: by one, or by its number of `applied`, which is 0 where the device skipped it."""
+    """Count an update of each tensor: add one, or its element of `applied`, which is 0 if the device skipped it."""
     if not applied:
         for slot in slots:
             slot.count()

@@ -1,4 +1,4 @@
-"""The public face of gradient release: `release_gradients` and what it returns."""
+"""The public functions of gradient release: `release_gradients` and the `Release` that it returns."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ CLIPPINGS = ("exact", "per_tensor")
 
 
 class Release:
-    """Gradient release in force; made by `release_gradients`. Use it as a context manager to remove it at the end.
+    """The gradient release of an optimizer, made by `release_gradients`. As a context manager it is removed at the end.
 
     Attributes:
-        optimizer: whose step runs in the backward pass.
+        optimizer: the optimizer, whose step runs in the backward pass.
     """
 
     def __init__(self, pipeline: Pipeline, keep_bytes: int = 0) -> None:
@@ -43,48 +43,48 @@ class Release:
 
     @property
     def ledger(self) -> Ledger:
-        """Bytes of gradient alive, now and at most."""
+        """Bytes of gradient alive: now (`live`) and at most (`peak`)."""
         return self._pipeline.step.ledger
 
     @property
     def skipped(self) -> int:
-        """Number of gradients that were not used because they held an infinity or a NaN: single ones
-        (on_nonfinite="skip"), or whole steps (a scaler, held gradients). Synchronises if the device counts them."""
+        """Number of gradients (on_nonfinite="skip") or whole steps (a scaler, held gradients) that were skipped because of an
+        infinity or a NaN. It synchronises if the device counts them."""
         return self._pipeline.skip_count.total
 
     @property
     def last_norm(self) -> Tensor | None:
-        """The global norm of the last gradient, unscaled and before clipping: a 0-d float64 tensor.
+        """Global norm of the last gradient, unscaled and before clipping: a 0-d float64 tensor.
 
-        It is there after backward(), or after step() where that is what releases. None before the first, and with
-        accumulation="state", where nobody sees the whole gradient. It is summed from one float32 sum of squares a parameter
-        (float64 for float64 parameters; guard() measures in float64): nothing waits for it.
+        It is available after backward(), or after step() if that releases held gradients. It is None before the first gradient,
+        and with accumulation="state", where the whole gradient never exists. It is summed, without a synchronisation, from one
+        float32 sum of squares for each parameter (float64 for float64 parameters, and in guard()).
         """
         return self._pipeline.last_norm
 
     @property
     def model(self) -> nn.Module | None:
-        """The model, or None once nobody else holds it."""
+        """The model, or None if it no longer exists."""
         return self._pipeline.hooks.model
 
     def guard(self, loss: Tensor) -> Tensor:
-        """The loss, with a backward() that measures first and updates second.
+        """Return the loss with a backward() of two passes: the first measures the gradient, the second uses it.
 
-        So the clipping of the global norm is exact, and a step whose gradient overflows changes nothing, with one gradient
-        alive. Costs a second walk through the graph, less with keep_bytes. A loss without a graph, or a release without
-        max_norm and scaler, or one that holds its gradients anyway, needs no second pass and gets its loss back as it is.
+        So the global norm is clipped exactly, and a step whose gradient overflows changes nothing, with about one layer's
+        gradient alive. It costs a second pass through the graph, which keep_bytes shortens. The loss is returned as it is if no
+        second pass is needed: it has no graph, the release has neither max_norm nor scaler, or gradients are held anyway.
 
-        Once a step, around all of the loss: what it decides, it decides of the whole gradient. What the loss is multiplied by
-        may be outside, another term may not: guard(loss + regulariser). Hooks on modules and tensors
-        run in both passes. backward(inputs=...) and torch.autograd.grad find no parameters behind a guarded loss.
+        Call it once a step on the whole loss: `guard(loss + regulariser)`, not `guard(loss) + regulariser`. The guarded loss
+        may be multiplied. Hooks on modules and tensors run in both passes. backward(inputs=...) and torch.autograd.grad do not
+        see through a guarded loss.
 
         Args:
-            loss: 0-d; scaled already, or to be scaled: `scaler.scale(release.guard(loss)).backward()`.
+            loss: 0-d; it may be scaled before or after: `scaler.scale(release.guard(loss)).backward()`.
 
         Raises:
-            InvalidArgumentError: loss is no 0-d tensor.
-            RefusedError: in backward(), before anything is changed, if gradients of an earlier backward are still there, a
-                guarded one ran in this step already, or it is of more than this loss.
+            InvalidArgumentError: loss is not a 0-d tensor.
+            RefusedError: in backward(), before anything is changed: `.grad` holds gradients of an earlier backward, a guarded
+                backward ran in this step already, or the backward is of more than this loss.
         """
         if not isinstance(loss, Tensor):
             raise InvalidArgumentError(
@@ -99,7 +99,7 @@ class Release:
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
-        """Backwards in this context leave gradients in `.grad`, as without release; step() and zero_grad() treat them so."""
+        """Leave gradients in `.grad` in this context, as without release; step() uses them, and zero_grad() discards them."""
         pipeline = self._pipeline
         pipeline.step.clear_markers()
         pipeline.paused += 1
@@ -111,11 +111,11 @@ class Release:
             pipeline.compose()
 
     def remove(self) -> None:
-        """Take the hooks off. Gradients that were not used stay in `.grad`, and the optimizer goes on as a plain one.
+        """Remove the hooks. Unused gradients stay in `.grad`, and the optimizer works as without release.
 
         Raises:
-            RefusedError: micro-batches are in the moments and wait for their step. (Under the lenient release of
-                `prepare_for_gradient_release`, whose step() closes nothing, they are applied instead.)
+            RefusedError: micro-batches are in the moments and step() was not called. (The release of
+                `prepare_for_gradient_release`, which needs no step(), applies them instead.)
         """
         pipeline, step = self._pipeline, self._pipeline.step
         pending = step.with_status(Status.ACCUMULATED)
@@ -152,11 +152,11 @@ class Release:
             two_passes(self._pipeline, loss, seed, self._keep_bytes)
 
     def _check_ownership(self, parameters: Iterable[Tensor]) -> None:
-        """Raise `RefusedError` if another release has one of these parameters already."""
+        """Raise `RefusedError` if one of these parameters belongs to another release."""
         check_ownership(parameters, mine=self._pipeline)
 
     def _require_closed(self, call: str) -> None:
-        """Raise `RefusedError` unless no update is under way."""
+        """Raise `RefusedError` in the middle of a step."""
         for key, status in self._pipeline.step.touched():
             raise RefusedError(
                 f"{call} in the middle of a step: {self._pipeline.hooks.describe(key)} is {status.value}. Call "
@@ -182,42 +182,51 @@ def release_gradients(
     process_group: Any = None,
     keep_bytes: int = 0,
 ) -> Release:
-    """Run the optimizer's step for each parameter inside the backward pass, and free its gradient at once.
+    """Run the optimizer's step for each parameter inside the backward pass, and free each gradient at once.
 
-    Never more than about one layer's gradient is alive. `optimizer.step()` and `optimizer.zero_grad()` stay in the loop:
-    they close the step. Without micro-batches the result equals that of the plain optimizer, bit for bit.
+    Never more than about one layer's gradient is alive. Keep `optimizer.step()` and `optimizer.zero_grad()` in the loop: they
+    close the step. Without micro-batches the result equals that of the plain optimizer, bit for bit.
+
+    After backward, `.grad` of a released parameter is a marker without memory. Code that unscales, clips or logs gradients
+    gets the right norm from it; any other use raises. step() and zero_grad() clear it.
 
     Args:
-        model: holds the parameters; hooks that are on them already stay, and run first.
-        optimizer: of this package, over parameters of `model`.
-        max_norm: clip the global norm of the gradient to this, in (0, inf]. Exact: call `release.guard(loss).backward()`
-            (two passes), or use accumulation="hold" (the gradients are there anyway, step() clips them).
-        clipping: "exact", or "per_tensor": each gradient by its own norm, in one pass.
-        accumulation: micro-batches between two step() calls. None: one backward a step; a second one raises.
-            "hold": gradients add up in `.grad`, exact, all of them alive. "state": straight into the moments, one alive;
-            an approximation (AdamA, https://arxiv.org/abs/2305.19982). Micro-batch gradients are summed: divide the loss.
-        sync: called without arguments inside the backward: is this the last micro-batch? Then parameters are released
-            during it. Without `sync`, step() does what waits.
-            With max_norm and "hold", step() clips and releases; over a process group `sync` then says when to average.
-        scaler: an unmodified `torch.amp.GradScaler`; use it as always, and guard the loss:
+        model: the module with the parameters. Hooks that are on them stay, and run first.
+        optimizer: StableAdamW, AdamW or Adam of this package, over parameters of `model`.
+        max_norm: clip the global norm of the gradient to this, in (0, inf]. It is exact: call `release.guard(loss).backward()`
+            (two passes), or use accumulation="hold" (step() clips).
+        clipping: "exact", or "per_tensor": clip each gradient by its own norm, in one pass.
+        accumulation: what to do with micro-batches, the backwards between two step() calls. None: one backward a step; a second
+            one raises. "hold": add up gradients in `.grad`: exact, with all gradients alive. "state": put each into the
+            moments, with one alive: an approximation (AdamA, https://arxiv.org/abs/2305.19982). Gradients of micro-batches are
+            summed: divide the loss.
+        sync: function without arguments, called inside each backward, that returns whether this is the last micro-batch: its
+            backward then releases the gradients. Without `sync`, step() does. With max_norm and "hold", step() always does,
+            and over a process group `sync` says when to average.
+        scaler: an unmodified `torch.amp.GradScaler`. Use it as always, and guard the loss:
             `scaler.scale(release.guard(loss)).backward()`, `scaler.step(optimizer)`, `scaler.update()`. A step whose
-            gradient overflows changes nothing. One that is disabled is as None. Not with float16 parameters.
-        process_group: of a plain module, the processes to average gradients over; None: all, if torch.distributed is
-            initialised. DistributedDataParallel and fully_shard bring their own: wrap the model before this call, and give the
-            wrapped one.
-        keep_bytes: gradients of that many bytes, in [0, inf), stay alive between the two passes of guard(), so that the
-            second is shorter: it does not compute them again. Of one process only.
-
-    After backward, `.grad` of a released parameter is a marker without memory: what unscales, clips or logs gradients finds the
-    right norm, and whatever else uses it is refused. step() and zero_grad() clear it.
+            gradient overflows changes nothing. A disabled scaler is ignored. Parameters must not be float16.
+        process_group: processes over which the gradients of a plain module are averaged; None: all, if torch.distributed is
+            initialised. DistributedDataParallel and fully_shard have their own: wrap the model first, and give the wrapped one.
+        keep_bytes: most bytes of gradient, in [0, inf), that stay alive between the two passes of guard(), which makes the
+            second pass shorter. For one process only.
 
     Returns:
         The release: `.guard(loss)`, `.paused()`, `.remove()`, `.last_norm`, `.skipped`, `.ledger`.
 
     Raises:
-        InvalidArgumentError: an argument out of its range.
-        RefusedError: a combination that cannot be met (`core.combinations`), parameters that another release has already,
-            an optimizer without parameters of this model, on_nonfinite="raise" in a single pass.
+        InvalidArgumentError: an argument is out of its range.
+        RefusedError: the combination is impossible (`core.combinations`), a parameter belongs to another release, the optimizer
+            has no parameter of this model, or on_nonfinite="raise" with a single pass.
+
+    Example:
+        release = release_gradients(model, optimizer)
+        for batch in loader:
+            model(batch).loss.backward()  # parameters are updated here
+            optimizer.step()
+            optimizer.zero_grad()
+
+    Source: https://docs.pytorch.org/tutorials/intermediate/optimizer_step_in_backward_tutorial.html
     """
     if accumulation not in ACCUMULATIONS:
         raise InvalidArgumentError(f"accumulation={accumulation!r} is not known; it must be None, 'hold' or 'state'.")
@@ -287,7 +296,7 @@ def release_gradients(
 
 
 def release_leniently(model: nn.Module, optimizer: ReleasableOptimizer) -> Release:
-    """The release of `prepare_for_gradient_release`: every backward is an update, unless optimizer_accumulation is on."""
+    """Return the release of `prepare_for_gradient_release`: every backward is an update, without optimizer_accumulation."""
     _check_setup(model, optimizer, "none", "state")
     if optimizer.on_nonfinite == "raise":
         raise RefusedError("on_nonfinite='raise' promises that nothing was changed, which release cannot keep; use 'skip'.")
@@ -307,7 +316,7 @@ def _trained(optimizer: ReleasableOptimizer) -> list[Tensor]:
 
 
 def _enabled(scaler: Any) -> Any:
-    """The scaler, or None where it does nothing."""
+    """Return the scaler, or None for a disabled one."""
     if scaler is None:
         return None
     if not all(callable(getattr(scaler, name, None)) for name in ("get_scale", "is_enabled", "unscale_")):
