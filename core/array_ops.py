@@ -1,4 +1,4 @@
-"""What the specification needs of a framework: its array namespace, and the casts the array API has no words for."""
+"""What the specification needs of a framework: its array namespace, and the casts that the array API lacks."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any, Protocol
 import numpy as np
 
 Array = Any
-"""An array of any framework; the specification only uses functions that all of them share."""
+"""An array of any framework; the specification uses only functions that all of them have."""
 
 
 class ArrayOps(Protocol):
@@ -19,28 +19,28 @@ class ArrayOps(Protocol):
         ...
 
     def dtype_name(self, x: Array) -> str:
-        """The name of x's dtype."""
+        """Return the name of x's dtype."""
         ...
 
     def cast(self, x: Array, dtype: str) -> Array:
-        """x in `dtype`, rounded to nearest, ties to even."""
+        """Convert x to `dtype`, rounding to nearest, ties to even."""
         ...
 
     def round_to(self, x: Array, dtype: str) -> Array:
-        """x rounded to what `dtype` can hold, still in x's dtype; a compiler must not remove the rounding."""
+        """Round x to a value of `dtype`, and keep x's dtype. A compiler must not remove the rounding."""
         ...
 
     def bitcast(self, x: Array, dtype: str) -> Array:
-        """The bits of x read as `dtype`, which has the same width."""
+        """Read the bits of x as `dtype`, which has the same size."""
         ...
 
     def zeros_like(self, x: Array, dtype: str) -> Array:
-        """Zeros of x's shape and place."""
+        """Return zeros with x's shape and device."""
         ...
 
 
 def numpy_dtype(name: str) -> np.dtype:
-    """The numpy dtype of that name; "bfloat16" comes from ml_dtypes, which is only needed then."""
+    """Return the numpy dtype of that name; only "bfloat16" needs ml_dtypes."""
     if name == "bfloat16":
         import ml_dtypes
 
@@ -49,7 +49,7 @@ def numpy_dtype(name: str) -> np.dtype:
 
 
 class NumpyOps:
-    """`ArrayOps` for numpy: the specification run as it is written."""
+    """`ArrayOps` for numpy."""
 
     xp = np
 

@@ -1,7 +1,7 @@
-"""The one table of combinations: which of them are exact, which approximate, and which are refused with what remedy.
+"""The table of combinations of options: exact, approximate, or refused with a remedy.
 
-Set-up consults `verdict`, the documentation's table is generated from `table`, and a test visits every cell.
-Micro-batched blocks are no axis: they give every parameter one gradient a backward, which is treated as any other.
+`release_gradients` of the PyTorch frontend consults `verdict`, the documentation's table is generated from `table`, and a test
+visits every cell. `microbatch_blocks` is not an axis: it gives every parameter one gradient a backward, like any other model.
 """
 
 from __future__ import annotations
@@ -46,12 +46,12 @@ class Combination:
     def __post_init__(self) -> None:
         for axis, values in AXES.items():
             if getattr(self, axis) not in values:
-                raise ValueError(f"{axis}={getattr(self, axis)!r} is no value of this axis; it has {', '.join(values)}")
+                raise ValueError(f"{axis}={getattr(self, axis)!r} is not a value of this axis; it has {', '.join(values)}")
 
 
 @dataclasses.dataclass(frozen=True)
 class Verdict:
-    """What a combination is, and why; for a refused one, `why` ends with the remedy."""
+    """The kind of a combination, and the reason; for a refused one, `why` ends with the remedy."""
 
     kind: Kind
     why: str
@@ -59,7 +59,7 @@ class Verdict:
 
 @dataclasses.dataclass(frozen=True)
 class Clause:
-    """The combinations to which a verdict applies. The first clause that applies decides."""
+    """A verdict and the combinations to which it applies. The first clause that applies decides."""
 
     applies: Callable[[Combination], bool]
     verdict: Verdict
@@ -165,12 +165,12 @@ CLAUSES: tuple[Clause, ...] = (
 
 
 def verdict(combination: Combination) -> Verdict:
-    """What the table says of one combination."""
+    """Return the verdict of one combination."""
     return next(clause.verdict for clause in CLAUSES if clause.applies(combination))
 
 
 def require(combination: Combination) -> Verdict:
-    """The verdict of a combination that is exact or approximate.
+    """Return the verdict of a combination that is exact or approximate.
 
     Raises:
         RefusedError: the combination is refused; the text says why and names the remedy.
@@ -182,7 +182,7 @@ def require(combination: Combination) -> Verdict:
 
 
 def table() -> Iterator[tuple[Combination, Verdict]]:
-    """Every cell with its verdict."""
+    """Yield every cell with its verdict."""
     for values in itertools.product(*AXES.values()):
         combination = Combination(**dict(zip(AXES, values, strict=True)))
         yield combination, verdict(combination)

@@ -1,16 +1,16 @@
-r"""Compensation: low-precision parameters keep the bits that a single rounding would lose.
+r"""Compensation: low-precision parameters keep the bits that rounding would lose.
 
-A compensated parameter is a pair (p, k) that stands for one number of the compute dtype. `load` reads the number, `store`
-writes it; the update itself knows nothing of either.
+A compensated parameter is a pair (p, k) that represents one number of the compute dtype. `load` reads the number and `store`
+writes it; the update does not know of the pair.
 
 ====== ============================= ==========================================================================
-none   p = cast(x)                   what rounds away is gone
+none   p = cast(x)                   the bits that rounding removes are lost
 kahan  p = cast(x), k = cast(x - p)  k in p's dtype; p + k has about twice p's digits
 split  (p, k) = the bits of x        bfloat16 p and int16 k together are exactly the float32 number
 ====== ============================= ==========================================================================
 
-`split` rounds the half-way case away from zero, so that the remainder fits 16 bits; everything else rounds to nearest.
-float32 and float64 parameters have no lost bits worth keeping and are never compensated.
+`split` rounds ties away from zero, so that the remainder fits 16 bits; everything else rounds to nearest, ties to even.
+float32 and float64 parameters are never compensated.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ _HIGH_BITS = -0x10000  # 0xFFFF0000 as an int32
 
 
 class Stored(NamedTuple):
-    """A parameter as it lies in memory, and the bits it cannot hold (None without compensation)."""
+    """A parameter as it is stored, and the bits that its dtype cannot hold (None without compensation)."""
 
     parameter: Array
     compensation: Array | None
 
 
 def resolve(compensation: str, parameter_dtype: str) -> str:
-    """The compensation that a parameter of this dtype gets: "none", "kahan" or "split".
+    """Return the compensation of a parameter with this dtype: "none", "kahan" or "split".
 
     Raises:
         InvalidArgumentError: an unknown name, or "split" for a float16 parameter.
@@ -55,30 +55,30 @@ def resolve(compensation: str, parameter_dtype: str) -> str:
 
 
 def possible(parameter_dtype: str) -> tuple[str, ...]:
-    """The resolved compensations that a parameter of this dtype can have, "none" first."""
+    """Return the resolved compensations that a parameter of this dtype can have, "none" first."""
     return {"bfloat16": ("none", "kahan", "split"), "float16": ("none", "kahan")}.get(parameter_dtype, ("none",))
 
 
 def compensation_dtype(compensation: str, parameter_dtype: str) -> str | None:
-    """The dtype of k for a resolved compensation, or None."""
+    """Return the dtype of k for a resolved compensation, or None."""
     return {"none": None, "kahan": parameter_dtype, "split": "int16"}[compensation]
 
 
 def load(ops: ArrayOps, compensation: str, stored: Stored) -> Array:
-    """The number that (p, k) stands for, in the compute dtype."""
-    parameter, kept = stored
-    wide = ops.cast(parameter, compute_dtype(ops.dtype_name(parameter)))
+    """Return the number that (p, k) represents, in the compute dtype."""
+    parameter, remainder = stored
+    upcast = ops.cast(parameter, compute_dtype(ops.dtype_name(parameter)))
     if compensation == "none":
-        return wide
+        return upcast
     if compensation == "kahan":
-        return wide + ops.cast(kept, "float32")
-    return ops.bitcast(ops.bitcast(wide, "int32") + ops.cast(kept, "int32"), "float32")
+        return upcast + ops.cast(remainder, "float32")
+    return ops.bitcast(ops.bitcast(upcast, "int32") + ops.cast(remainder, "int32"), "float32")
 
 
 def store(ops: ArrayOps, compensation: str, x: Array, parameter_dtype: str) -> Stored:
-    """(p, k) for the number x, which is in the compute dtype.
+    """Return (p, k) for the number x in the compute dtype.
 
-    A kahan p that overflows has k = 0, so that p + k stays the infinity that p says it is; a NaN is stored as the NaN.
+    Where p overflows to an infinity, kahan stores k = 0, so that p + k is that infinity. All NaNs are stored as one.
     """
     if compensation == "none":
         return Stored(ops.cast(x, parameter_dtype), None)

@@ -1,4 +1,4 @@
-"""Which dtype each array has: parameters come with theirs, everything else follows from it."""
+"""The dtypes of the arithmetic and of the moments, which follow from the parameter's dtype."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ LOW_PRECISION = ("bfloat16", "float16")
 PARAMETER_DTYPES = ("float64", "float32", *LOW_PRECISION)
 
 BFLOAT16_SECOND_MOMENT_LIMIT = 2.0**-7
-"""A bf16 second moment loses a fraction 1-beta2 a step; below one bf16 spacing the loss rounds away and it never decays."""
+"""Smallest 1-beta2 for a bfloat16 second moment: a smaller decay rounds to nothing, and the moment never decays."""
 
 
 class StateDtypes(NamedTuple):
@@ -22,14 +22,14 @@ class StateDtypes(NamedTuple):
 
 
 def compute_dtype(parameter_dtype: str) -> str:
-    """The dtype of the arithmetic: float64 for float64 parameters, float32 for all others."""
+    """Return the dtype of the arithmetic: float64 for float64 parameters, float32 for all others."""
     return "float64" if parameter_dtype == "float64" else "float32"
 
 
 def check_parameter_dtype(
     parameter_dtype: str, described_as: str = "parameter", otherwise: str = "Leave it out of the optimizer"
 ) -> None:
-    """Raise `UnsupportedTensorError` unless a parameter of this dtype can be optimized; `otherwise`: what to do with it."""
+    """Raise `UnsupportedTensorError` unless a parameter of this dtype can be optimized; `otherwise` is the remedy."""
     if parameter_dtype not in PARAMETER_DTYPES:
         raise UnsupportedTensorError(
             f"{described_as} has dtype {parameter_dtype}; penstock optimizes {', '.join(PARAMETER_DTYPES)}. "
@@ -38,10 +38,10 @@ def check_parameter_dtype(
 
 
 def second_moment_needs_float32(state_dtype: str, beta2: Any) -> bool:
-    """Whether exp_avg_sq in `state_dtype` would stop following the gradient.
+    """Whether exp_avg_sq in `state_dtype` would be wrong.
 
-    float16 underflows (g = 1e-4 squared is below its range), and bfloat16 cannot decay once 1-beta2 < 2^-7. A beta2 that
-    is not a Python number yet (traced, on a device) is taken for one that is too high.
+    float16 underflows (the square of g = 1e-4 is below its range), and bfloat16 does not decay if 1-beta2 < 2^-7. A beta2 that
+    is not a Python number (traced, or on a device) is assumed to be too high.
     """
     if state_dtype == "float16":
         return True
@@ -58,18 +58,18 @@ def state_dtypes(
     argument: str = "state_dtype",
     beta2_argument: str = "beta2",
 ) -> StateDtypes:
-    """The dtypes of a parameter's moments: the parameter's own, where they can be held in it.
+    """Return the dtypes of a parameter's moments: the parameter's own, or float32 for a second moment that needs it.
 
     Args:
-        parameter_dtype: the parameter's.
+        parameter_dtype: dtype of the parameter.
         beta2: decay of the second moment.
-        exp_avg: asked for explicitly; None takes the parameter's.
-        exp_avg_sq: asked for explicitly; None takes the parameter's, or float32 where that is too low.
-        argument: the name of the argument behind `exp_avg_sq`, for the error.
-        beta2_argument: the name of the argument behind `beta2`, for the error.
+        exp_avg: requested dtype of the first moment; None means the parameter's.
+        exp_avg_sq: requested dtype of the second moment; None means the parameter's, or float32 if that is too low.
+        argument: name of the user's argument for `exp_avg_sq`, for the error.
+        beta2_argument: name of the user's argument for `beta2`, for the error.
 
     Raises:
-        InvalidArgumentError: the dtype asked for cannot hold the second moment, or is no floating-point dtype.
+        InvalidArgumentError: the requested dtype cannot hold the second moment, or is not a floating-point dtype.
     """
     for asked in (exp_avg, exp_avg_sq):
         if asked is not None and asked not in PARAMETER_DTYPES:

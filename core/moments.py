@@ -22,7 +22,7 @@ SMALLEST_NORMAL_FLOAT32 = 2.0**-126
 
 
 def is_zero(value: Scalar) -> bool:
-    """Whether a scalar is known to be zero, so that its term can be left out; one on a device is not looked at."""
+    """Whether a Python number is zero, so that its term can be left out; arrays are not read."""
     return isinstance(value, numbers.Real) and value == 0
 
 
@@ -65,7 +65,7 @@ def bias_corrections(hyperparameters: Hyperparameters, step: Scalar, xp: Any) ->
 
 
 def reset_where_beta_is_zero(moments: Moments, hyperparameters: Hyperparameters, xp: Any) -> Moments:
-    """What an update takes of the moments before it: nothing where beta is 0, as m + (g-m) keeps the rounding errors of m."""
+    """Replace moments whose beta is 0 by zeros: m + (g-m) would keep rounding errors of m."""
 
     def of(moment: Array, beta: Scalar) -> Array:
         if isinstance(beta, numbers.Real):
@@ -76,7 +76,7 @@ def reset_where_beta_is_zero(moments: Moments, hyperparameters: Hyperparameters,
 
 
 def first_moments(moments: Moments, gradient: Array, corrections: Corrections) -> Moments:
-    """The first, or only, micro-batch of an update: m += c1*(g-m), v += c2*(g*g-v)."""
+    """Put the first, or only, micro-batch of an update into the moments: m += c1*(g-m), v += c2*(g*g-v)."""
     exp_avg, exp_avg_sq = moments
     return Moments(
         exp_avg + corrections.first * (gradient - exp_avg),
@@ -85,7 +85,7 @@ def first_moments(moments: Moments, gradient: Array, corrections: Corrections) -
 
 
 def later_moments(moments: Moments, gradient: Array, corrections: Corrections) -> Moments:
-    """Each later micro-batch of the same update: m += c1*g, v += c2*g*g (AdamA, https://arxiv.org/abs/2305.19982)."""
+    """Put a later micro-batch into the moments: m += c1*g, v += c2*g*g (AdamA, https://arxiv.org/abs/2305.19982)."""
     exp_avg, exp_avg_sq = moments
     return Moments(
         exp_avg + corrections.first * gradient,
@@ -94,12 +94,12 @@ def later_moments(moments: Moments, gradient: Array, corrections: Corrections) -
 
 
 def mean_square(gradient: Array, exp_avg_sq: Array, eps: Scalar, xp: Any) -> Array:
-    """mean(g*g / max(v, eps^2)), a 0-d array: about 1 as long as the gradient is what the second moment expects."""
+    """Return mean(g*g / max(v, eps^2)), 0-d: about 1 if the gradient is as large as the second moment expects."""
     if math.prod(gradient.shape) == 0:
         return xp.zeros_like(xp.sum(gradient))
     square = eps * eps
     floor = max(square, SMALLEST_NORMAL_FLOAT32) if isinstance(square, numbers.Real) else square
-    # Divided first: XLA would keep g*g, which the second moment needs too, for every element until the mean is known.
+    # Divide first: XLA would keep g*g, which the second moment needs too, in memory until the mean is known.
     return xp.mean(gradient / xp.clip(exp_avg_sq, floor, None) * gradient)
 
 
@@ -109,7 +109,7 @@ def clipped_learning_rate(learning_rate: Scalar, mean_square: Array, xp: Any) ->
 
 
 def direction(moments: Moments, parameter: Array, eps: Scalar, decay_rate: Scalar, xp: Any) -> Array:
-    """m/(sqrt(v)+eps) + decay_rate*p: what the step is proportional to.
+    """Return m/(sqrt(v)+eps) + decay_rate*p, to which the step is proportional.
 
     The decay is folded into the step: p*(1 - eta*decay) would round eta*decay away.
     """

@@ -62,13 +62,13 @@ def init_state(ops: ArrayOps, parameter: Array, dtypes: StateDtypes, compensatio
 def prepared_gradient(
     ops: ArrayOps, rule: Rule, hyperparameters: Hyperparameters, gradient: Array, parameter: Array, *, first: bool
 ) -> Array:
-    """The gradient as the moments take it: in the compute dtype, its sign turned by maximize, with L2 on the first."""
-    wide = ops.cast(gradient, ops.dtype_name(parameter))
+    """Return the gradient that enters the moments: in the compute dtype, negated for maximize, with L2 on the first."""
+    prepared = ops.cast(gradient, ops.dtype_name(parameter))
     if hyperparameters.maximize:
-        wide = -wide
+        prepared = -prepared
     if rule.l2 and first and not is_zero(hyperparameters.weight_decay):
-        wide = wide + hyperparameters.weight_decay * parameter
-    return wide
+        prepared = prepared + hyperparameters.weight_decay * parameter
+    return prepared
 
 
 def _accumulated(
@@ -81,9 +81,9 @@ def _accumulated(
     state: TensorState,
     first: bool,
 ) -> tuple[Moments, Array | float]:
-    """The moments, not rounded yet, and the summed mean square, after one more micro-batch. `parameter` is wide."""
-    wide = ops.dtype_name(parameter)
-    moments = Moments(ops.cast(state.exp_avg, wide), ops.cast(state.exp_avg_sq, wide))
+    """Return the moments and the summed mean square after one more micro-batch, all in the compute dtype, as `parameter` is."""
+    dtype = ops.dtype_name(parameter)
+    moments = Moments(ops.cast(state.exp_avg, dtype), ops.cast(state.exp_avg_sq, dtype))
     if first:
         moments = reset_where_beta_is_zero(moments, hyperparameters, ops.xp)
     ready = prepared_gradient(ops, rule, hyperparameters, gradient, parameter, first=first)
@@ -102,7 +102,7 @@ def _stepped(
     moments: Moments,
     mean_square: Array | float,
 ) -> Array:
-    """The increment of the parameter, -eta * direction. Everything is in the compute dtype."""
+    """Return the increment of the parameter, -eta * direction. All arrays are in the compute dtype."""
     decay = 0.0 if rule.l2 else hyperparameters.decay_rate
     eta: Scalar = hyperparameters.learning_rate
     if rule.clips_update:
@@ -129,12 +129,12 @@ def increment(
     first: bool = True,
     mean_square: Array | None = None,
 ) -> tuple[Array, TensorState]:
-    """What one gradient adds to a parameter, and the new state. The compensation is left as it was.
+    """Return what one gradient adds to a parameter, and the new state with the old compensation.
 
     Args:
-        parameter: in the compute dtype, its compensation already in it.
+        parameter: the full number in the compute dtype, from `core.compensation.load`.
         gradient: of the parameter's shape, any floating-point dtype.
-        corrections: of the debiased betas, for this update.
+        corrections: c1 and c2 of this update.
         first: no micro-batch of this update is in the moments yet.
         mean_square: see `update`.
 
@@ -174,17 +174,17 @@ def update(
         gradient: of the parameter's shape.
         state: of the parameter.
         first: no micro-batch of this update is in the moments yet.
-        mean_square: of the whole tensor that this one is a part of, from `accumulate` of all parts; None: this is the whole.
+        mean_square: of the whole tensor, 0-d, if `parameter` is only a part of it; from `accumulate` of all parts.
 
     Returns:
         The new parameter, in its dtype, and the new state.
     """
     dtype = ops.dtype_name(parameter)
-    wide = compensations.load(ops, compensation, Stored(parameter, state.compensation))
+    number = compensations.load(ops, compensation, Stored(parameter, state.compensation))
     added, state = increment(
-        ops, rule, hyperparameters, corrections, wide, gradient, state, first=first, mean_square=mean_square
+        ops, rule, hyperparameters, corrections, number, gradient, state, first=first, mean_square=mean_square
     )
-    stored = compensations.store(ops, compensation, wide + added, dtype)
+    stored = compensations.store(ops, compensation, number + added, dtype)
     return stored.parameter, TensorState(state.exp_avg, state.exp_avg_sq, stored.compensation)
 
 
@@ -200,9 +200,9 @@ def accumulate(
     *,
     first: bool,
 ) -> TensorState:
-    """One micro-batch into the moments; the parameter stays. Arguments as in `update`."""
-    wide = compensations.load(ops, compensation, Stored(parameter, state.compensation))
-    moments, squares = _accumulated(ops, rule, hyperparameters, corrections, wide, gradient, state, first)
+    """Put one micro-batch into the moments; the parameter does not change. Arguments as in `update`."""
+    number = compensations.load(ops, compensation, Stored(parameter, state.compensation))
+    moments, squares = _accumulated(ops, rule, hyperparameters, corrections, number, gradient, state, first)
     return TensorState(*_rounded(ops, moments, state), state.compensation, squares)
 
 
@@ -214,10 +214,10 @@ def apply(
     parameter: Array,
     state: TensorState,
 ) -> tuple[Array, TensorState]:
-    """The step from moments that hold all micro-batches of the update already: no gradient is at hand any more."""
+    """Step from moments that contain all micro-batches of the update. Arguments as in `update`."""
     dtype = ops.dtype_name(parameter)
-    wide = compensations.load(ops, compensation, Stored(parameter, state.compensation))
+    number = compensations.load(ops, compensation, Stored(parameter, state.compensation))
     moments = Moments(ops.cast(state.exp_avg, compute_dtype(dtype)), ops.cast(state.exp_avg_sq, compute_dtype(dtype)))
-    added = _stepped(ops, rule, hyperparameters, wide, moments, state.mean_square)
-    stored = compensations.store(ops, compensation, wide + added, dtype)
+    added = _stepped(ops, rule, hyperparameters, number, moments, state.mean_square)
+    stored = compensations.store(ops, compensation, number + added, dtype)
     return stored.parameter, TensorState(state.exp_avg, state.exp_avg_sq, stored.compensation)

@@ -1,4 +1,4 @@
-"""The bytes of gradient alive, as the state machine says they must be."""
+"""The bytes of gradient that must be alive according to the state machine; a test compares them with measured ones."""
 
 from __future__ import annotations
 
@@ -8,9 +8,11 @@ from collections.abc import Hashable
 
 @dataclasses.dataclass
 class Ledger:
-    """Records a gradient when it exists, and removes it when it is freed; a measured run must agree with it.
+    """Records gradients when they exist, and removes them when they are freed.
 
-    live: bytes of gradient alive now. peak: the most there ever were since the last `reset_peak`.
+    Attributes:
+        live: bytes of gradient alive.
+        peak: largest `live` since the last `reset_peak`.
     """
 
     live: int = 0
@@ -18,18 +20,18 @@ class Ledger:
     _held: dict[Hashable, int] = dataclasses.field(default_factory=dict)
 
     def arrive(self, tensor: Hashable, nbytes: int) -> None:
-        """The gradient of `tensor` exists; one that is already recorded (it was added to) is not counted twice."""
+        """Record the gradient of `tensor`; one that was recorded before (autograd has added to it) is not counted twice."""
         self.live += nbytes - self._held.get(tensor, 0)
         self._held[tensor] = nbytes
         if self.live > self.peak:
             self.peak = self.live
 
     def free(self, tensor: Hashable) -> None:
-        """The gradient of `tensor` is gone; nothing happens if there was none."""
+        """Remove the gradient of `tensor`, if it is recorded."""
         self.live -= self._held.pop(tensor, 0)
 
     def arrive_and_free(self, tensor: Hashable, nbytes: int) -> None:
-        """The gradient of `tensor` came to exist, and is gone."""
+        """Record the gradient of `tensor` and remove it."""
         if self._held:
             self.live -= self._held.pop(tensor, 0)
         if self.live + nbytes > self.peak:
@@ -37,9 +39,9 @@ class Ledger:
 
     @property
     def recorded(self) -> list[Hashable]:
-        """The tensors whose gradients exist."""
+        """The tensors whose gradients are recorded."""
         return list(self._held)
 
     def reset_peak(self) -> None:
-        """Start a new peak from what is alive now."""
+        """Set the peak to the bytes that are alive."""
         self.peak = self.live

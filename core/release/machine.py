@@ -1,7 +1,8 @@
-"""What happens to a parameter, its state and its gradient at every event: one transition function, no side effects.
+"""The state machine of release and accumulation: what to do with a tensor's gradient at every event. It has no side effects.
 
-Each tensor has a `Status` of its own inside the group of micro-batches that make one update. An `Event` comes, and `decide`
-says what to do (`Action`) and what the status is then. The frontends do it, and record it in the `Ledger`.
+Each tensor has a `Status` within the group of micro-batches that make one update. For an `Event`, `decide` returns what to do
+(`Action`) and the new status. The PyTorch frontend does it and records it in the `Ledger`. (In JAX the order of events is
+fixed when a step is traced, so that there is nothing to decide.)
 
 =========  ==============================================  ============  =======================
 policy     a micro-batch that is not the last              the last one  exact?
@@ -12,8 +13,8 @@ STATE      into the moments, free                          update, free  no: Ada
 PAUSE      keep the gradient, as without release           the same      yes
 =========  ==============================================  ============  =======================
 
-"Update, free" may be put off: a frontend may let a small gradient wait, in the ledger, for a few others, so that one launch
-updates them all (`Status.QUEUED`). It uses what waits before anything else happens to that tensor, so the numbers are the same.
+"Update, free" may be delayed: small gradients may be queued, in the ledger, so that one launch updates several tensors
+(`Status.QUEUED`). The queue is used before anything else happens to these tensors, so that the numbers are the same.
 """
 
 from __future__ import annotations
@@ -34,17 +35,17 @@ class Policy(enum.Enum):
 
 
 class Status(enum.Enum):
-    """Where a tensor stands in the group of micro-batches that make its next update."""
+    """What has happened to a tensor in the group of micro-batches that make its next update."""
 
-    IDLE = "idle"  # no gradient of this group came yet
-    HELD = "held"  # its gradient is alive and waits
-    QUEUED = "queued"  # its gradient is the whole one, alive, and waits for the launch that it shares with others
-    ACCUMULATED = "accumulated"  # micro-batches of this group are in the moments, the parameter waits
+    IDLE = "idle"  # it has had no gradient of this group
+    HELD = "held"  # its gradient is kept in `.grad`
+    QUEUED = "queued"  # its whole gradient is in the queue of small updates
+    ACCUMULATED = "accumulated"  # micro-batches of this group are in the moments, and the parameter has not changed
     RELEASED = "released"  # updated in this group
 
 
 class Action(enum.Enum):
-    """What the frontend has to do."""
+    """What the frontend does with a gradient or a tensor."""
 
     NOTHING = "nothing"
     KEEP = "keep"  # leave the gradient where it is
@@ -70,8 +71,9 @@ for _action in Action:
 class GradientReady:
     """The gradient of a tensor exists.
 
-    last: no other micro-batch of this group follows.
-    finite: False if it must not be used, because it holds an infinity or a NaN and such gradients are skipped.
+    Attributes:
+        last: it is of the last micro-batch of its group.
+        finite: False if it must be skipped because it contains an infinity or a NaN.
     """
 
     last: bool = True
@@ -80,9 +82,11 @@ class GradientReady:
 
 @dataclasses.dataclass(frozen=True)
 class Step:
-    """optimizer.step(): what is pending is flushed, and the group closes.
+    """optimizer.step() is called: pending gradients are used, and the group ends.
 
-    finite: as in `GradientReady`. waiting: a gradient is in `.grad`.
+    Attributes:
+        finite: as in `GradientReady`.
+        waiting: a gradient is in `.grad`.
     """
 
     finite: bool = True
@@ -91,7 +95,7 @@ class Step:
 
 @dataclasses.dataclass(frozen=True)
 class ZeroGrad:
-    """optimizer.zero_grad(): gradients that wait, held or queued, are discarded, and the group closes."""
+    """optimizer.zero_grad() is called: held and queued gradients are discarded, and the group ends."""
 
 
 Event = GradientReady | Step | ZeroGrad
@@ -99,25 +103,25 @@ Event = GradientReady | Step | ZeroGrad
 
 @dataclasses.dataclass(frozen=True)
 class Decision:
-    """What to do, and the status of the tensor once it is done."""
+    """What to do, and the status of the tensor afterwards."""
 
     action: Action
     status: Status
 
 
 def decide(policy: Policy, status: Status, event: Event, *, strict: bool = True) -> Decision:
-    """The transition of one tensor.
+    """Return the transition of one tensor.
 
     Args:
         policy: what the user asked for.
         status: of this tensor.
         event: what happened.
-        strict: one update a group, closed by step() or zero_grad(). Not strict: every last micro-batch is an update, and
-            step() and zero_grad() close nothing.
+        strict: a group has one update and is ended by step() or zero_grad(). Otherwise every last micro-batch is an update,
+            and step() and zero_grad() end nothing.
 
     Raises:
-        RefusedError: the event makes an exact result impossible; nothing was changed.
-        ValueError: a tensor is queued, and something else than `ZeroGrad` comes: the frontend is at fault.
+        RefusedError: an exact result is impossible; nothing was changed.
+        ValueError: an event other than `ZeroGrad` for a queued tensor, which the frontend must use first.
     """
     if isinstance(event, ZeroGrad):
         return _zero_grad(status, strict)
@@ -149,7 +153,6 @@ def _gradient_ready(policy: Policy, status: Status, event: GradientReady, strict
         unused = Action.DISCARD
     if event.finite:
         return Decision(used, updated if last else Status.ACCUMULATED)
-    # What is discarded waits no more; micro-batches that are in the moments still do.
     return Decision(unused, updated if last else Status.ACCUMULATED if status is Status.ACCUMULATED else Status.IDLE)
 
 
