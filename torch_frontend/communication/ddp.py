@@ -83,7 +83,7 @@ class DDPCommunication(LocalCommunication):
         micro-batch does not use.
         """
         member.parameter.grad = None
-        self._freed[member.parameter] = None if member.marker.context.accepts_more else member.placed
+        self._freed[member.parameter] = None if member.marker.context.accepts_more else member.placeholder
 
     def average(self, parameters: Sequence[Tensor]) -> None:
         """Check that the last backward ran outside no_sync(), and so has averaged the gradients.
