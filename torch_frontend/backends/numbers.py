@@ -65,27 +65,28 @@ class GroupSettings:
 
     def corrections(self, step: float) -> Corrections:
         """Return c1 and c2 of update number `step`, which starts at 1."""
-        found = self._cache.get(step)
-        return found or self._add(step, bias_corrections(self.hyperparameters, step, torch))
+        found: Corrections | None = self._cache.get(step)
+        if found is None:
+            if len(self._cache) >= CACHE_SIZE:
+                self._cache.clear()
+            found = self._cache[step] = bias_corrections(self.hyperparameters, step, torch)
+        return found
 
     def numbers(self, rule: Rule, step: float, dtype: torch.dtype) -> UpdateNumbers:
         """Return the scalars of update number `step`, which starts at 1."""
-        found = self._cache.get((step, dtype))
-        return found or self._add((step, dtype), numbers_of(self.hyperparameters, rule, self.corrections(step), dtype))
+        found: UpdateNumbers | None = self._cache.get((step, dtype))
+        if found is None:
+            found = numbers_of(self.hyperparameters, rule, self.corrections(step), dtype)
+            self._cache[step, dtype] = found
+        return found
 
     def vector(self, rule: Rule, step: float, dtype: torch.dtype, device: torch.device) -> Tensor:
         """Return `vector_of` the scalars of update number `step`, which starts at 1."""
-        key = step, dtype, device
-        found = self._cache.get(key)
+        found: Tensor | None = self._cache.get((step, dtype, device))
         if found is None:
-            found = self._add(key, vector_of(self.hyperparameters, rule, self.numbers(rule, step, dtype), device))
+            found = vector_of(self.hyperparameters, rule, self.numbers(rule, step, dtype), device)
+            self._cache[step, dtype, device] = found
         return found
-
-    def _add(self, key: Any, value: Any) -> Any:
-        if len(self._cache) >= CACHE_SIZE:
-            self._cache.clear()
-        self._cache[key] = value
-        return value
 
 
 def vector_of(current: Hyperparameters, rule: Rule, numbers: UpdateNumbers, device: torch.device) -> Tensor:
