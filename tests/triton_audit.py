@@ -96,7 +96,7 @@ def group_kernel(
     constants = {
         "PHASES": "both", "CLIP": True, "ZERO1": False, "ZERO2": False, "L2": False,
         "MAXIMIZE": False, "COMPENSATION": storage.compensation,
-        "EACH": False, "STEP_ON_DEVICE": False, "ALIGNMENT": 16, "HINTS": chosen.hints, "WIDE": TYPES[storage.wide][1],
+        "EACH": False, "STEP_ON_DEVICE": False, "ALIGNMENT": 16, "HINTS": chosen.hints, "COMPUTE": TYPES[storage.wide][1],
         "G": TYPES[storage.parameter][1], "M": TYPES[storage.exp_avg][1], "V": TYPES[storage.exp_avg_sq][1],
         "P": TYPES[storage.parameter][1], "K": TYPES[storage.kept][1],
     } | changes  # fmt: skip
@@ -119,7 +119,7 @@ def tensor_kernel(
     wide = TYPES[storage.wide][0]
     constants = {
         "ACTION": "update", "FIRST": True, "CLIP": True, "ZERO1": False, "ZERO2": False, "L2": False, "MAXIMIZE": False,
-        "COMPENSATION": storage.compensation, "ALIGNMENT": 16, "HINTS": chosen.hints, "WIDE": TYPES[storage.wide][1],
+        "COMPENSATION": storage.compensation, "ALIGNMENT": 16, "HINTS": chosen.hints, "COMPUTE": TYPES[storage.wide][1],
         "G": TYPES[storage.parameter][1], "M": TYPES[storage.exp_avg][1], "V": TYPES[storage.exp_avg_sq][1],
         "P": TYPES[storage.parameter][1], "K": TYPES[storage.kept][1],
     } | changes  # fmt: skip

@@ -205,13 +205,13 @@ class VectorInstructions:
 
 @pytest.fixture
 def vectors(monkeypatch: pytest.MonkeyPatch) -> Iterator[VectorInstructions]:
-    compiler.spare_search.cache_clear()
+    compiler.skip_vector_isa_search.cache_clear()
     yield VectorInstructions(monkeypatch)
-    compiler.spare_search.cache_clear()
+    compiler.skip_vector_isa_search.cache_clear()
 
 
 def test_torch_is_spared_its_search_if_the_compiler_takes_the_flags_of_this_processor(vectors: VectorInstructions) -> None:
-    assert compiler.spare_search()
+    assert compiler.skip_vector_isa_search()
     (command,) = vectors.asked
     assert "-mavx2" in command
     assert "-mavx512f" not in command
@@ -229,5 +229,5 @@ def test_the_search_is_left_to_torch(how: str, vectors: VectorInstructions, monk
         monkeypatch.setattr(vectors.module, "x86_isa_checker", list)
     else:
         monkeypatch.delattr(vectors.module, "x86_isa_checker")
-    assert not compiler.spare_search()
+    assert not compiler.skip_vector_isa_search()
     assert vectors.told == []

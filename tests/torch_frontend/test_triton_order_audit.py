@@ -93,7 +93,7 @@ WORSE = {
     ),
     "resets without leaving": (
         "tensor",
-        "    if TWO_PHASES:\n        if left_last(counters + 1):",
+        "    if TWO_PHASES:\n        if is_last_to_leave(counters + 1):",
         "    if TWO_PHASES:\n        if True:",
         "there are no leaves",
     ),

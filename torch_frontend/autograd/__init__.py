@@ -1,1 +1,1 @@
-"""What autograd does not say by itself: which pass is running, what its graph shows, what reentrant checkpoints hide."""
+"""Questions that autograd does not answer publicly: the running backward pass, its end, and the leaves of a graph."""

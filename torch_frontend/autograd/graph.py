@@ -1,4 +1,4 @@
-"""What the graph of a loss shows: whose gradients a walk through it would give."""
+"""Walks over autograd graphs: which leaves get a gradient from a backward pass."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ import torch
 from torch import Tensor, nn
 
 DEPTH = 4
-"""How far modules are looked for in what a checkpointed function closes over."""
+"""How many levels of closures, partials and containers are searched for modules in a checkpointed function."""
 
 
 class Graph(NamedTuple):
-    """What can be seen of a graph; a `torch.autograd.Function` may hide more behind it.
+    """The leaves and nodes of an autograd graph; a `torch.autograd.Function` may run further graphs in its backward.
 
-    leaves: the tensors that a backward() would give a gradient.
-    behind_checkpoints: the parameters of modules that reentrant checkpoints run again in backward, as far as these show them.
-    functions: the names of the kinds of its nodes.
+    leaves: the tensors that get a gradient from backward().
+    behind_checkpoints: the parameters of modules found in the functions that reentrant checkpoints run again in backward.
+    functions: the class names of the nodes.
     """
 
     leaves: set[Tensor]
@@ -28,12 +28,12 @@ class Graph(NamedTuple):
 
     @classmethod
     def of(cls, loss: Tensor) -> Graph:
-        """That of a tensor."""
+        """Return the graph of a tensor."""
         return cls.from_nodes([loss.grad_fn])
 
     @classmethod
     def from_nodes(cls, nodes: Iterable[Any]) -> Graph:
-        """Walk what is reached from these nodes."""
+        """Return the graph that is reachable from these nodes."""
         graph = cls(set(), set(), set())
         seen: set[Any] = set()
         stack = list(nodes)
@@ -52,12 +52,12 @@ class Graph(NamedTuple):
         return graph
 
     def has(self, function: type[torch.autograd.Function]) -> bool:
-        """Whether a node of this kind is in it."""
+        """Whether the graph has a node of this function."""
         return f"{function.__name__}Backward" in self.functions
 
 
 def _modules_in(thing: Any, depth: int) -> list[nn.Module]:
-    """The modules that calling `thing` can call, as far as it shows them."""
+    """Return the modules that calling `thing` may run, found in closures, default arguments, partials and containers."""
     if isinstance(thing, nn.Module):
         return [thing]
     if depth == 0:
@@ -68,16 +68,10 @@ def _modules_in(thing: Any, depth: int) -> list[nn.Module]:
     elif isinstance(thing, types.MethodType):
         parts = [thing.__self__, thing.__func__]
     elif isinstance(thing, types.FunctionType):
-        parts = [*map(_content, thing.__closure__ or ()), *(thing.__defaults__ or ())]
+        cells = [cell.cell_contents for cell in thing.__closure__ or () if cell != types.CellType()]  # those not empty
+        parts = [*cells, *(thing.__defaults__ or ())]
     elif isinstance(thing, (list, tuple)):
         parts = list(thing)
     elif isinstance(thing, dict):
         parts = list(thing.values())
     return [module for part in parts for module in _modules_in(part, depth - 1)]
-
-
-def _content(cell: types.CellType) -> Any:
-    try:
-        return cell.cell_contents
-    except ValueError:  # not assigned yet
-        return None

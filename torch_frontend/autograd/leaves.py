@@ -1,4 +1,4 @@
-"""Leaves that a backward pass is not to add to."""
+"""Saving and restoring the gradients of leaves that a backward pass must not change."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from collections.abc import Iterable
 from torch import Tensor
 
 
-class SetAside:
-    """The gradients of some leaves, set aside while a pass runs that is not to add to them."""
+class SavedGradients:
+    """Gradients of leaves, removed from `.grad` during a backward pass that must not add to them."""
 
     def __init__(self, leaves: Iterable[Tensor]) -> None:
         self._gradients = {leaf: leaf.grad for leaf in leaves}
@@ -16,7 +16,7 @@ class SetAside:
             leaf.grad = None
 
     def restore(self, *, add: bool = False) -> None:
-        """Put them back; with `add`, as if the pass had added to them."""
+        """Put the gradients back. add: add what the pass has left in `.grad`, as if it had run with them there."""
         for leaf, gradient in self._gradients.items():
             if not add or leaf.grad is None:
                 leaf.grad = gradient

@@ -1,4 +1,4 @@
-"""Which backward pass a hook runs in, and what is to be done when that pass ends."""
+"""The running backward pass: its number, whether it is nested in another pass, and callbacks at its end."""
 
 from __future__ import annotations
 
@@ -11,15 +11,18 @@ import torch
 from torch.autograd import Variable
 
 pass_number: Callable[[], int | None] = getattr(torch._C, "_current_graph_task_id", lambda: None)
-"""A number for the backward pass that is running. It is not public: None where torch does not have it, and no pass is told from
-another then."""
+"""Number of the running backward pass, -1 outside of one. It is not public: None if torch lacks it, and passes cannot be
+distinguished then."""
 
-_engine = getattr(Variable, "_execution_engine", None)  # as torch's own DistributedDataParallel has it: there is no public one
+_engine = getattr(Variable, "_execution_engine", None)  # not public; DistributedDataParallel uses it in the same way
 
 
 def is_nested() -> bool:
-    """Whether this pass is run by another pass, from the backward of a `torch.autograd.Function` such as reentrant
-    checkpointing: that function's frame is then on the stack, outside the call that runs this pass."""
+    """Whether the running pass was started inside another one, by the backward of a `torch.autograd.Function`.
+
+    Reentrant checkpointing does so. torch does not say it: the function's frame is then on the stack, outside the call of
+    backward() that runs this pass.
+    """
     frame = sys._getframe()
     inside = False
     while frame is not None:
@@ -33,27 +36,27 @@ def is_nested() -> bool:
 
 
 def is_compiled() -> bool:
-    """Whether compiled autograd, not the engine, runs this pass."""
+    """Whether compiled autograd runs this pass, and not the engine."""
     return getattr(sys.modules.get("torch._dynamo.compiled_autograd"), "in_compiled_autograd_region", False)
 
 
 def at_end_of_pass(callback: Callable[[], None]) -> bool:
-    """Call `callback` when the pass that is running, nested or not, has ended without an error; False if that cannot be had.
+    """Call `callback` when the running pass, nested or not, has ended without an error; return False if this is not possible.
 
-    It comes after what others wanted called by then, such as DistributedDataParallel, which fills `.grad` there: a callback
-    that is queued by a callback is the last.
+    The callback is queued by a queued callback, so that it runs after those of others: DistributedDataParallel fills `.grad`
+    in one.
     """
     engine = _engine
-    if engine is None or is_compiled():  # which runs hooks by itself, and forgets what is queued
+    if engine is None or is_compiled():  # compiled autograd drops queued callbacks
         return False
-    # Where a compiled function calls backward(), the compiler would trace what the engine calls in it.
+    # If a compiled function calls backward(), torch.compile would trace the callbacks.
     untraced = torch.compiler.disable
     engine.queue_callback(untraced(lambda: engine.queue_callback(untraced(callback))))
     return True
 
 
 def weakly(method: Callable[..., Any]) -> Callable[..., Any]:
-    """A bound method that does not keep its object alive, and does nothing once that is gone."""
+    """Return a function that calls a bound method without keeping its object alive; it does nothing once the object is gone."""
     reference = weakref.WeakMethod(method)
 
     def call(*arguments: Any) -> Any:

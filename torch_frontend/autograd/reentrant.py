@@ -1,13 +1,15 @@
-"""Reentrant checkpointing: a gradient that comes in parts is noticed at its first part.
+"""Reentrant checkpointing: detects at the first part of a gradient that further parts will follow.
 
 `torch.utils.checkpoint.checkpoint(..., use_reentrant=True)` runs a backward pass of its own for every checkpointed call. A
-layer that is called several times then gets its gradient in as many parts, and the hook runs at each. The first part looks
-like the whole gradient; but the graph that is left to be walked shows that the layer is still to come.
+layer that is called several times gets its gradient in several parts, and the hook runs at each. The first part looks like
+the whole gradient, but the rest of the outer graph contains the layer again. torch gives no access to the outer pass, so
+its node is found in the frame of the checkpoint's backward: only so can a wrong update be refused before it is made.
 """
 
 from __future__ import annotations
 
 import sys
+import traceback
 from typing import Any
 
 from torch import Tensor
@@ -17,20 +19,18 @@ from .graph import Graph
 
 
 def still_to_come() -> set[Tensor]:
-    """The parameters whose gradients come again after the pass that is running, a checkpoint's, as far as the graph shows."""
+    """Return the parameters that get a further part of their gradient after the running pass of a reentrant checkpoint."""
     node = _running_checkpoint()
     if node is None:
         return set()
-    ahead = Graph.from_nodes(following for following, _ in node.next_functions)
-    return ahead.leaves | ahead.behind_checkpoints
+    rest = Graph.from_nodes(following for following, _ in node.next_functions)
+    return rest.leaves | rest.behind_checkpoints
 
 
 def _running_checkpoint() -> Any:
-    """The node of the graph in whose backward we are; of nested checkpoints the outermost, from which all the rest follows."""
+    """Return the node of the outermost reentrant checkpoint whose backward is running, or None."""
     node = None
-    frame = sys._getframe()
-    while frame is not None:
+    for frame, _ in traceback.walk_stack(sys._getframe()):
         if frame.f_code is CheckpointFunction.backward.__code__:
             node = frame.f_locals.get("ctx", node)
-        frame = frame.f_back  # type: ignore[assignment]
     return node

@@ -1,4 +1,4 @@
-"""The backends: each has one definition of the step, and all obey `core.update`."""
+"""The backends: each implements the functions of `core.update` once, in place."""
 
 from .backend import Backend, ChecksOnDevice, OverShards, TensorSlot
 from .selection import BACKENDS, select_backend

@@ -1,4 +1,4 @@
-"""What a backend is: the three functions of `core.update`, in place on one parameter and its state."""
+"""The protocol of a backend: the three functions of `core.update`, in place on one parameter and its state."""
 
 from __future__ import annotations
 
@@ -20,24 +20,24 @@ from .numbers import GroupSettings, UpdateNumbers, numbers_of, vector_of
 _ONE = torch.ones(())
 
 OverShards = Callable[[Sequence[Tensor]], Sequence[Tensor]]
-"""Of the mean squares of the parts of tensors that are stored here, 0-d, in order, those of the whole tensors."""
+"""Takes the mean squares of the shards that this process stores, each 0-d; returns those of the whole tensors, in order."""
 
 
 @dataclasses.dataclass(slots=True, eq=False)
 class TensorSlot:
-    """One parameter with all that its update reads and writes; the optimizer keeps it from one update to the next.
+    """One parameter with all that its update reads and writes; the optimizer keeps it between updates.
 
-    parameter: updated in place; any dense shape. Of one that is sharded over processes, the local part.
+    parameter: updated in place; any dense shape. For a parameter that is sharded over processes, the local shard.
     state: the optimizer's state of the parameter: "step", 0-d, the number of updates so far; "exp_avg", "exp_avg_sq" and,
-        where compensated, "compensation", all of the parameter's shape; "mean_square", 0-d, only while micro-batches are in
+        with compensation, "compensation", all of the parameter's shape; "mean_square", 0-d, only while micro-batches are in
         the moments.
     compensation: resolved: "none", "kahan" or "split".
-    settings: of the parameter's group, as they are now.
-    shard: which part of a sharded parameter this is.
-    capturable: "step" is on the parameter's device and must not be waited for.
+    settings: the current settings of the parameter's group.
+    shard: the location of the local shard in the whole parameter; None if it is not sharded.
+    capturable: "step" is on the parameter's device, and the host must not wait for it.
     kind: shape, dtype and device of the parameter when the slot was made.
-    plan: what a backend keeps for this tensor; it goes with the slot, and dataclasses.replace() does not copy it.
-    compute_dtype: of the arithmetic.
+    plan: what a backend caches for this tensor. dataclasses.replace() does not copy it.
+    compute_dtype: the dtype of the arithmetic.
     """
 
     parameter: Tensor
@@ -51,12 +51,12 @@ class TensorSlot:
     plan: Any = dataclasses.field(default=None, init=False, repr=False)
     compute_dtype: torch.dtype = dataclasses.field(init=False, repr=False)
     _step: Any = dataclasses.field(default=None, init=False, repr=False)
-    _address: int = dataclasses.field(default=0, init=False, repr=False)  # of its memory, which may move; 0 off the host
-    _count: Any = dataclasses.field(default=None, init=False, repr=False)  # the memory of "step", seen by numpy
+    _address: int = dataclasses.field(default=0, init=False, repr=False)  # of the memory of "step"; 0 if not on the host
+    _count: Any = dataclasses.field(default=None, init=False, repr=False)  # the memory of "step" as a numpy array
 
     @property
     def hyperparameters(self) -> Hyperparameters:
-        """The validated hyperparameters of the group; the same object as long as none of them changes."""
+        """The validated hyperparameters of the group; the same object until one of them changes."""
         return self.settings.hyperparameters
 
     def __post_init__(self) -> None:
@@ -71,11 +71,11 @@ class TensorSlot:
 
     @property
     def step_number(self) -> float:
-        """t of the update that comes next, from 1 on. Synchronises when capturable."""
+        """Number t of the next update, starting at 1. Synchronises when capturable."""
         return self._counter().item() + 1
 
     def count(self) -> None:
-        """One update more."""
+        """Add 1 to "step"."""
         counter = self._counter()
         if isinstance(counter, Tensor):
             counter.add_(_ONE)
@@ -83,7 +83,7 @@ class TensorSlot:
             counter[()] = counter.item() + 1
 
     def _counter(self) -> Any:
-        """ "step"; on a CPU its memory as numpy sees it, which reads and writes a number in a tenth of the time."""
+        """Return "step"; on a CPU its memory as a numpy array, which reads and writes a number in a tenth of the time."""
         step = self.state["step"]
         if step is not self._step or (self._address and step.data_ptr() != self._address):
             on_host = type(step) is Tensor and step.device.type == "cpu"
@@ -92,13 +92,13 @@ class TensorSlot:
         return self._count
 
     def numbers(self) -> UpdateNumbers:
-        """The numbers of this update as 0-d tensors in the compute dtype."""
+        """Return the scalars of this update as 0-d tensors in the compute dtype."""
         if self.capturable:
             return numbers_of(self.hyperparameters, self.rule, self.corrections, self.compute_dtype)
         return self.settings.numbers(self.rule, self.step_number, self.compute_dtype)
 
     def vector(self) -> Tensor:
-        """`numbers` as one tensor on the parameter's device, [4]; see `vector_of`."""
+        """Return `vector_of(numbers)`, [4], on the parameter's device."""
         device = self.parameter.device
         if self.capturable:
             return vector_of(self.hyperparameters, self.rule, self.numbers(), device)
@@ -106,11 +106,10 @@ class TensorSlot:
 
 
 class Backend(Protocol):
-    """In place, without waiting for the device, and leaving the gradient as it is.
+    """Updates parameters and state in place; does not wait for the device, and does not change the gradient.
 
-    What the host can find wrong with any tensor of a call is raised before the first one is written to. An error in the midst
-    of the updates themselves (a device that fails, memory for scratch that is not there) may leave some of them done, and
-    none of them counted in "step".
+    Every error that the host can detect for any tensor of a call is raised before the first tensor is written. An error during
+    the updates (the device fails, or has no memory for scratch) may leave some tensors updated; none is counted in "step".
     """
 
     name: str
@@ -118,46 +117,46 @@ class Backend(Protocol):
     """Whether `update_all` of many small tensors costs the host about as much as `update` of one."""
 
     def update_all(self, pairs: Sequence[tuple[TensorSlot, Tensor]], *, over_shards: OverShards | None = None) -> None:
-        """`update`, with first=True, of many tensors at once.
+        """Call `update` with first=True for many tensors at once.
 
-        over_shards: called once, after every gradient was looked at and before anything is written, where the rule clips and
-            tensors are shards of others: the learning rate follows from what it returns.
+        over_shards: given if the rule clips and the tensors are shards. It is called once, after every gradient was read and
+            before anything is written; its result gives the learning rates.
         """
         ...
 
     def update(self, slot: TensorSlot, gradient: Tensor, *, first: bool, measure: bool = False) -> Tensor | None:
-        """`core.update.update`: the gradient into the moments, and the step.
+        """Add the gradient to the moments and take the step: `core.update.update`.
 
-        measure: return the sum of the gradient's squares in the compute dtype, 0-d, where this backend has it at hand; None
-            where it does not.
+        measure: return the sum of the gradient's squares, 0-d in the compute dtype, if this backend computes it anyway; else
+            None.
         """
         ...
 
     def accumulate(self, slot: TensorSlot, gradient: Tensor, *, first: bool) -> None:
-        """`core.update.accumulate`: the gradient into the moments; leaves "mean_square" in the state."""
+        """Add the gradient to the moments, and put "mean_square" into the state: `core.update.accumulate`."""
         ...
 
     def apply(self, slot: TensorSlot) -> None:
-        """`core.update.apply`: the step from the moments; takes "mean_square" out of the state."""
+        """Take the step from the moments, and remove "mean_square" from the state: `core.update.apply`."""
         ...
 
 
 @runtime_checkable
 class ChecksOnDevice(Protocol):
-    """A backend that leaves everything as it is when a gradient is not finite, without the host knowing.
+    """A backend that can skip updates with non-finite gradients without synchronising with the host.
 
-    What is returned is 0-d float32 on the device: 1 where the update was applied, 0 where it was skipped. It is what "step"
-    has to be advanced by. Nothing is written to a tensor before all of what decides about it was looked at.
+    Each method returns float32 flags on the device, 0-d: 1 if the update was applied, 0 if it was skipped; "step" is to be
+    increased by them. A tensor is written only after all gradients that decide about it were read.
     """
 
     def update_all_if_finite(self, pairs: Sequence[tuple[TensorSlot, Tensor]]) -> Tensor:
-        """`Backend.update_all`, of all tensors or of none."""
+        """Update all tensors if all gradients are finite, otherwise none."""
         ...
 
     def update_each_if_finite(self, pairs: Sequence[tuple[TensorSlot, Tensor]]) -> list[Tensor]:
-        """`Backend.update_all`, of those tensors whose own gradient is finite."""
+        """Update each tensor whose own gradient is finite."""
         ...
 
     def update_if_finite(self, slot: TensorSlot, gradient: Tensor) -> Tensor:
-        """`Backend.update` with first=True, or nothing."""
+        """Call `Backend.update` with first=True if the gradient is finite."""
         ...

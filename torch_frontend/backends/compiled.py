@@ -1,10 +1,10 @@
-"""The compiled backend: the functions of `core.update` themselves, through torch.compile, flat and dynamic.
+"""The compiled backend: the functions of `core.update` through torch.compile, on vectors of dynamic length.
 
-Every tensor is handed over as a vector in the order of memory, so that one graph serves all shapes; every number that
-changes while training (lr, betas, decay, the bias-corrected 1 - beta) is an element of a small tensor, so that none is
-compiled in. What remains (rule, compensation, dtypes, eps, whether a beta is zero, first micro-batch or later) selects the
-graph. Calling a graph costs about as much as updating ten thousand elements: smaller tensors are updated eagerly, with the
-same arithmetic.
+Every tensor is passed as a vector in memory order, so that one graph serves all shapes. Every number that changes during
+training (lr, betas, decay, the bias-corrected 1 - beta) is an element of a small tensor, so that none is a constant of the
+graph. The rest (rule, compensation, dtypes, eps, whether a beta is zero, first micro-batch or later) selects the graph.
+Calling a graph costs about as much as updating ten thousand elements: smaller tensors are updated eagerly, with the same
+arithmetic.
 """
 
 from __future__ import annotations
@@ -24,16 +24,16 @@ from ...core.rules import RULES
 from ...core.update import TensorState
 from ..array_ops import compiled_ops, torch_ops
 from .backend import TensorSlot
-from .compiler import KEEP_CASTS, keeps_casts, spare_search
+from .compiler import KEEP_CASTS, keeps_casts, skip_vector_isa_search
 from .eager import EagerBackend
 from .memory_order import along_memory
 from .packed import SMALL
 from .piece import sum_of
 
 PIECE = 2**22
-"""Elements in one call, at most: what a graph allocates besides its results is not larger than a piece."""
+"""Largest number of elements in one call, which bounds the temporaries that a graph allocates."""
 
-Vectors = tuple[Any, ...]  # tensors; None where there is none
+Vectors = tuple[Any, ...]  # tensors, or None for those that are absent
 
 
 class CompiledBackend(EagerBackend):
@@ -42,7 +42,7 @@ class CompiledBackend(EagerBackend):
     name = "compiled"
 
     def update(self, slot: TensorSlot, gradient: Tensor, *, first: bool, measure: bool = False) -> Tensor | None:
-        """Put the gradient into the moments and step; its squares are summed in the same graph."""
+        """Add the gradient to the moments and step; its squares are summed in the same graph."""
         pieces = list(_pieces(slot, gradient))
         if not pieces:
             return super().update(slot, gradient, first=first, measure=measure)
@@ -56,7 +56,6 @@ class CompiledBackend(EagerBackend):
         return sum_of([squares for squares, _ in results if squares is not None]) if measure else None
 
     def write(self, slot: TensorSlot, gradient: Tensor, first: bool, total: Tensor) -> None:
-        """Update a tensor of which the summed mean square is given."""
         pieces = list(_pieces(slot, gradient))
         if not pieces:
             super().write(slot, gradient, first, total)
@@ -64,7 +63,6 @@ class CompiledBackend(EagerBackend):
             _run("write", slot, first, piece, total)
 
     def mean_square(self, slot: TensorSlot, gradient: Tensor, first: bool, squares: list[Tensor] | None = None) -> Tensor:
-        """Compute the summed mean square after this micro-batch, 0-d; write nothing."""
         pieces = list(_pieces(slot, gradient))
         if not pieces:
             return super().mean_square(slot, gradient, first, squares)
@@ -72,7 +70,6 @@ class CompiledBackend(EagerBackend):
         return self._total(slot, gradient, sums, first)
 
     def accumulate(self, slot: TensorSlot, gradient: Tensor, *, first: bool) -> None:
-        """Put the gradient of one micro-batch into the moments; leave its summed mean square in the state."""
         pieces = list(_pieces(slot, gradient))
         if not pieces:
             super().accumulate(slot, gradient, first=first)
@@ -81,7 +78,6 @@ class CompiledBackend(EagerBackend):
         slot.state["mean_square"] = self._total(slot, gradient, sums, first) if slot.rule.clips_update else 0.0
 
     def apply(self, slot: TensorSlot) -> None:
-        """Step from the moments, which hold all micro-batches; take the mean square out of the state."""
         pieces = list(_pieces(slot, None))
         if not pieces:
             super().apply(slot)
@@ -93,9 +89,9 @@ class CompiledBackend(EagerBackend):
 
 
 def _pieces(slot: TensorSlot, gradient: Tensor | None) -> Iterator[Vectors]:
-    """parameter, gradient, exp_avg, exp_avg_sq, compensation, piece by piece; an absent one is None.
+    """Yield (parameter, gradient, exp_avg, exp_avg_sq, compensation) piece by piece, None for those that are absent.
 
-    None at all for what is updated eagerly: a small tensor, and a layout that is no vector.
+    Yields nothing for tensors that are updated eagerly: small ones, and those without a common dense layout.
     """
     if slot.parameter.numel() <= SMALL:
         return
@@ -120,9 +116,9 @@ def _run(
     total: Tensor | float | None = None,
     measured: bool = False,
 ) -> tuple[Tensor | None, Any]:
-    """One call of a graph: the sum of the gradient's squares, if `measured`, and the mean square of the piece.
+    """Run a graph; return the sum of the gradient's squares (None without `measured`) and the mean square of the piece.
 
-    total: the mean square of the whole tensor ("write"), or of earlier micro-batches.
+    total: the mean square of the whole tensor for "write", otherwise that of earlier micro-batches.
     """
     current, state = slot.hyperparameters, slot.state
     dtypes = (slot.parameter.dtype, state["exp_avg"].dtype, state["exp_avg_sq"].dtype)
@@ -148,19 +144,19 @@ def _compiled(
     dtypes: tuple[torch.dtype, ...],
     device: torch.device,
 ) -> Callable[..., Any]:
-    """One graph; `dtypes` and `device` only keep it separate: each is compiled once."""
+    """Return one graph. `dtypes` and `device` are part of the cache key, so that each graph is compiled once."""
     if device.type == "cpu":
-        spare_search()
+        skip_vector_isa_search()
     rule = RULES[rule_name]
     kahan = compensation == "kahan"
     ops = compiled_ops if kahan and not keeps_casts(dtypes[0], device.type) else torch_ops
-    beta1, beta2 = 0.0 if beta1_is_zero else 0.5, 0.0 if beta2_is_zero else 0.5  # the bias-corrected numbers say the rest
+    beta1, beta2 = 0.0 if beta1_is_zero else 0.5, 0.0 if beta2_is_zero else 0.5  # only read through `corrections`
 
     def step(tensors: Vectors, scalars: Tensor, total: Tensor | None) -> tuple[Tensor | None, Any]:
-        parameter, gradient, exp_avg, exp_avg_sq, kept = tensors
+        parameter, gradient, exp_avg, exp_avg_sq, stored = tensors
         corrections = Corrections(scalars[0], scalars[1])
         current = Hyperparameters(scalars[2], beta1, beta2, eps, scalars[3], maximize=maximize)
-        state = TensorState(exp_avg, exp_avg_sq, kept, 0.0 if total is None else total)
+        state = TensorState(exp_avg, exp_avg_sq, stored, 0.0 if total is None else total)
         given = (corrections, compensation, parameter, gradient, state)
         squares = gradient.to(scalars.dtype).square().sum() if measured else None
         new = parameter
@@ -176,14 +172,14 @@ def _compiled(
                 return squares, after.mean_square
         if kind != "accumulate":
             parameter.copy_(new)
-            if kept is not None and after.compensation is not None:
-                kept.copy_(after.compensation)
+            if stored is not None and after.compensation is not None:
+                stored.copy_(after.compensation)
         if kind != "apply":
             exp_avg.copy_(after.exp_avg)
             exp_avg_sq.copy_(after.exp_avg_sq)
         return squares, after.mean_square
 
-    # torch.compile keeps graphs with the code object, and gives up after a number of them: each needs a code of its own.
+    # torch.compile caches graphs by code object and stops compiling after a number of them: each graph gets its own.
     code = step.__code__.replace(co_name=f"{rule_name}_{kind}")
     own = types.FunctionType(code, step.__globals__, code.co_name, step.__defaults__, step.__closure__)
     return torch.compile(own, dynamic=True, fullgraph=True, options=KEEP_CASTS if kahan else None)

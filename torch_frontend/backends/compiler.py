@@ -1,4 +1,4 @@
-"""What the compiler of this machine can do, asked before anything is compiled."""
+"""Checks of what torch.compile can do on this machine."""
 
 from __future__ import annotations
 
@@ -15,14 +15,15 @@ import torch
 from ..array_ops import dtype_name, torch_ops
 
 KEEP_CASTS: dict[str, str | int | bool | Callable[..., Any]] = {"emulate_precision_casts": True}
-"""Without this option Inductor deletes casts to a low precision and back, and every kahan compensation would be zero."""
+"""Without this option Inductor removes casts to a low precision and back, which makes every kahan compensation zero."""
 
 
 @functools.cache
 def why_not(device_type: str) -> str | None:
-    """Why nothing can be compiled for this device, or None; looked up once a process.
+    """Return why torch.compile does not work for this type of device, or None if it works; checked once per process.
 
-    On a CPU a C++ compiler is all that may be missing; elsewhere, and where torch does not tell, a small graph is compiled.
+    On a CPU only the C++ compiler can be missing, so torch's own search for it is the check; elsewhere, or if torch does not
+    have that function, a small graph is compiled.
     """
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)  # torch's own, when it imports its compiler
@@ -33,25 +34,25 @@ def why_not(device_type: str) -> str | None:
                 find_compiler()
             else:
                 torch.compile(lambda x: torch.sqrt(x) + math.e, fullgraph=True)(torch.ones(8, device=device_type))
-        except Exception as error:  # whatever a compiler, a driver or a full disk may raise
+        except Exception as error:  # a compiler, a driver or a full disk may raise any type
             return " ".join(str(error).split()[:40]) or type(error).__name__
     return None
 
 
 @functools.cache
 def keeps_casts(dtype: torch.dtype, device_type: str) -> bool:
-    """Whether the compiler, when asked to, keeps a cast to this dtype and back: found out by compiling, once a process."""
+    """Whether a graph compiled with `KEEP_CASTS` rounds in a cast to this dtype and back; tested once per process."""
     probe = torch.compile(lambda x: x - torch_ops.round_to(x, dtype_name(dtype)), fullgraph=True, options=KEEP_CASTS)
     return bool(probe(torch.full((8,), 1 + 2.0**-12, device=device_type)).all())
 
 
 @functools.cache
-def spare_search() -> bool:
-    """Spare torch the search for this processor's vector instructions, once a process; whether that was done.
+def skip_vector_isa_search() -> bool:
+    """Skip torch's search for this processor's vector instructions, once per process; return whether it was skipped.
 
-    torch compiles a program for each kind of them, which takes ten seconds where its cache is empty. Here the C++ compiler is
-    asked once whether it takes all of their flags; if it does, torch is told that it can use them. Otherwise nothing is done,
-    also where torch does not have the names that are used here, which are not public.
+    torch compiles and runs a program for each instruction set, which takes ten seconds with an empty cache. This function
+    instead checks once that the C++ compiler accepts the flags of all of them, and tells torch so. It does nothing if the
+    compiler does not accept them, or if torch lacks the names used here, which are not public.
     """
     find_compiler = _cpp_compiler_of_torch()
     try:
@@ -66,13 +67,13 @@ def spare_search() -> bool:
         if asked.returncode != 0:
             return False
         with config.patch({"cpp.vec_isa_ok": True}):
-            isa.valid_vec_isa_list()  # which keeps what it finds
+            isa.valid_vec_isa_list()  # caches its result
     except (AttributeError, ImportError, OSError, RuntimeError, subprocess.SubprocessError):
         return False
     return True
 
 
 def _cpp_compiler_of_torch() -> Callable[[], str] | None:
-    """What finds a working C++ compiler, or raises; not public: None where torch does not have it."""
+    """Return torch's function that finds a working C++ compiler or raises; None if torch lacks it, as it is not public."""
     builder = importlib.import_module("torch._inductor.cpp_builder")
     return getattr(builder, "get_cpp_compiler", None)

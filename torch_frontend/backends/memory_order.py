@@ -1,4 +1,4 @@
-"""Tensors seen as vectors in the order of memory, so that a layout costs nothing and changes nothing."""
+"""One-dimensional views of tensors in memory order, for every dense memory format."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ from torch import Tensor
 
 
 def along_memory(tensors: dict[str, Tensor]) -> dict[str, Tensor] | None:
-    """One-dimensional views in the order of memory, where all tensors are dense and laid out alike; else None.
+    """Return 1-d views in memory order, or None unless all tensors are dense with the same order of dimensions.
 
     Args:
-        tensors: of one shape; "parameter" decides the order.
+        tensors: by name, all of one shape; "parameter" determines the order of dimensions.
     """
     lead = tensors["parameter"]
     if not all(tensor.is_contiguous() for tensor in tensors.values()):
@@ -18,6 +18,6 @@ def along_memory(tensors: dict[str, Tensor]) -> dict[str, Tensor] | None:
         if not all(tensor.is_contiguous() for tensor in permuted.values()):
             return None
         tensors = permuted
-    # Detached last, they are vectors and nothing else: a compiler would also look at what they are views of. They share
-    # the parameter's version counter, so that autograd still notices a parameter that changed under a graph.
+    # Detached last, so that torch.compile sees plain vectors and not their bases. They share the parameter's version
+    # counter, so that autograd still notices a parameter that was changed after it was saved for backward.
     return {name: tensor.view(-1).detach() for name, tensor in tensors.items()}

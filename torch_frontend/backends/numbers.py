@@ -1,4 +1,4 @@
-"""The numbers of an update: the hyperparameters of a group, and the 0-d tensors that they become."""
+"""The scalars of an update: a group's hyperparameters and bias-correction factors as 0-d tensors, cached per group."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ from ...core.hyperparameters import Hyperparameters, Scalar
 from ...core.moments import Corrections, bias_corrections, is_zero
 from ...core.rules import Rule
 
-KEPT = 32
-"""Numbers of different updates that a group keeps: tensors that were updated equally often share theirs."""
+CACHE_SIZE = 96
+"""Entries that a group caches: up to three for each number of updates. Tensors updated equally often share theirs."""
 
 
 class UpdateNumbers(NamedTuple):
-    """The numbers of one update as 0-d tensors in the compute dtype.
+    """The scalars of one update as 0-d tensors in the compute dtype.
 
-    They are on the CPU, where every device reads them as scalars, or where the hyperparameter is. (A Python number would be
-    made a tensor at each use, which costs as much again as the operation on a small tensor.)
+    They are on the CPU, where operations on every device read them as scalars, or on the device of a tensor hyperparameter.
+    (torch converts a Python number to a tensor at each use, which costs as much as an operation on a small tensor.)
 
     first, second: c1 and c2, the bias-corrected 1 - beta.
-    decay: what the step multiplies the parameter by; None where it is zero, or enters the gradient.
-    plain: the gradient enters the moments as it is, and no beta is zero, as in most updates.
+    decay: the factor of the parameter in the step; None if it is zero, or if the decay is part of the gradient (L2).
+    plain: the gradient enters the moments unchanged, and no beta is zero; true of most updates.
     """
 
     first: Tensor
@@ -35,7 +35,7 @@ class UpdateNumbers(NamedTuple):
 
 
 def numbers_of(current: Hyperparameters, rule: Rule, corrections: Corrections, dtype: torch.dtype) -> UpdateNumbers:
-    """The numbers of an update with these hyperparameters."""
+    """Return the scalars of an update with these hyperparameters."""
 
     def tensor(value: Scalar) -> Tensor:
         return torch.as_tensor(value, dtype=dtype)
@@ -52,52 +52,45 @@ def numbers_of(current: Hyperparameters, rule: Rule, corrections: Corrections, d
 
 
 class GroupSettings:
-    """The hyperparameters of a parameter group as they are now: one object a group, which all its slots share."""
+    """The current hyperparameters of a parameter group and what follows from them; all slots of the group share it."""
 
     def __init__(self, current: Hyperparameters) -> None:
         self.hyperparameters = current
-        self._numbers: dict[Any, UpdateNumbers] = {}
-        self._complements: dict[float, Corrections] = {}
-        self._vectors: dict[Any, Tensor] = {}
+        self._cache: dict[Any, Any] = {}
 
     def change(self, current: Hyperparameters) -> None:
-        """Take other hyperparameters from now on."""
+        """Replace the hyperparameters."""
         self.hyperparameters = current
-        self._numbers.clear()
-        self._complements.clear()
-        self._vectors.clear()
+        self._cache.clear()
 
     def corrections(self, step: float) -> Corrections:
-        """c1 and c2 of update number `step`, from 1 on."""
-        found = self._complements.get(step)
+        """Return c1 and c2 of update number `step`, which starts at 1."""
+        found: Corrections | None = self._cache.get(step)
         if found is None:
-            if len(self._complements) >= KEPT:
-                self._complements.clear()
-            found = self._complements[step] = bias_corrections(self.hyperparameters, step, torch)
+            if len(self._cache) >= CACHE_SIZE:
+                self._cache.clear()
+            found = self._cache[step] = bias_corrections(self.hyperparameters, step, torch)
         return found
 
     def numbers(self, rule: Rule, step: float, dtype: torch.dtype) -> UpdateNumbers:
-        """The numbers of update number `step`, from 1 on."""
-        found = self._numbers.get((step, dtype))
+        """Return the scalars of update number `step`, which starts at 1."""
+        found: UpdateNumbers | None = self._cache.get((step, dtype))
         if found is None:
-            if len(self._numbers) >= KEPT:
-                self._numbers.clear()
-            found = self._numbers[step, dtype] = numbers_of(self.hyperparameters, rule, self.corrections(step), dtype)
+            found = numbers_of(self.hyperparameters, rule, self.corrections(step), dtype)
+            self._cache[step, dtype] = found
         return found
 
     def vector(self, rule: Rule, step: float, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """`vector_of` the numbers of update number `step`, from 1 on."""
-        found = self._vectors.get((step, dtype, device))
+        """Return `vector_of` the scalars of update number `step`, which starts at 1."""
+        found: Tensor | None = self._cache.get((step, dtype, device))
         if found is None:
-            if len(self._vectors) >= KEPT:
-                self._vectors.clear()
-            numbers = self.numbers(rule, step, dtype)
-            found = self._vectors[step, dtype, device] = vector_of(self.hyperparameters, rule, numbers, device)
+            found = vector_of(self.hyperparameters, rule, self.numbers(rule, step, dtype), device)
+            self._cache[step, dtype, device] = found
         return found
 
 
 def vector_of(current: Hyperparameters, rule: Rule, numbers: UpdateNumbers, device: torch.device) -> Tensor:
-    """c1, c2, the learning rate and the decay as one tensor, [4]. The decay is that of the rule: of the step, or L2."""
+    """Return c1, c2, the learning rate and the decay as one tensor, [4]. The decay is that of the step, or of L2."""
     decay: Any = numbers.decay
     if decay is None:
         decay = torch.as_tensor(current.weight_decay if rule.l2 else 0.0, dtype=numbers.first.dtype)

@@ -1,4 +1,4 @@
-"""Small tensors packed into one: the operations of the eager backend, called once for all of them."""
+"""Batches of small tensors, packed into one tensor so that each operation of the eager backend is called once."""
 
 from __future__ import annotations
 
@@ -16,22 +16,22 @@ from .numbers import UpdateNumbers
 from .piece import Piece, clipped_rate
 
 SMALL = 2**14
-"""Elements of a small tensor, at most: calling an operation then costs about as much as the operation."""
+"""Largest number of elements of a small tensor: up to here, calling an operation costs about as much as running it."""
 
-TOGETHER = 2**16
-"""Elements that are packed together, at most; a handful of copies of this size are alive, which stay in a core's cache."""
+BATCH_ELEMENTS = 2**16
+"""Largest number of elements of a batch, so that its five to ten packed tensors stay in a core's cache."""
 
 Pair = tuple[TensorSlot, Tensor]
 Scratch = Callable[[Tensor, torch.dtype], tuple[Tensor, Tensor]]
-"""Two tensors of the shape of another, in this dtype."""
+"""Returns two scratch tensors of the shape of the given one, in this dtype."""
 
 
 class Batch:
-    """Small tensors that are updated together, as one `Piece`; every list is in the order of the slots.
+    """Small tensors that are updated as one `Piece`; every list is in the order of the slots.
 
     Args:
-        pairs: two at least: slots and gradients, of one group, with the same dtypes, updated equally often.
-        numbers: of this update.
+        pairs: slots and gradients, at least two; all of one group, with the same dtypes and the same number of updates.
+        numbers: the scalars of this update.
         scratch: makes the scratch of the piece.
     """
 
@@ -42,7 +42,10 @@ class Batch:
         self._scratch = scratch
 
     def update(self, squares: Sequence[Tensor] | None = None) -> None:
-        """`core.update.update` of a first micro-batch. squares: the mean squares of the whole tensors, 0-d, if known."""
+        """Update all tensors: `core.update.update` with first=True.
+
+        squares: the mean squares of the whole tensors, each 0-d; None to compute them from these tensors.
+        """
         piece, numbers, rule = self._packed(), self._numbers, self.slots[0].rule
         piece.accumulate(numbers, True)
         eta = numbers.learning_rate
@@ -52,13 +55,14 @@ class Batch:
             eta = clipped_rate(eta, means).repeat_interleave(sizes, output_size=len(piece.a))
         piece.descend(numbers, eta)
         views: dict[torch.dtype, tuple[Tensor, list[Tensor]]] = {}
-        for name, packed in (("exp_avg", piece.exp_avg), ("exp_avg_sq", piece.exp_avg_sq), ("compensation", piece.kept)):
+        for name in ("exp_avg", "exp_avg_sq", "compensation"):
+            packed: Tensor | None = getattr(piece, name)
             if packed is not None:
                 _unpack(packed, [slot.state[name] for slot in self.slots], views)
         _unpack(piece.parameter, [slot.parameter for slot in self.slots], views)
 
     def mean_squares(self) -> Sequence[Tensor]:
-        """What `update` will find, 0-d; nothing is written."""
+        """Return the mean square that `update` will compute for each tensor, each 0-d; nothing is written."""
         return self._means(self._packed().ratios_before(self._numbers, True, None)).unbind()
 
     def _packed(self) -> Piece:
@@ -68,19 +72,22 @@ class Batch:
         piece.gradient, piece.parameter = gradient, _pack([slot.parameter for slot in slots])
         piece.exp_avg = _pack([slot.state["exp_avg"] for slot in slots])
         piece.exp_avg_sq = _pack([slot.state["exp_avg_sq"] for slot in slots])
-        kept = slots[0].state.get("compensation")
-        piece.kept = None if kept is None else _pack([slot.state["compensation"] for slot in slots])
+        compensated = slots[0].state.get("compensation") is not None
+        piece.compensation = _pack([slot.state["compensation"] for slot in slots]) if compensated else None
         return piece
 
     def _means(self, ratios: Tensor) -> Tensor:
-        """The mean over each tensor, [tensors]."""
+        """Return the mean over each tensor, [tensors]."""
         parts = ratios.split([slot.parameter.numel() for slot in self.slots])
         sizes = torch.tensor([part.numel() for part in parts], dtype=ratios.dtype, device=ratios.device)
         return torch.stack([part.sum() for part in parts]).div_(sizes)
 
 
 def _unpack(packed: Tensor, tensors: list[Tensor], views: dict[torch.dtype, tuple[Tensor, list[Tensor]]]) -> None:
-    """Copy the parts of `packed` into these tensors. views: of what was unpacked before, by its dtype, to be used again."""
+    """Copy a packed tensor into the tensors that it was packed from.
+
+    views: by dtype, a tensor that was unpacked before and its views, which are reused: making views costs more than a copy.
+    """
     known = views.get(packed.dtype)
     if known is None:
         known = views[packed.dtype] = packed, list(_views(packed, tensors))
@@ -89,27 +96,27 @@ def _unpack(packed: Tensor, tensors: list[Tensor], views: dict[torch.dtype, tupl
     torch._foreach_copy_(tensors, known[1])  # pyright: ignore[reportPrivateImportUsage]  (documented: Foreach Operations)
 
 
-def small_together(pairs: Sequence[Pair], scratch: Scratch) -> tuple[list[Batch], list[Pair]]:
-    """The small tensors in batches, and the others, which are updated one by one."""
+def batch_small_tensors(pairs: Sequence[Pair], scratch: Scratch) -> tuple[list[Batch], list[Pair]]:
+    """Return batches of small tensors, and the other pairs, which are to be updated one by one."""
     others: list[Pair] = []
     alike: dict[Any, list[Pair]] = {}
-    sharing = _sharing_memory([slot.parameter for slot, _ in pairs])
+    sharing = _overlapping([slot.parameter for slot, _ in pairs])
     for position, pair in enumerate(pairs):
         slot, gradient = pair
         parameter, state = slot.parameter, slot.state
         if slot.capturable or not 0 < parameter.numel() <= SMALL or position in sharing:
             others.append(pair)
             continue
-        exp_avg, exp_avg_sq, kept = state["exp_avg"], state["exp_avg_sq"], state.get("compensation")
+        exp_avg, exp_avg_sq, compensation = state["exp_avg"], state["exp_avg_sq"], state.get("compensation")
         if not (
             parameter.is_contiguous() and gradient.is_contiguous() and exp_avg.is_contiguous() and exp_avg_sq.is_contiguous()
-        ) or not (kept is None or kept.is_contiguous()):  # sums are taken in the order of memory
+        ) or not (compensation is None or compensation.is_contiguous()):  # sums are taken in memory order
             others.append(pair)
             continue
         dtypes = parameter.dtype, gradient.dtype, exp_avg.dtype, exp_avg_sq.dtype, slot.compensation
         alike.setdefault((id(slot.settings), slot.step_number, parameter.device, *dtypes), []).append(pair)
     batches = []
-    for group in itertools.chain.from_iterable(map(_parts, alike.values())):
+    for group in itertools.chain.from_iterable(map(_split, alike.values())):
         if len(group) == 1:
             others += group
             continue
@@ -119,13 +126,13 @@ def small_together(pairs: Sequence[Pair], scratch: Scratch) -> tuple[list[Batch]
     return batches, others
 
 
-def _sharing_memory(parameters: Sequence[Tensor]) -> set[int]:
-    """The positions of parameters whose memory may overlap another's, as after `b.data = a.data`.
+def _overlapping(parameters: Sequence[Tensor]) -> set[int]:
+    """Return the positions of parameters whose memory may overlap another's, as after `b.data = a.data`.
 
-    They are updated one after the other: of two copies in a packed tensor, one update would be lost.
+    They must be updated one after the other: packed, each would be a copy, and one update would be lost.
     """
     found: set[int] = set()
-    furthest, end = 0, 0  # which of those so far reaches furthest, and how far
+    furthest, end = 0, 0  # the parameter with the highest end address so far, and that address
     for start, position in sorted((parameter.data_ptr(), position) for position, parameter in enumerate(parameters)):
         if start < end:
             found.update((position, furthest))
@@ -136,19 +143,19 @@ def _sharing_memory(parameters: Sequence[Tensor]) -> set[int]:
 
 
 def _extent(tensor: Tensor) -> int:
-    """Bytes from its first element to the end of its last."""
+    """Return the number of bytes from the tensor's first element to the end of its last."""
     if tensor.is_contiguous():
         return tensor.nbytes
     steps = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
     return (steps + 1) * tensor.element_size() if tensor.numel() else 0
 
 
-def _parts(group: list[Pair]) -> Iterator[list[Pair]]:
-    """The group in parts of at most `TOGETHER` elements."""
+def _split(group: list[Pair]) -> Iterator[list[Pair]]:
+    """Yield the group in parts of at most `BATCH_ELEMENTS` elements."""
     start = elements = 0
     for end, (slot, _) in enumerate(group):
         elements += slot.parameter.numel()
-        if elements > TOGETHER:
+        if elements > BATCH_ELEMENTS:
             yield group[start:end]
             start, elements = end, slot.parameter.numel()
     yield group[start:]

@@ -1,6 +1,6 @@
 """The arithmetic of the eager backend: the operations of `core.moments` in the same order, in place, with two scratch tensors.
 
-`core.moments` says what is computed; here it only says where it is put.
+`core.moments` defines what is computed; this file only chooses the memory for each result.
 """
 
 from __future__ import annotations
@@ -20,74 +20,77 @@ from .numbers import UpdateNumbers
 
 
 class Piece:
-    """The same part of a parameter, its gradient and its state, with scratch of that size.
+    """A part of a parameter with the same part of its gradient and state, and two scratch tensors of that size.
 
-    parameter, gradient, exp_avg, exp_avg_sq, kept: as they are stored; gradient and kept (the compensation) may be None.
-    wide_gradient, wide_exp_avg, wide_exp_avg_sq: in the compute dtype; themselves where they have it.
+    parameter, gradient, exp_avg, exp_avg_sq, compensation: as stored; gradient and compensation may be None.
+    upcast_gradient, upcast_exp_avg, upcast_exp_avg_sq: in the compute dtype; the stored tensor itself if it has that dtype.
     """
 
     __slots__ = (
-        "a", "b", "dtype", "exp_avg", "exp_avg_sq", "gradient", "kept", "parameter", "slot",
-        "wide_exp_avg", "wide_exp_avg_sq", "wide_gradient",
+        "a", "b", "compensation", "dtype", "exp_avg", "exp_avg_sq", "gradient", "parameter", "slot",
+        "upcast_exp_avg", "upcast_exp_avg_sq", "upcast_gradient",
     )  # fmt: skip
     parameter: Tensor
     gradient: Tensor | None
     exp_avg: Tensor
     exp_avg_sq: Tensor
-    kept: Tensor | None
-    wide_gradient: Any
-    wide_exp_avg: Any
-    wide_exp_avg_sq: Any
+    compensation: Tensor | None
+    upcast_gradient: Any
+    upcast_exp_avg: Any
+    upcast_exp_avg_sq: Any
 
     def __init__(self, slot: TensorSlot, a: Tensor, b: Tensor) -> None:
         self.slot = slot
         self.a, self.b, self.dtype = a, b, a.dtype
 
     def __enter__(self) -> None:
-        """Between updates it keeps no gradient and no moment in another dtype alive."""
+        """Free the gradient and the upcast moments at the end of the context."""
 
     def __exit__(self, *_: object) -> None:
-        self.gradient = self.wide_gradient = self.wide_exp_avg = self.wide_exp_avg_sq = None
+        self.gradient = self.upcast_gradient = self.upcast_exp_avg = self.upcast_exp_avg_sq = None
 
     def load_parameter(self) -> Tensor:
-        """The parameter with its compensation in the compute dtype; itself where it has that."""
+        """Return the compensated parameter in the compute dtype; the parameter itself if it has that dtype."""
         if self.parameter.dtype is self.dtype:
             return self.parameter
-        return compensations.load(torch_ops, self.slot.compensation, Stored(self.parameter, self.kept))
+        return compensations.load(torch_ops, self.slot.compensation, Stored(self.parameter, self.compensation))
 
     def load_moments(self) -> None:
-        """The moments in the compute dtype; themselves where they have it."""
+        """Set the upcast moments."""
         dtype = self.dtype
-        self.wide_exp_avg = self.exp_avg if self.exp_avg.dtype is dtype else self.exp_avg.to(dtype)
-        self.wide_exp_avg_sq = self.exp_avg_sq if self.exp_avg_sq.dtype is dtype else self.exp_avg_sq.to(dtype)
+        self.upcast_exp_avg = self.exp_avg if self.exp_avg.dtype is dtype else self.exp_avg.to(dtype)
+        self.upcast_exp_avg_sq = self.exp_avg_sq if self.exp_avg_sq.dtype is dtype else self.exp_avg_sq.to(dtype)
 
     def prepare(self, first: bool, squares: list[Tensor] | None) -> None:
-        """`core.update.prepared_gradient`; never the caller's gradient changed. squares: as in `accumulate`."""
+        """Set the upcast gradient: `core.update.prepared_gradient`. The given gradient is not changed.
+
+        squares: the sum of the gradient's squares is appended here if maximize or L2 change the gradient.
+        """
         gradient, rule, current = self.gradient, self.slot.rule, self.slot.settings.hyperparameters
         assert gradient is not None
         if gradient.dtype is not self.dtype:
             gradient = gradient.to(self.dtype)
-        if rule.l2 or current.maximize:  # their squares are another gradient's
+        if rule.l2 or current.maximize:
             if squares is not None:
                 squares.append(torch.mul(gradient, gradient, out=self.a).sum())
             if current.maximize:
                 gradient = -gradient
             if rule.l2 and first and not is_zero(current.weight_decay):
                 gradient = gradient + current.weight_decay * self.load_parameter()
-        self.wide_gradient = gradient
+        self.upcast_gradient = gradient
 
     def accumulate(self, numbers: UpdateNumbers, first: bool, squares: list[Tensor] | None = None) -> None:
-        """`core.moments.first_moments` or `later_moments`: the moments in the compute dtype, and in the state.
+        """Compute the moments and store them in the state: `core.moments.first_moments` or `later_moments`.
 
-        squares: gets the sum of the gradient's squares.
+        squares: the sum of the gradient's squares is appended here.
         """
         self.load_moments()
         if numbers.plain and self.gradient is not None and self.gradient.dtype is self.dtype:
-            self.wide_gradient = self.gradient
+            self.upcast_gradient = self.gradient
         else:
             self.prepare(first, squares)
             squares = squares if self.squares_are_the_gradients() else None
-        gradient, change, exp_avg, exp_avg_sq = self.wide_gradient, self.a, self.wide_exp_avg, self.wide_exp_avg_sq
+        gradient, change, exp_avg, exp_avg_sq = self.upcast_gradient, self.a, self.upcast_exp_avg, self.upcast_exp_avg_sq
         if first:
             if not numbers.plain:
                 self.reset()
@@ -110,27 +113,27 @@ class Piece:
             self.exp_avg_sq.copy_(exp_avg_sq)
 
     def reset(self) -> None:
-        """`core.moments.reset_where_beta_is_zero`: what an update takes of moments whose beta is 0."""
+        """Set moments to zero whose beta is 0: `core.moments.reset_where_beta_is_zero`."""
         current = self.slot.settings.hyperparameters
         if is_zero(current.beta1):
-            self.wide_exp_avg.zero_()
+            self.upcast_exp_avg.zero_()
         if is_zero(current.beta2):
-            self.wide_exp_avg_sq.zero_()
+            self.upcast_exp_avg_sq.zero_()
 
     def squares_are_the_gradients(self) -> bool:
-        """Whether the square of what enters the moments is that of the gradient; `prepare` has measured it otherwise."""
+        """Whether the upcast gradient has the gradient's squares; otherwise `prepare` has summed them."""
         return not (self.slot.rule.l2 or self.slot.settings.hyperparameters.maximize)
 
     def ratios(self) -> Tensor:
-        """What `core.moments.mean_square` is the mean of, in scratch, once the moments are accumulated."""
-        return self._ratios(self.wide_exp_avg_sq)
+        """Return g*g / max(v, eps^2) in scratch, after `accumulate`: `core.moments.mean_square` before the mean."""
+        return self._ratios(self.upcast_exp_avg_sq)
 
     def ratios_before(self, numbers: UpdateNumbers, first: bool, squares: list[Tensor] | None) -> Tensor:
-        """The same from a second moment that is not written."""
+        """Return what `ratios` will be after `accumulate`, without writing the moments. squares: as in `accumulate`."""
         self.load_moments()
         self.prepare(first, squares)
-        gradient, square, moment = self.wide_gradient, self.a, self.b
-        exp_avg_sq = self.wide_exp_avg_sq
+        gradient, square, moment = self.upcast_gradient, self.a, self.b
+        exp_avg_sq = self.upcast_exp_avg_sq
         torch.mul(gradient, gradient, out=square)
         if squares is not None and self.squares_are_the_gradients():
             squares.append(square.sum())
@@ -143,16 +146,15 @@ class Piece:
         return self._ratios(moment)
 
     def _ratios(self, exp_avg_sq: Tensor) -> Tensor:
-        """g*g / max(v, eps^2), in scratch."""
         eps = self.slot.settings.hyperparameters.eps
         floored = torch.clamp(exp_avg_sq, min=max(eps * eps, SMALLEST_NORMAL_FLOAT32), out=self.a)
-        return torch.div(self.wide_gradient, floored, out=floored).mul_(self.wide_gradient)
+        return torch.div(self.upcast_gradient, floored, out=floored).mul_(self.upcast_gradient)
 
     def descend(self, numbers: UpdateNumbers, eta: Tensor) -> None:
-        """p - eta*`core.moments.direction`, stored with its compensation."""
+        """Store p - eta * `core.moments.direction` with its compensation."""
         step, other, parameter = self.a, self.b, self.load_parameter()
-        torch.sqrt(self.wide_exp_avg_sq, out=other)
-        torch.div(self.wide_exp_avg, other.add_(numbers.eps), out=step)
+        torch.sqrt(self.upcast_exp_avg_sq, out=other)
+        torch.div(self.upcast_exp_avg, other.add_(numbers.eps), out=step)
         if numbers.decay is not None:
             step.add_(torch.mul(parameter, numbers.decay, out=other))
         parameter.sub_(step.mul_(eta))
@@ -161,18 +163,18 @@ class Piece:
         stored = compensations.store(torch_ops, self.slot.compensation, parameter, dtype_name(self.parameter.dtype))
         self.parameter.copy_(stored.parameter)
         if stored.compensation is not None:
-            assert self.kept is not None
-            self.kept.copy_(stored.compensation)
+            assert self.compensation is not None
+            self.compensation.copy_(stored.compensation)
 
 
 def clipped_rate(learning_rate: Tensor, mean_square: Tensor | float) -> Tensor:
-    """`core.moments.clipped_learning_rate`, 0-d."""
+    """Return lr / max(1, sqrt(mean_square)): `core.moments.clipped_learning_rate`."""
     assert isinstance(mean_square, Tensor)
     return torch.div(learning_rate, mean_square.sqrt().clamp_(min=1.0))
 
 
 def sum_of(sums: Sequence[Tensor]) -> Tensor:
-    """The sum of 0-d tensors, 0-d."""
+    """Return the sum of 0-d tensors, 0-d."""
     if not sums:
         return torch.zeros(())
     return sums[0] if len(sums) == 1 else torch.stack(list(sums)).sum()

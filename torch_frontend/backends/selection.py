@@ -1,4 +1,4 @@
-"""Which backend an optimizer gets: what was asked for, or what suits its parameters; never something else in silence."""
+"""Selection of an optimizer's backend: the requested one, or an error; "auto" chooses by the parameters' devices."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ BACKENDS = ("auto", "triton", "compiled", "eager")
 
 
 def select_backend(name: str, parameters: Iterable[Tensor]) -> Backend:
-    """The backend of that name. "auto" takes Triton's kernels on CUDA devices, and elsewhere "eager", which starts at once.
+    """Return the backend of this name. "auto": Triton's kernels on CUDA devices, elsewhere "eager", which compiles nothing.
 
     Raises:
-        InvalidArgumentError: no such name.
-        RefusedError: that backend cannot run here; the text says why.
+        InvalidArgumentError: the name is not known.
+        RefusedError: the backend cannot run here; the message says why.
     """
     if name not in BACKENDS:
         raise InvalidArgumentError(f"backend={name!r} is not known; it must be one of {', '.join(BACKENDS)}.")

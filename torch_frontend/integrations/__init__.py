@@ -1,5 +1,5 @@
-"""Gradient release inside other people's training loops: one module for each framework, imported only by who uses it.
+"""Gradient release inside the training loops of other frameworks: one module each, which must be imported explicitly.
 
 `transformers` has `ReleaseTrainer`, `accelerate` has `release_gradients(accelerator, ...)`, `lightning` has the callback
-`GradientRelease`. They bring what their framework knows (clipping, micro-batches, loss scaling) to `release_gradients`.
+`GradientRelease`. They pass the framework's settings (clipping, micro-batches, loss scaling) to `release_gradients`.
 """

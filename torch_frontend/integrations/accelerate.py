@@ -1,4 +1,4 @@
-"""Gradient release in a loop of Hugging Face Accelerate."""
+"""Gradient release in a training loop with Hugging Face Accelerate."""
 
 from __future__ import annotations
 
@@ -31,22 +31,31 @@ def release_gradients(
 ) -> Release:
     """Release the gradients of a model that an Accelerator prepared.
 
-    The loop stays as it is, with `accelerator.backward(release.guard(loss))`. How many micro-batches make a step, which is the
-    last, and the loss scaling are the accelerator's.
+    The loop does not change, except for `accelerator.backward(release.guard(loss))`. The accelerator determines the number of
+    micro-batches in a step, which of them is the last, and the loss scaling.
 
     Args:
-        accelerator: with its final gradient_accumulation_steps.
-        model: as `accelerator.prepare` returned it.
-        optimizer: of this package, as `accelerator.prepare` returned it.
-        max_norm: what the loop clips to; `accelerator.clip_grad_norm_(model.parameters(), max_norm)` may stay in the loop,
-            and returns the norm before clipping. Clipping that is not declared here raises in step().
-        accumulation: "hold", the default with gradient_accumulation_steps above 1: gradients add up, exact, all of them
-            alive. "state": straight into the moments, one alive, an approximation, and without max_norm or fp16.
-        keep_bytes: of gradient, kept between the two passes of guard(), so that the second is shorter.
+        accelerator: its gradient_accumulation_steps must be final.
+        model: as returned by `accelerator.prepare`.
+        optimizer: of this package, as returned by `accelerator.prepare`.
+        max_norm: the norm that the loop clips to, in (0, inf]; `accelerator.clip_grad_norm_(model.parameters(), max_norm)` may
+            stay in the loop, and returns the norm before clipping. Clipping that is not declared here raises in step().
+        accumulation: "hold", the default if gradient_accumulation_steps > 1: gradients are summed; exact, all of them alive.
+            "state": added to the moments; one gradient alive, an approximation, not with max_norm or fp16.
+        keep_bytes: bytes of gradients to keep between the two passes of guard(), which shortens the second.
+
+    Returns:
+        The release; its `guard` takes the loss.
 
     Raises:
-        InvalidArgumentError: an argument out of its range, or a model or optimizer that is not prepared.
-        RefusedError: a combination that cannot be met.
+        InvalidArgumentError: an argument is out of range, or model or optimizer are not prepared.
+        RefusedError: the combination is not possible; the message gives the remedy.
+
+    Example:
+        >>> model, optimizer = accelerator.prepare(model, AdamW(model.parameters()))
+        >>> release = release_gradients(accelerator, model, optimizer)
+        >>> accelerator.backward(release.guard(model(batch).loss))
+        >>> optimizer.step()
     """
     if not isinstance(optimizer, AcceleratedOptimizer):
         raise InvalidArgumentError("optimizer is not prepared; call accelerator.prepare(model, optimizer) first.")
@@ -64,7 +73,7 @@ def release_gradients(
 
 
 def plain_optimizer(optimizer: Any) -> ReleasableOptimizer:
-    """The optimizer itself, without Accelerate's wrapper."""
+    """Return the optimizer without Accelerate's wrapper."""
     while isinstance(optimizer, AcceleratedOptimizer):
         optimizer = optimizer.optimizer
     return optimizer

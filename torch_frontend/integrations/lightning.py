@@ -1,4 +1,4 @@
-"""Gradient release in the Trainer of Lightning."""
+"""Gradient release in Lightning's Trainer."""
 
 from __future__ import annotations
 
@@ -22,36 +22,40 @@ except ModuleNotFoundError as error:
 
 
 class GradientRelease(Callback):
-    """Releases the gradients of the module while `Trainer.fit` trains it.
+    """Callback that releases the module's gradients during `Trainer.fit`.
 
-    gradient_clip_val, accumulate_grad_batches and precision mean what they do without it. The module's `configure_optimizers`
-    returns one optimizer of penstock.torch_frontend; everything else stays as it is.
+    gradient_clip_val, accumulate_grad_batches and precision keep their meaning. The module's `configure_optimizers` must
+    return one optimizer of penstock.torch_frontend; nothing else changes.
 
     Args:
-        accumulation: "hold", the default with accumulate_grad_batches above 1: gradients add up, exact, all of them alive.
-            "state": straight into the moments, one alive, an approximation, and without gradient_clip_val or "16-mixed".
-        keep_bytes: of gradient, kept between the two passes of guard(), so that the second is shorter.
+        accumulation: "hold", the default if accumulate_grad_batches > 1: gradients are summed; exact, all of them alive.
+            "state": added to the moments; one gradient alive, an approximation, not with gradient_clip_val or "16-mixed".
+        keep_bytes: bytes of gradients to keep between the two passes of guard(), which shortens the second.
 
     Attributes:
-        release: of the latest fit(), from its first batch on; None before. `release.last_norm` is the norm before clipping.
+        release: the release of the latest fit(), set at its first batch; None before. `release.last_norm` is the norm before
+            clipping.
 
     Raises:
-        RefusedError: in fit(), before the first batch: several optimizers, one of another kind, manual optimization, clipping
-            by value, or a combination that cannot be met.
+        RefusedError: in fit(), before the first batch: there are several optimizers, or one of another package, or manual
+            optimization, or clipping by value, or the combination is not possible.
+
+    Example:
+        >>> trainer = Trainer(callbacks=[GradientRelease()], gradient_clip_val=1.0)
     """
 
     def __init__(self, *, accumulation: str | None = None, keep_bytes: int = 0) -> None:
         self.release: Release | None = None
         self._options: dict[str, Any] = {"accumulation": accumulation, "keep_bytes": keep_bytes}
         self._in_fit = contextlib.ExitStack()
-        self._in_step = False  # optimizer.step() has begun, with this batch
-        self._stepped = False  # the batch is the last of its group; its step may have been skipped
+        self._in_step = False  # optimizer.step() was called for this batch
+        self._stepped = False  # this batch is the last micro-batch of a step, which GradScaler may have skipped
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Set up: checkpoints are loaded, and the module is wrapped."""
+        """Set up the release: Lightning has loaded checkpoints and wrapped the module."""
         optimizer = _the_optimizer(trainer, pl_module)
         with contextlib.ExitStack() as stack:
-            # Lightning runs the backward of the last micro-batch, and only that, in the closure of step().
+            # Lightning runs backward of the last micro-batch, and only of that, in the closure of step().
             stack.callback(optimizer.register_step_pre_hook(self._step_begins).remove)
             self.release = release = stack.enter_context(
                 release_for_trainer(
@@ -68,26 +72,26 @@ class GradientRelease(Callback):
             self._in_fit = stack.pop_all()
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
-        """No step yet."""
+        """Forget the previous batch."""
         self._in_step = self._stepped = False
 
     def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Any) -> None:
-        """The last micro-batch is through."""
+        """Note that backward of the last micro-batch has ended."""
         self._stepped = True
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """A step that GradScaler skipped is still open; a checkpoint is to find it closed."""
+        """Close a step that GradScaler skipped, before Lightning saves a checkpoint."""
         if self._stepped and self.release is not None:
             self.release.optimizer.zero_grad()
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Training is over: the module's gradients are its own again."""
+        """Remove the release."""
         self._in_fit.close()
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-        """The same, whatever state the step is in."""
+        """Remove the release in whatever state the step is."""
         self._in_fit.__exit__(type(exception), exception, exception.__traceback__)
 
     def _step_begins(self, *_: Any) -> None:
@@ -95,7 +99,7 @@ class GradientRelease(Callback):
 
 
 def _the_optimizer(trainer: Trainer, module: LightningModule) -> ReleasableOptimizer:
-    """The only optimizer of the trainer, if its gradients can be released."""
+    """Return the trainer's only optimizer, or raise `RefusedError` if its gradients cannot be released."""
     if not module.automatic_optimization:
         raise RefusedError(
             "automatic_optimization=False: the loop is the module's own; call release_gradients(module, optimizer) in it, and "
@@ -117,7 +121,7 @@ def _the_optimizer(trainer: Trainer, module: LightningModule) -> ReleasableOptim
 
 @contextlib.contextmanager
 def _guarded_backward(module: LightningModule, release: Release) -> Iterator[None]:
-    """The module's hook `backward`, which Lightning calls with the loss, scaled if it is, guards it here."""
+    """Guard the loss in the module's hook `backward`, which Lightning calls with the loss after scaling."""
     backward = module.backward
 
     def guarded(loss: Tensor, *args: Any, **kwargs: Any) -> None:

@@ -1,4 +1,4 @@
-"""What a trainer's settings ask of gradient release: the same for every framework."""
+"""Translation of a trainer's settings into those of `release_gradients`, for all frameworks."""
 
 from __future__ import annotations
 
@@ -7,12 +7,9 @@ from typing import Any
 
 from torch import nn
 
-from ...core.errors import InvalidArgumentError
 from ..communication import communication_name
 from ..releasable import ReleasableOptimizer
 from ..release import Release, release_gradients
-
-ACCUMULATIONS = (None, "hold", "state")
 
 
 def release_for_trainer(
@@ -29,46 +26,41 @@ def release_for_trainer(
 ) -> Release:
     """Release the gradients of a model that a trainer trains.
 
-    One micro-batch a step: the backward pass updates; with max_norm or a scaler the loss must be guarded, and what the trainer
-    unscales, clips and logs afterwards are the markers of released gradients. Several micro-batches: see `accumulation`.
+    With one micro-batch per step the backward pass updates; with max_norm or a scaler the loss must be guarded, and the
+    trainer then unscales, clips and logs the markers of released gradients. For several micro-batches see `accumulation`.
 
     Args:
         model: as the trainer calls it, with its wrapper.
         optimizer: of this package, without a wrapper.
-        micro_batches: backwards before each step().
-        sync: is this the last of them?
-        max_norm: what the trainer clips the global norm to, in (0, inf]; None or 0: it does not.
-        scaler: its GradScaler.
-        clips_itself: the trainer clips what it finds in `.grad` before step(); otherwise step() does.
-        accumulation: "hold", the default with several micro-batches: gradients add up in `.grad`, exact, all of them alive;
-            the last backward releases them, or step(), where the trainer clips or unscales in between. "state": straight
-            into the moments, one gradient alive, an approximation; max_norm and scaler are refused with it.
-        keep_bytes: see `penstock.torch_frontend.release_gradients`.
+        micro_batches: number of backward passes before each step().
+        sync: returns whether the current micro-batch is the last of its step.
+        max_norm: the global norm that the trainer clips to, in (0, inf]; None or 0 if it does not clip.
+        scaler: the trainer's GradScaler, or None.
+        clips_itself: the trainer clips the gradients in `.grad` before step(); otherwise step() clips them.
+        accumulation: "hold", the default with several micro-batches: gradients are summed in `.grad`; exact, all of them
+            alive; released in the last backward, or in step() if the trainer clips or unscales in between. "state": added to
+            the moments; one gradient alive, an approximation, refused with max_norm or scaler.
+        keep_bytes: as in `penstock.torch_frontend.release_gradients`.
 
     Raises:
-        InvalidArgumentError: an argument out of its range.
-        RefusedError: a combination that cannot be met.
+        InvalidArgumentError: an argument is out of range.
+        RefusedError: the combination is not possible.
     """
-    if accumulation not in ACCUMULATIONS:
-        raise InvalidArgumentError(
-            f"accumulation={accumulation!r} is not known; it must be 'hold' or 'state', or None: 'hold' where there are "
-            "several micro-batches."
-        )
     max_norm = max_norm or None
     if accumulation is None and micro_batches > 1:
         accumulation = "hold"
     if accumulation is None:
         return release_gradients(model, optimizer, max_norm=max_norm, scaler=scaler, keep_bytes=keep_bytes)
-    last: Callable[[], bool] | None = sync
-    waits = accumulation == "hold" and (max_norm is not None or scaler is not None)
-    if waits and clips_itself and communication_name(model) != "process_group":  # there, .grad is not averaged before step()
-        max_norm = last = None
+    is_last: Callable[[], bool] | None = sync
+    clips_held = clips_itself and accumulation == "hold" and (max_norm is not None or scaler is not None)
+    if clips_held and communication_name(model) != "process_group":  # which averages held gradients only in step()
+        max_norm = is_last = None
     return release_gradients(
         model,
         optimizer,
         max_norm=max_norm,
         accumulation=accumulation,
-        sync=last,
+        sync=is_last,
         scaler=scaler,
         keep_bytes=keep_bytes,
     )

@@ -1,4 +1,4 @@
-"""Gradient release in the Trainer of Hugging Face Transformers."""
+"""Gradient release in Hugging Face Transformers' Trainer."""
 
 from __future__ import annotations
 
@@ -26,29 +26,34 @@ except ModuleNotFoundError as error:
     ) from error
 
 NOT_IN_PENSTOCK = ("fused", "foreach")
-"""How torch is to compute AdamW; not what."""
+"""Settings of torch's AdamW that select an implementation and do not change the result."""
 
 
 class ReleaseTrainer(Trainer):
     """A `transformers.Trainer` that releases gradients while it trains.
 
-    max_grad_norm, gradient_accumulation_steps, activation checkpointing, fp16 and bf16 mean what they do in `Trainer`, and
-    the logged grad_norm is the norm before clipping. Where `Trainer` would use torch's AdamW, this one uses penstock's with
-    the same settings; another optimizer of penstock comes as `optimizer_cls_and_kwargs=(StableAdamW, {"lr": 1e-4})` or as
-    `optimizers=(optimizer, None)`. A subclass of its own, of TRL's trainers for instance, is combined with it by inheritance:
+    max_grad_norm, gradient_accumulation_steps, activation checkpointing, fp16 and bf16 mean the same as in `Trainer`, and the
+    logged grad_norm is the norm before clipping. If `Trainer` would use torch's AdamW, this class uses penstock's with the
+    same settings; pass another optimizer of penstock as `optimizer_cls_and_kwargs=(StableAdamW, {"lr": 1e-4})` or as
+    `optimizers=(optimizer, None)`. Combine it with another subclass of `Trainer`, for instance one of TRL's, by inheritance:
     `class MyTrainer(ReleaseTrainer, SFTTrainer)`.
 
     Args:
         *args: as for `Trainer`.
-        release_options: `accumulation` and `keep_bytes` of `release_gradients`; by default "hold" where there are
+        release_options: `accumulation` and `keep_bytes` of `release_gradients`; default: "hold" if there are several
             micro-batches, and 0.
         **kwargs: as for `Trainer`.
 
     Attributes:
-        release: of the latest train(), from its first step on; None before.
+        release: the release of the latest train(), set at its first step; None before.
 
     Raises:
-        RefusedError: in train(), before the first step: an optimizer of another kind, or a combination that cannot be met.
+        RefusedError: in train(), before the first step: the optimizer is of another package, or the combination is not
+            possible.
+
+    Example:
+        >>> trainer = ReleaseTrainer(model, TrainingArguments("out"), train_dataset=dataset)
+        >>> trainer.train()
     """
 
     def __init__(self, *args: Any, release_options: Mapping[str, Any] | None = None, **kwargs: Any) -> None:
@@ -56,27 +61,27 @@ class ReleaseTrainer(Trainer):
         self._release_options = dict(release_options or {})
         self._in_train = contextlib.ExitStack()
         super().__init__(*args, **kwargs)
-        self.add_callback(_ClosesStep())
+        self.add_callback(_CloseStep())
 
     @staticmethod
     def get_optimizer_cls_and_kwargs(args: Any, model: Any = None) -> tuple[Any, Any]:
-        """As `Trainer`'s; its default, torch's AdamW, becomes penstock's, with the same settings."""
+        """Return penstock's AdamW where `Trainer` would return torch's, with the same settings."""
         kind, settings = Trainer.get_optimizer_cls_and_kwargs(args, model)
         if kind is not torch.optim.AdamW:
             raise RefusedError(
-                f"optim={str(getattr(args.optim, 'value', args.optim))!r} is no optimizer that can release gradients; leave "
+                f"optim={str(getattr(args.optim, 'value', args.optim))!r} cannot release gradients; leave "
                 "TrainingArguments.optim at its default for AdamW, or give optimizer_cls_and_kwargs=(StableAdamW, {...})."
             )
         return AdamW, {name: value for name, value in settings.items() if name not in NOT_IN_PENSTOCK}
 
     def train(self, *args: Any, **kwargs: Any) -> Any:
-        """As `Trainer`'s; gradients are released from the first step until it returns."""
+        """Train as `Trainer` does; gradients are released from the first step until this returns."""
         self.release = None
-        with contextlib.ExitStack() as self._in_train:  # an exception reaches the release, too
+        with contextlib.ExitStack() as self._in_train:  # the release's __exit__ sees exceptions too
             return super().train(*args, **kwargs)
 
     def training_step(self, model: Any, *args: Any, **kwargs: Any) -> Tensor:
-        """As `Trainer`'s: forward and backward of one micro-batch."""
+        """Run forward and backward of one micro-batch; the first one sets up the release."""
         if self.release is None:
             self.release = self._in_train.enter_context(self._set_up(model))
         return super().training_step(model, *args, **kwargs)
@@ -84,7 +89,7 @@ class ReleaseTrainer(Trainer):
     def compute_loss(
         self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Tensor | int | None = None
     ) -> Any:
-        """As `Trainer`'s; the loss is guarded."""
+        """Return `Trainer`'s loss, guarded."""
         result: Any = super().compute_loss(model, inputs, return_outputs=return_outputs, num_items_in_batch=num_items_in_batch)
         if self.release is None:
             return result
@@ -93,7 +98,7 @@ class ReleaseTrainer(Trainer):
         return self.release.guard(result)
 
     def _get_grad_norm(self, *args: Any, **kwargs: Any) -> Any:
-        """As `Trainer`'s, for its log; None where the norm is not known, as micro-batches are in the moments."""
+        """Return the norm that `Trainer` logs; None with accumulation="state", where it is not known."""
         if self.release is not None and self._release_options.get("accumulation") == "state":
             return None
         return super()._get_grad_norm(*args, **kwargs)
@@ -101,8 +106,8 @@ class ReleaseTrainer(Trainer):
     def _set_up(self, model: Any) -> Release:
         if self.args.auto_find_batch_size:
             raise RefusedError(
-                "auto_find_batch_size=True starts over when memory runs out in mid-backward, where released parameters are "
-                "updated already; find the batch size first, and switch it off."
+                "auto_find_batch_size=True starts over when memory runs out during backward, when some parameters are updated "
+                "already; find the batch size first, and switch it off."
             )
         optimizer = plain_optimizer(self.optimizer)
         if not isinstance(optimizer, ReleasableOptimizer):
@@ -121,9 +126,9 @@ class ReleaseTrainer(Trainer):
         )
 
 
-class _ClosesStep(TrainerCallback):
-    """Trainer clears the gradients of the model, not of the optimizer: a step that its GradScaler skipped would stay open."""
+class _CloseStep(TrainerCallback):
+    """Closes a step that GradScaler skipped: Trainer calls zero_grad() of the model, not of the optimizer."""
 
     def on_step_end(self, args: Any, state: Any, control: Any, *, optimizer: Any, **others: Any) -> None:
-        """After Trainer's own step, before it saves."""
+        """Call zero_grad() after Trainer's step, before it saves a checkpoint."""
         optimizer.zero_grad()

@@ -1,4 +1,4 @@
-"""Exact micro-batches with the gradient of one block alive: `microbatch_blocks`."""
+"""`microbatch_blocks`: exact micro-batches with the gradients of one block alive."""
 
 from .blocks import MicrobatchedBlocks, microbatch_blocks
 

@@ -1,4 +1,4 @@
-"""`microbatch_blocks`: what can be wrong is found first, then each block's forward is divided."""
+"""`microbatch_blocks`: checks its arguments and replaces the forward of each block."""
 
 from __future__ import annotations
 
@@ -12,43 +12,47 @@ from torch import nn
 
 from ...core.errors import InvalidArgumentError, RefusedError
 from .division import divide
-from .recompute import Call, Recomputed, Room
+from .recompute import BlockCall, BlockWrapper, Recomputed
 
 
 def microbatch_blocks(
     blocks: Iterable[nn.Module], *, chunks: int, batched: Collection[str] | None = None, preserve_rng_state: bool = True
 ) -> MicrobatchedBlocks:
-    """Run each block over micro-batches of its batch: the whole batch's gradient, with one block's of it alive.
+    """Run each block over micro-batches: the gradient of the whole batch, with the gradients of one block alive.
 
         g_block = sum over the chunks x_i of the batch of  d loss / d block(x_i) * d block(x_i) / d parameters
 
-    Forward computes chunk by chunk without a graph and keeps the block's input only. Backward takes one block after the
-    other: each chunk is computed again, now with a graph, and walked back; the gradients add up, and each parameter gets its
-    sum once. Gradient release then frees the block's gradients before the next block begins. Model and loss see the whole
-    batch: nothing in the training loop changes, and a mean over its tokens is the mean over all of them. It costs one more
-    forward, as activation checkpointing does; `chunks=1` is just that.
+    Forward computes chunk by chunk without a graph and saves only the block's input. Backward handles one block after the
+    other: each chunk is computed again with a graph and differentiated, and each parameter gets the sum of its gradients
+    once. Gradient release then frees the block's gradients before the next block begins. Model and loss see the whole batch:
+    the training loop does not change, and a mean over tokens is the mean over all tokens of the batch. The cost is one more
+    forward, as with activation checkpointing; `chunks=1` is activation checkpointing.
 
-    Samples must not depend on each other inside a block, and dimension 0 must be the batch, of the block's outputs as well.
-    Random numbers (dropout) are drawn chunk by chunk, and the same ones again in backward; they are others than those of an
-    undivided batch. The floating-point sums of half-precision parameters are float32 until the last chunk. Hooks on modules
-    inside a block run for every chunk, forward and backward. Blocks in eval mode run undivided where no gradient is needed.
+    Samples must not depend on each other inside a block, and dimension 0 of its batched arguments and outputs must be the
+    batch. Random numbers (dropout) are drawn for each chunk, and the same ones again in backward; they differ from those of
+    an undivided batch. Gradients of half-precision parameters are summed over chunks in float32. Hooks on modules inside a
+    block run for every chunk, forward and backward. Blocks in eval mode run undivided if no gradient is needed.
 
     Args:
         blocks: the modules, for instance `model.layers`. One that occurs twice is divided once and may run twice.
-        chunks: micro-batches to divide a batch into, at least 1; a smaller batch is divided into single samples. Sizes
-            differ by one sample at most where the batch cannot be divided evenly; the result is the same.
-        batched: names of the block's arguments whose tensors hold the batch; others are passed to every chunk as they are.
-            By default the first tensor holds it, and every other one with as many entries in dimension 0; where that can be
-            a coincidence, the call is refused.
-        preserve_rng_state: False saves the random state of each chunk, for blocks without random numbers.
+        chunks: number of micro-batches, at least 1; a smaller batch is divided into single samples. The sizes differ by at
+            most one sample if the batch cannot be divided evenly; the gradient is the same.
+        batched: names of the block's arguments whose tensors hold the batch; others are passed to every chunk unchanged.
+            Default: the first tensor, and every other one of the same size in dimension 0; a call where another dimension
+            has this size too is refused.
+        preserve_rng_state: False skips saving the RNG state of each chunk, for blocks without random numbers.
 
     Returns:
-        What `remove()` takes the division off with; a context manager, too.
+        A handle with `remove()`, which restores the blocks; also a context manager.
 
     Raises:
-        InvalidArgumentError: an argument out of range; in a call, `batched` that does not fit.
-        RefusedError: a module whose samples depend on each other (BatchNorm), or whose batch is not dimension 0; blocks that
-            are divided already, or inside one another. In a call: arguments or outputs that cannot be divided.
+        InvalidArgumentError: an argument is out of range; in a call, `batched` does not fit the arguments.
+        RefusedError: a block has a module whose samples depend on each other (BatchNorm) or whose batch is not dimension 0;
+            a block is divided already, or inside another one. In a call: arguments or outputs cannot be divided.
+
+    Example:
+        >>> with microbatch_blocks(model.layers, chunks=4):
+        ...     model(batch).loss.backward()
 
     Source: Pudipeddi et al., 2020, Training Large Neural Networks with Constant Memory using a New Execution Algorithm
     (L2L), https://arxiv.org/abs/2002.05645.
@@ -82,10 +86,10 @@ def microbatch_blocks(
 
 
 class MicrobatchedBlocks:
-    """Blocks that run over micro-batches; made by `microbatch_blocks`. As a context manager it removes that at the end.
+    """The handle that `microbatch_blocks` returns; a context manager that calls `remove()` at its end.
 
     Attributes:
-        chunks: micro-batches that a batch is divided into.
+        chunks: number of micro-batches.
     """
 
     def __init__(self, blocks: list[nn.Module], chunks: int, batched: tuple[str, ...] | None, preserve_rng_state: bool) -> None:
@@ -95,10 +99,10 @@ class MicrobatchedBlocks:
             block.forward = divided  # pyright: ignore[reportAttributeAccessIssue]
 
     def remove(self) -> None:
-        """Give every block its own forward back; nothing happens a second time.
+        """Restore the forward of every block. A second call does nothing.
 
         Raises:
-            RefusedError: somebody has replaced a block's forward since; nothing was changed.
+            RefusedError: a block's forward was replaced by something else since; nothing was changed.
         """
         for block, divided in self._divided.items():
             if block.__dict__.get("forward") is not divided:
@@ -115,35 +119,35 @@ class MicrobatchedBlocks:
 
 
 class DividedForward:
-    """Stands in for the forward of a block, and calls it chunk by chunk. A copied block has a copy of its own."""
+    """Replaces the forward of a block and calls the original for each chunk. A copy of the block gets a copy of this."""
 
     def __init__(self, block: nn.Module, chunks: int, batched: tuple[str, ...] | None, preserve_rng_state: bool) -> None:
-        self._room = Room(block)
+        self._wrapper = BlockWrapper(block)
         self._chunks = chunks
         self._batched = batched
         self._preserve_rng_state = preserve_rng_state
-        self._before = block.__dict__.get("forward")  # set on the module itself, by whomever
+        self._before = block.__dict__.get("forward")  # one that was set on the instance; None if there is only the class's
         self._names = _positional_names(block.forward)
 
     @torch.compiler.disable
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """The block's output for the whole batch."""
-        block = self._room.block
+        """Return the block's output for the whole batch."""
+        block = self._wrapper.block
         if not block.training and not torch.is_grad_enabled():
             return self._forward(*args, **kwargs)
         _require_independent_samples(block)
         division = divide(self._names, args, kwargs, self._chunks, self._batched)
-        call = Call(self._room, self._forward, division, preserve_rng_state=self._preserve_rng_state)
+        call = BlockCall(self._wrapper, self._forward, division, preserve_rng_state=self._preserve_rng_state)
         outputs = Recomputed.apply(call, *call.inputs())
-        return call.outputs.whole(outputs)
+        return call.outputs.fill(outputs)
 
     def _forward(self, *args: Any, **kwargs: Any) -> Any:
-        block = self._room.block
+        block = self._wrapper.block
         own = self._before if self._before is not None else type(block).forward.__get__(block)
         return own(*args, **kwargs)
 
     def restore(self, block: nn.Module) -> None:
-        """Take this off the block."""
+        """Restore the block's own forward."""
         if self._before is None:
             del block.forward
         else:

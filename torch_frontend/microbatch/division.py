@@ -1,4 +1,4 @@
-"""Which tensors of a call hold the batch, and how it is divided into chunks."""
+"""Division of a call's arguments into chunks along the batch, and the structure of its outputs."""
 
 from __future__ import annotations
 
@@ -13,42 +13,61 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-# Not public, but the one register of containers: packages enter their own output classes there.
+# Not public, but the registry of containers to which packages add their own output classes.
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from ...core.errors import InvalidArgumentError, RefusedError
 
-_PLAIN = (
+_NOT_BATCHED = (
     *(type(None), bool, int, float, complex, str, bytes, enum.Enum, type, nn.Module, functools.partial),
     *(torch.dtype, torch.device, torch.layout, torch.memory_format),
     *(types.FunctionType, types.BuiltinFunctionType, types.MethodType),
 )
-"""Arguments that hold no batch: every chunk gets them as they are."""
+"""Types of arguments that hold no batch: every chunk gets them unchanged."""
+
+
+@dataclasses.dataclass
+class Structure:
+    """Nested containers whose tensors were taken out.
+
+    leaves: all leaves in order, with None instead of each tensor. places: the positions of the tensors in them.
+    """
+
+    leaves: list[Any]
+    places: list[int]
+    containers: TreeSpec
+
+    @classmethod
+    def of(cls, tree: Any) -> tuple[Structure, list[Tensor]]:
+        """Return the structure of a tree, and its tensors in order."""
+        leaves, containers = tree_flatten(tree)
+        places = [place for place, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
+        rest = [None if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+        return cls(rest, places, containers), [leaves[place] for place in places]
+
+    def fill(self, tensors: Sequence[Tensor]) -> Any:
+        """Return the tree with these tensors."""
+        leaves = list(self.leaves)
+        for place, tensor in zip(self.places, tensors, strict=True):
+            leaves[place] = tensor
+        return tree_unflatten(leaves, self.containers)
 
 
 @dataclasses.dataclass
 class Division:
-    """The arguments of one call, with the tensors taken out.
+    """The arguments of one call, divided into chunks.
 
-    tensors: the tensor arguments in order. batched: for each, whether it is divided along dimension 0. chunks: where.
+    structure: of (args, kwargs). tensors: the tensor arguments in order. batched: for each of them, whether it is divided
+    along dimension 0. chunks: the slices of the batch.
     """
 
+    structure: Structure
     tensors: list[Tensor]
     batched: list[bool]
     chunks: list[slice]
-    _leaves: list[Any]  # of all arguments, None in the place of every tensor
-    _places: list[int]  # of the tensors among the leaves
-    _structure: TreeSpec
-
-    def arguments(self, tensors: Sequence[Tensor]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """The positional and keyword arguments with other tensors, for instance those of one chunk."""
-        leaves = list(self._leaves)
-        for place, tensor in zip(self._places, tensors, strict=True):
-            leaves[place] = tensor
-        return tree_unflatten(leaves, self._structure)
 
     def take_tensors(self) -> list[Tensor]:
-        """The tensors, which are not held here afterwards: autograd holds what backward needs."""
+        """Return the tensors and drop the references to them: autograd saves what backward needs."""
         tensors, self.tensors = self.tensors, []
         return tensors
 
@@ -56,46 +75,43 @@ class Division:
 def divide(
     names: Sequence[str], args: tuple[Any, ...], kwargs: Mapping[str, Any], count: int, batched: Collection[str] | None
 ) -> Division:
-    """Divide a call's batch into `count` chunks whose sizes differ by one at most; fewer where the batch is smaller.
+    """Divide a call's batch into `count` chunks whose sizes differ by at most one; into single samples if there are fewer.
 
     Args:
         names: of the positional arguments.
         args: positional arguments.
         kwargs: keyword arguments.
-        count: of chunks, at least 1.
-        batched: names of the arguments whose tensors hold the batch along dimension 0; None: the first tensor does, and
-            every other one with as many entries there.
+        count: number of chunks, at least 1.
+        batched: names of the arguments whose tensors hold the batch along dimension 0. None: the first tensor that is not
+            0-d, and every other one of the same size in dimension 0.
 
     Raises:
-        InvalidArgumentError: `batched` names no argument, or one that is not of the batch's size.
-        RefusedError: an argument of which it cannot be told whether it holds the batch.
+        InvalidArgumentError: `batched` names no argument, or one whose size is not that of the batch.
+        RefusedError: it cannot be decided whether an argument holds the batch.
     """
-    leaves, structure = tree_flatten((args, dict(kwargs)))
-    labels: list[str] = []
+    structure, tensors = Structure.of((args, dict(kwargs)))
+    labels: list[str] = []  # for each leaf, the argument that it belongs to
     for index, value in enumerate(args):
         label = names[index] if index < len(names) else f"number {index + 1}"
         labels += [label] * len(tree_flatten(value)[0])
     for label, value in kwargs.items():
         labels += [label] * len(tree_flatten(value)[0])
-    places = [place for place, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
-    tensors = [leaves[place] for place in places]
-    of_tensors = [labels[place] for place in places]
+    tensor_labels = [labels[place] for place in structure.places]
     if batched is None:
-        for label, leaf in zip(labels, leaves, strict=True):
-            if not isinstance(leaf, (Tensor, *_PLAIN)):
+        for label, leaf in zip(labels, structure.leaves, strict=True):
+            if not isinstance(leaf, _NOT_BATCHED):
                 raise RefusedError(
-                    f"argument {label} of the block is a {type(leaf).__name__}, of which it cannot be told what each "
-                    "micro-batch needs. Pass tensors (a cache of keys and values has no use in training: use_cache=False), "
-                    "or name the arguments that hold the batch in microbatch_blocks(..., batched=...): others are passed whole."
+                    f"argument {label} of the block is a {type(leaf).__name__}: it cannot be decided what each micro-batch "
+                    "needs of it. Pass tensors (a cache of keys and values is of no use in training: use_cache=False), or name "
+                    "the arguments that hold the batch in microbatch_blocks(..., batched=...): others are passed unchanged."
                 )
-        divided, size = _by_size(of_tensors, tensors, count)
+        divided, size = _by_size(tensor_labels, tensors, count)
     else:
-        divided, size = _by_name(labels, of_tensors, tensors, batched)
+        divided, size = _by_name(labels, tensor_labels, tensors, batched)
     pieces = max(1, min(count, size))
     bounds = [size * index // pieces for index in range(pieces + 1)]
     chunks = [slice(start, stop) for start, stop in itertools.pairwise(bounds)]
-    rest = [None if isinstance(leaf, Tensor) else leaf for leaf in leaves]
-    return Division(tensors, divided, chunks, rest, places, structure)
+    return Division(structure, tensors, divided, chunks)
 
 
 def _by_size(labels: Sequence[str], tensors: Sequence[Tensor], count: int) -> tuple[list[bool], int]:
@@ -109,7 +125,7 @@ def _by_size(labels: Sequence[str], tensors: Sequence[Tensor], count: int) -> tu
             if its and tensor.shape != first.shape and size in (*first.shape[1:], *tensor.shape[1:]):
                 raise RefusedError(
                     f"argument {label} of the block has shape {tuple(tensor.shape)} where the batch is {size}, which is the "
-                    "size of another dimension as well: it cannot be told whether its dimension 0 is the batch. Name the "
+                    "size of another dimension as well: it cannot be decided whether its dimension 0 is the batch. Name the "
                     "arguments that hold the batch in microbatch_blocks(..., batched=...)."
                 )
     return divided, size
@@ -136,47 +152,18 @@ def _by_name(
     return divided, size
 
 
-@dataclasses.dataclass
-class Outputs:
-    """What one chunk of a block returned, with the tensors taken out."""
-
-    tensors: list[Tensor]
-    _leaves: list[Any]
-    _places: list[int]
-    _structure: TreeSpec
-
-    def whole(self, tensors: Sequence[Tensor]) -> Any:
-        """The block's output with the tensors of the whole batch."""
-        leaves = list(self._leaves)
-        for place, tensor in zip(self._places, tensors, strict=True):
-            leaves[place] = tensor
-        return tree_unflatten(leaves, self._structure)
-
-    def without_tensors(self) -> Outputs:
-        """How the output is put together, without the tensors."""
-        return dataclasses.replace(self, tensors=[])
-
-    def require_like(self, first: Outputs) -> None:
-        """Raise `RefusedError` unless this is put together as the first chunk's output is."""
-        if (self._structure, self._places) != (first._structure, first._places) or self._leaves != first._leaves:
-            raise RefusedError("a block returned outputs of different structure for two chunks of one batch.")
-
-
-def outputs_of(returned: Any, size: int, chunks: int) -> Outputs:
-    """Take the tensors out of a chunk's output.
+def outputs_of(returned: Any, size: int, chunks: int) -> tuple[Structure, list[Tensor]]:
+    """Return the structure and the tensors of a chunk's output.
 
     Args:
-        returned: by the block.
-        size: of the chunk.
-        chunks: how many there are; a single one may return anything.
+        returned: what the block returned.
+        size: samples in the chunk.
+        chunks: number of chunks; with one, the block may return anything.
 
     Raises:
-        RefusedError: an output that cannot be put together from those of the chunks.
+        RefusedError: the chunks' outputs cannot be concatenated.
     """
-    leaves, structure = tree_flatten(returned)
-    places = [place for place, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
-    tensors = [leaves[place] for place in places]
-    rest = [None if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+    structure, tensors = Structure.of(returned)
     if chunks > 1:
         for tensor in tensors:
             if tensor.dim() == 0 or tensor.shape[0] != size:
@@ -184,9 +171,9 @@ def outputs_of(returned: Any, size: int, chunks: int) -> Outputs:
                     f"a block returned a tensor of shape {tuple(tensor.shape)} for a chunk of {size} samples: its dimension 0 "
                     "is not the batch, so that the chunks' outputs cannot be put together. Compute it outside of the block."
                 )
-        for leaf in rest:
-            if not isinstance(leaf, _PLAIN):
+        for leaf in structure.leaves:
+            if not isinstance(leaf, _NOT_BATCHED):
                 raise RefusedError(
                     f"a block returned a {type(leaf).__name__}, which cannot be put together from several chunks."
                 )
-    return Outputs(tensors, rest, places, structure)
+    return structure, tensors

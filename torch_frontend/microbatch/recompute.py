@@ -1,4 +1,4 @@
-"""One call of a block, chunk by chunk: forward without a graph; backward by computing each chunk again, with one."""
+"""One call of a block in chunks: forward without a graph; in backward each chunk is computed again, with a graph."""
 
 from __future__ import annotations
 
@@ -13,24 +13,24 @@ from torch.func import functional_call
 from ...core.errors import RefusedError
 from ..autograd.graph import Graph
 from ..release.hooks import owner_of
-from .division import Division, Outputs, outputs_of
-from .surroundings import Surroundings
+from .division import Division, Structure, outputs_of
+from .saved_context import SavedContext
 
 HALF_PRECISION = (torch.bfloat16, torch.float16)
 
 
 class Recomputed(torch.autograd.Function):
-    """The block's output for the whole batch; its graph keeps the block's input and nothing else.
+    """Computes the block's output for the whole batch, and saves only the block's input for backward.
 
-    Parameters are inputs of this function, and their gradients its outputs: each is accumulated once in a backward, by
-    autograd itself, with the hooks that are on the parameter.
+    Parameters are inputs of this function and get their gradients from its backward: autograd itself accumulates each once
+    in a backward pass, and calls the parameter's hooks.
     """
 
     @staticmethod
-    def forward(ctx: Any, call: Call, *tensors: Tensor) -> tuple[Tensor, ...]:
-        """`tensors`: the parameters that require a gradient, then the tensor arguments."""
+    def forward(ctx: Any, call: BlockCall, *tensors: Tensor) -> tuple[Tensor, ...]:
+        """Return the output tensors. tensors: the parameters that require a gradient, then the tensor arguments."""
         ctx.set_materialize_grads(False)
-        ctx.save_for_backward(*tensors)  # parameters as well: one that changes before its backward is noticed
+        ctx.save_for_backward(*tensors)  # parameters too, so that autograd notices a change before their backward
         ctx.call = call
         outputs = call.forward(tensors)
         ctx.mark_non_differentiable(*(x for x in outputs if not _differentiable(x)))
@@ -41,72 +41,79 @@ class Recomputed(torch.autograd.Function):
     def backward(  # pyright: ignore[reportIncompatibleMethodOverride]  # the decorator is not typed
         ctx: Any, *gradients: Tensor | None
     ) -> tuple[Tensor | None, ...]:
-        """The gradients of the whole batch."""
+        """Return the gradients of all inputs for the whole batch."""
         return None, *ctx.call.backward(ctx.saved_tensors, gradients, ctx.needs_input_grad[1:])
 
 
-class Room(nn.Module):
-    """Holds a block so that its parameters can be replaced for as long as some work takes (`functional_call`)."""
+class BlockWrapper(nn.Module):
+    """Runs a function inside `functional_call`, so that the block's parameters are replaced while it runs."""
 
     def __init__(self, block: nn.Module) -> None:
         super().__init__()
         self.block = block
 
-    def forward(self, work: Callable[[], Any]) -> Any:
-        """Do the work."""
-        return work()
+    def forward(self, function: Callable[[], Any]) -> Any:
+        """Call the function."""
+        return function()
 
 
-class Call:
-    """What belongs to one call of a block, besides the tensors, which autograd keeps.
+class BlockCall:
+    """One call of a block: everything that backward needs except the tensors, which autograd saves.
 
     Args:
-        room: holds the block.
-        forward: the block's own, called with the arguments of one chunk.
+        wrapper: of the block.
+        forward: the block's own forward, called with the arguments of one chunk.
         division: of the arguments.
         preserve_rng_state: draw the same random numbers for a chunk again in backward.
     """
 
-    outputs: Outputs  # of the first chunk, without its tensors
+    outputs: Structure
+    """Of the block's output; set by `forward`."""
 
-    def __init__(self, room: Room, forward: Callable[..., Any], division: Division, *, preserve_rng_state: bool) -> None:
-        self._room = room
+    def __init__(
+        self, wrapper: BlockWrapper, forward: Callable[..., Any], division: Division, *, preserve_rng_state: bool
+    ) -> None:
+        self._wrapper = wrapper
         self._forward = forward
         self._division = division
-        self._parameters = {name: p for name, p in room.named_parameters() if p.requires_grad}
-        self._surroundings = Surroundings(division.tensors, preserve_rng_state)
+        self._parameters = {name: p for name, p in wrapper.named_parameters() if p.requires_grad}
+        self._context = SavedContext(division.tensors, preserve_rng_state)
         self._batched = [False] * len(self._parameters) + division.batched
 
     def inputs(self) -> list[Tensor]:
-        """The tensors that `Recomputed` is applied to. The arguments among them are not held here afterwards."""
+        """Return the tensors to apply `Recomputed` to, and drop the references to the arguments among them."""
         return [*self._parameters.values(), *self._division.take_tensors()]
 
     def forward(self, tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
-        """The output for the whole batch. Parameters are detached, too: autocast would keep casts of those that are not,
-        without a graph, and everybody else who uses them would lose their gradient."""
+        """Return the output tensors for the whole batch.
+
+        Parameters are detached, because autocast caches casts of parameters that require a gradient: these would be made
+        without a graph, and later uses of the parameter would lose its gradient.
+        """
         tensors = [tensor.detach() for tensor in tensors]
         chunks = self._division.chunks
         versions, inputs = self._buffer_versions(), _versions(tensors)
         whole: list[Tensor] = []
         for chunk in chunks:
-            self._surroundings.remember_random_state()
-            cut = self._cut(tensors, chunk)
+            self._context.save_rng_state()
+            sliced = self._slice(tensors, chunk)
 
-            def work(cut: list[Tensor] = cut, chunk: slice = chunk) -> Outputs:
-                return self._output(cut, chunk)
+            def compute(sliced: list[Tensor] = sliced, chunk: slice = chunk) -> tuple[Structure, list[Tensor]]:
+                return self._output(sliced, chunk)
 
-            outputs = self._with_parameters_of(tensors, work)
+            structure, outputs = self._with_parameters(tensors, compute)
             if not whole:
                 self._require_unchanged_buffers(versions)
                 if _versions(tensors) != inputs:
                     raise RefusedError(
-                        "a block writes to its argument in place, which it has to find again in backward. Take inplace=True "
-                        "out of the block's first modules, or the block out of microbatch_blocks."
+                        "a block writes to its argument in place, but needs it unchanged in backward. Take inplace=True out "
+                        "of the block's first modules, or the block out of microbatch_blocks."
                     )
-                self.outputs = outputs.without_tensors()
-                whole = [_for_all(x, chunks) for x in outputs.tensors]
-            outputs.require_like(self.outputs)
-            for target, part in zip(whole, outputs.tensors, strict=True):
+                self.outputs = structure
+                whole = [_empty_for_all(x, chunks) for x in outputs]
+            if structure != self.outputs:
+                raise RefusedError("a block returned outputs of different structure for two chunks of one batch.")
+            for target, part in zip(whole, outputs, strict=True):
                 if target is not part:
                     target[chunk].copy_(part)
         return tuple(whole)
@@ -114,46 +121,45 @@ class Call:
     def backward(
         self, tensors: Sequence[Tensor], gradients: Sequence[Tensor | None], needed: Sequence[bool]
     ) -> list[Tensor | None]:
-        """The gradient of every input of `Recomputed`: summed over chunks where they share it, put together otherwise."""
+        """Return the gradients of the inputs of `Recomputed`: summed over chunks, or concatenated for divided arguments."""
         chunks = self._division.chunks
         sums = {
-            index: _Sum(tensor, several=len(chunks) > 1)
+            index: _GradientSum(tensor, several=len(chunks) > 1)
             for index, tensor in enumerate(tensors)
             if needed[index] and not self._batched[index]
         }
         parts: dict[int, Tensor] = {}
-        with self._surroundings.own_random_numbers():
+        with self._context.fork_rng():
             for number, chunk in enumerate(chunks):
-                self._surroundings.restore_random_state(number)
-                cut = self._cut(tensors, chunk)
+                self._context.restore_rng_state(number)
                 leaves = [
                     sums[index].leaf if index in sums else tensor.detach().requires_grad_(needed[index])
-                    for index, tensor in enumerate(cut)
+                    for index, tensor in enumerate(self._slice(tensors, chunk))
                 ]
 
-                def work(leaves: list[Tensor] = leaves, chunk: slice = chunk, first: bool = number == 0) -> None:
+                def differentiate(leaves: list[Tensor] = leaves, chunk: slice = chunk, first: bool = number == 0) -> None:
                     self._differentiate(leaves, chunk, gradients, first)
 
-                self._with_parameters_of(leaves, work)
+                self._with_parameters(leaves, differentiate)
                 for index, leaf in enumerate(leaves):
                     if index not in sums and leaf.grad is not None:
                         if index not in parts:
                             parts[index] = torch.zeros_like(tensors[index])
                         parts[index][chunk].copy_(leaf.grad)
         for parameter, index in zip(self._parameters.values(), sums, strict=False):
-            _book(parameter, sums[index].nbytes)
+            _record_in_ledger(parameter, sums[index].nbytes)
         return [sums[index].take() if index in sums else parts.get(index) for index in range(len(tensors))]
 
     def _differentiate(self, leaves: Sequence[Tensor], chunk: slice, gradients: Sequence[Tensor | None], first: bool) -> None:
-        """Compute one chunk again, with a graph, and walk it back: gradients arrive in `leaves`.
+        """Compute one chunk again with a graph, and run backward; the gradients are added to `.grad` of `leaves`.
 
-        The parameters stay replaced meanwhile, because checkpointing inside the block computes parts of it once more.
+        Must run with the parameters replaced, because checkpoints inside the block compute parts of it again in backward.
         """
         with torch.enable_grad():
-            outputs = self._output(leaves, chunk)
+            _, outputs = self._output(leaves, chunk)
         pairs = [
             (output, gradient[chunk])
-            for output, gradient in zip(outputs.tensors, gradients, strict=True)
+            for output, gradient in zip(outputs, gradients, strict=True)
             if gradient is not None and output.requires_grad
         ]
         if first:
@@ -161,22 +167,22 @@ class Call:
         if pairs:
             torch.autograd.backward([output for output, _ in pairs], [gradient for _, gradient in pairs])
 
-    def _cut(self, tensors: Sequence[Tensor], chunk: slice) -> list[Tensor]:
-        return [tensor[chunk] if its else tensor for tensor, its in zip(tensors, self._batched, strict=True)]
+    def _slice(self, tensors: Sequence[Tensor], chunk: slice) -> list[Tensor]:
+        return [tensor[chunk] if divided else tensor for tensor, divided in zip(tensors, self._batched, strict=True)]
 
-    def _with_parameters_of(self, tensors: Sequence[Tensor], work: Callable[[], Any]) -> Any:
-        return functional_call(self._room, dict(zip(self._parameters, tensors, strict=False)), (work,))
+    def _with_parameters(self, tensors: Sequence[Tensor], function: Callable[[], Any]) -> Any:
+        return functional_call(self._wrapper, dict(zip(self._parameters, tensors, strict=False)), (function,))
 
-    def _output(self, tensors: Sequence[Tensor], chunk: slice) -> Outputs:
-        args, kwargs = self._division.arguments(tensors[len(self._parameters) :])
-        with self._surroundings.autocast():
+    def _output(self, tensors: Sequence[Tensor], chunk: slice) -> tuple[Structure, list[Tensor]]:
+        args, kwargs = self._division.structure.fill(tensors[len(self._parameters) :])
+        with self._context.autocast():
             returned = self._forward(*args, **kwargs)
         return outputs_of(returned, chunk.stop - chunk.start, len(self._division.chunks))
 
     def _buffer_versions(self) -> dict[str, int]:
         if torch.is_inference_mode_enabled():
             return {}
-        return {name: buffer._version for name, buffer in self._room.named_buffers() if not buffer.is_inference()}
+        return {name: buffer._version for name, buffer in self._wrapper.named_buffers() if not buffer.is_inference()}
 
     def _require_unchanged_buffers(self, before: dict[str, int]) -> None:
         for name, version in self._buffer_versions().items():
@@ -187,10 +193,8 @@ class Call:
                 )
 
 
-class _Sum:
-    """The sum over chunks of the gradient of a tensor that all of them use.
-
-    Chunks' gradients of half-precision tensors are summed in float32 and rounded once, in `take`.
+class _GradientSum:
+    """Sums the gradient of a tensor over chunks; for half-precision tensors in float32, rounded once in `take`.
 
     Args:
         tensor: a parameter, or an argument that is not divided.
@@ -201,7 +205,7 @@ class _Sum:
         self.leaf = tensor.detach().requires_grad_()
         self._total: list[Tensor] = []
         if several and tensor.dtype in HALF_PRECISION:
-            total = self._total  # the hook must not hold the leaf, which holds the hook
+            total = self._total  # not self: the hook must not refer to the leaf, which owns the hook
 
             def add(leaf: Tensor) -> None:
                 if leaf.grad is not None:
@@ -215,12 +219,12 @@ class _Sum:
 
     @property
     def nbytes(self) -> int:
-        """Of the sum as it is."""
+        """Bytes of the sum as it is stored now."""
         found = self._total[0] if self._total else self.leaf.grad
         return 0 if found is None else found.untyped_storage().nbytes()
 
     def take(self) -> Tensor | None:
-        """The sum in the tensor's dtype, which is not held here afterwards; None if no chunk used the tensor."""
+        """Return the sum in the tensor's dtype and drop it here; None if no chunk used the tensor."""
         if self._total:
             return self._total.pop().to(self.leaf.dtype)
         gradient, self.leaf.grad = self.leaf.grad, None
@@ -228,12 +232,12 @@ class _Sum:
 
 
 def _versions(tensors: Sequence[Tensor]) -> list[int]:
-    """How often each was written to."""
+    """Return the version counter of each tensor; 0 for inference tensors, which have none."""
     return [] if torch.is_inference_mode_enabled() else [0 if tensor.is_inference() else tensor._version for tensor in tensors]
 
 
-def _for_all(part: Tensor, chunks: Sequence[slice]) -> Tensor:
-    """Room for the output of all chunks, from that of the first."""
+def _empty_for_all(part: Tensor, chunks: Sequence[slice]) -> Tensor:
+    """Return an empty tensor for the output of all chunks, given that of the first; with one chunk that output itself."""
     return part if len(chunks) == 1 else part.new_empty((chunks[-1].stop, *part.shape[1:]))
 
 
@@ -242,7 +246,7 @@ def _differentiable(tensor: Tensor) -> bool:
 
 
 def _require_own_leaves(outputs: Sequence[Tensor], leaves: Sequence[Tensor]) -> None:
-    """Refuse a block that reaches tensors from elsewhere: chunk by chunk, they would get a gradient several times."""
+    """Raise `RefusedError` if outputs depend on other leaves: each chunk would add to their gradient."""
     own = {id(leaf) for leaf in leaves}
     for output in outputs:
         for leaf in Graph.of(output).leaves:
@@ -254,8 +258,8 @@ def _require_own_leaves(outputs: Sequence[Tensor], leaves: Sequence[Tensor]) -> 
                 )
 
 
-def _book(parameter: Tensor, nbytes: int) -> None:
-    """The gradient of a block's parameter exists from here on, though autograd delivers it later."""
+def _record_in_ledger(parameter: Tensor, nbytes: int) -> None:
+    """Record a gradient in the release's ledger now: it exists before autograd passes it to the parameter's hook."""
     owner = owner_of(parameter)
     if nbytes and owner is not None:
         owner.step.ledger.arrive(id(parameter), nbytes)

@@ -21,7 +21,7 @@ from torch.utils.checkpoint import CheckpointFunction
 from ...core.errors import NonFiniteGradientError, PenstockError, RefusedError
 from ...core.release import Ledger
 from ..autograd.graph import Graph
-from ..autograd.leaves import SetAside
+from ..autograd.leaves import SavedGradients
 from ..autograd.passes import is_compiled
 from ..clipping import clip_coefficient, gradient_norm, is_finite
 from ..communication.shards import Shard, is_sharded, sum_over_shards
@@ -116,7 +116,7 @@ def two_passes(pipeline: Pipeline, loss: Tensor, seed: Tensor, keep_bytes: int) 
     check_ownership(foreign, mine=pipeline)
     if graph.has(CheckpointFunction):  # it cannot run in a pass that leaves anything out
         keep_bytes = 0
-    aside = SetAside(foreign)
+    aside = SavedGradients(foreign)
     judge = pipeline.optimizer.on_nonfinite != "propagate" or pipeline.scaler is not None
     measured = Measurement(step.ledger, judge=judge, keep_bytes=keep_bytes)
     try:

@@ -204,7 +204,7 @@ def test_small_gradients_that_waited_are_given_back_unused(monkeypatch: pytest.M
     failing, _ = optimizers
     loss, other = (sum((p.float() ** 2).sum() for p in one) for one in models)
     with monkeypatch.context() as patch:
-        original, calls = TritonBackend._ready, []
+        original, calls = TritonBackend._prepare, []
 
         def ready(*given: Any, **options: Any) -> Any:
             calls.append(1)
@@ -212,7 +212,7 @@ def test_small_gradients_that_waited_are_given_back_unused(monkeypatch: pytest.M
                 raise torch.OutOfMemoryError("planted")
             return original(*given, **options)
 
-        patch.setattr(TritonBackend, "_ready", ready)
+        patch.setattr(TritonBackend, "_prepare", ready)
         with pytest.raises(torch.OutOfMemoryError, match="planted"):
             loss.backward()
     assert [not gone([p]) for p in failing._parameters()] == [False, True, True]

@@ -329,7 +329,7 @@ def test_offsets_are_wider_than_32_bits() -> None:
         1.0, 0.0, 1.0, 0.0, 0.25, 1e-6, 1e-12, 0.0,
         PHASES="write", CLIP=False, ZERO1=False, ZERO2=False, L2=False, MAXIMIZE=False, COMPENSATION="none",
         EACH=False, STEP_ON_DEVICE=False,
-        ALIGNMENT=16, HINTS=True, G=tl.bfloat16, M=tl.bfloat16, V=tl.bfloat16, P=tl.bfloat16, K=tl.bfloat16, WIDE=tl.float32,
+        ALIGNMENT=16, HINTS=True, G=tl.bfloat16, M=tl.bfloat16, V=tl.bfloat16, P=tl.bfloat16, K=tl.bfloat16, COMPUTE=tl.float32,
         TILES=INTERPRETER.tiles, BLOCK=INTERPRETER.block, TAIL=INTERPRETER.tail,
     )  # fmt: skip
     assert torch.all(p[start:] == 0.75)

@@ -1,1 +1,1 @@
-"""The Triton backend: fused, deterministic kernels for GPUs. Nothing here imports Triton before a backend is made."""
+"""The Triton backend: fused, deterministic kernels for GPUs. Triton is imported when the first such backend is made."""

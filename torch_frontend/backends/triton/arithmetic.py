@@ -1,10 +1,10 @@
-"""The elementwise arithmetic of the kernels: `core.moments` and `core.compensation`, word for word, in Triton.
+"""The elementwise arithmetic of the kernels: `core.moments` and `core.compensation`, operation by operation, in Triton.
 
-Every function here is inlined into the kernels of `kernels`. `WIDE` is the compute dtype of `core.dtypes.compute_dtype`.
+Every function here is inlined into the kernels of `kernels`. `COMPUTE` is the compute dtype of `core.dtypes.compute_dtype`.
 The order of operations is that of core, and the kernels are compiled without contraction to fused multiply-add, so that a
-number does not depend on the kernel that computes it. On a GPU the square root may be off by one unit in the last place
-and the quotient by two, and the square root of a number below the normal ones (1.2e-38) is 0; in the interpreter all are
-exact. In float64 they are exact on a GPU too.
+number does not depend on the kernel that computes it. In float32 on a GPU the square root may be off by one unit in the last
+place and the quotient by two, and the square root of a subnormal number (below 1.2e-38) is 0. In float64, and in the
+interpreter, they are correctly rounded.
 """
 
 import triton
@@ -12,34 +12,34 @@ import triton.language as tl
 
 
 @triton.jit
-def bias_correction(first, log, step_ptr, ON_DEVICE: tl.constexpr, WIDE: tl.constexpr):
+def bias_correction(first, log, step_ptr, ON_DEVICE: tl.constexpr, COMPUTE: tl.constexpr):
     """(1-beta)/(1-beta^t): `core.moments.bias_correction`.
 
-    With the number of updates on the host, `first` is the result already. With t on the device, `first` is 1-beta and
+    If the number of updates is on the host, `first` is already the result. If it is on the device, `first` is 1-beta and
     `log` is log(beta), and with x = t*log(beta), in float64,
 
-        1-beta^t = -expm1(x) = (1-e)*x/log(e)    e = exp(x)        where e is near 1 (Kahan's formula: no digit is lost)
+        1-beta^t = -expm1(x) = (1-e)*x/log(e)    e = exp(x)        if e is near 1 (Kahan's formula, without cancellation)
                              = 1-e                                  elsewhere
     """
     if ON_DEVICE:
         x = (tl.load(step_ptr).to(tl.float64) + 1.0) * log
         e = tl.exp(x)
         near = tl.where(e == 1.0, -x, (1.0 - e) * x / tl.log(e))
-        return (first / tl.where(x > -0.5, near, 1.0 - e)).to(WIDE)
+        return (first / tl.where(x > -0.5, near, 1.0 - e)).to(COMPUTE)
     else:
         return first
 
 
 @triton.jit
 def clipped_learning_rate(learning_rate, mean_square):
-    """lr / max(1, sqrt(mean_square)): `core.moments.clipped_learning_rate`. A NaN stays one."""
+    """lr / max(1, sqrt(mean_square)): `core.moments.clipped_learning_rate`. NaN gives NaN."""
     root = tl.sqrt(mean_square)
     return tl.where(root <= 1.0, learning_rate, learning_rate / root)
 
 
 @triton.jit
 def prepared_gradient(g, parameter, decay, FIRST: tl.constexpr, L2: tl.constexpr, MAXIMIZE: tl.constexpr):
-    """`core.update.prepared_gradient`: its sign turned by maximize, L2 on the first micro-batch."""
+    """`core.update.prepared_gradient`: -g with maximize, plus decay*p in the first micro-batch with L2."""
     if MAXIMIZE:
         g = -g
     if L2 and FIRST:
@@ -51,7 +51,7 @@ def prepared_gradient(g, parameter, decay, FIRST: tl.constexpr, L2: tl.constexpr
 def next_exp_avg(m, g, correction, FIRST: tl.constexpr, ZERO: tl.constexpr):
     """m + c1*(g-m), or m + c1*g for a later micro-batch: `core.moments.first_moments`, `later_moments`.
 
-    ZERO: beta1 is 0, and nothing of m is kept: `core.moments.reset_where_beta_is_zero`.
+    ZERO: beta1 is 0, and m is set to 0 first: `core.moments.reset_where_beta_is_zero`.
     """
     if FIRST:
         if ZERO:
@@ -74,13 +74,13 @@ def next_exp_avg_sq(v, g, correction, FIRST: tl.constexpr, ZERO: tl.constexpr):
 
 @triton.jit
 def squared_ratio(g, v, floor):
-    """g*g / max(v, eps^2), `core.moments.mean_square` before the mean. A NaN stays one."""
+    """g*g / max(v, eps^2): `core.moments.mean_square` before the mean. NaN gives NaN."""
     return g / tl.where(v < floor, floor, v) * g
 
 
 @triton.jit
 def stepped(parameter, m, v, eta, eps, decay, L2: tl.constexpr):
-    """p - eta*(m/(sqrt(v)+eps) + decay*p): `core.moments.direction`, the decay folded into the step."""
+    """p - eta*(m/(sqrt(v)+eps) + decay*p), with `core.moments.direction`."""
     step = m / (tl.sqrt(v) + eps)
     if not L2:
         step = step + tl.where(decay != 0.0, decay * parameter, 0.0)
@@ -88,20 +88,20 @@ def stepped(parameter, m, v, eta, eps, decay, L2: tl.constexpr):
 
 
 @triton.jit
-def load_parameter(p, k, COMPENSATION: tl.constexpr, WIDE: tl.constexpr):
-    """The number that (p, k) stands for: `core.compensation.load`."""
+def load_parameter(p, k, COMPENSATION: tl.constexpr, COMPUTE: tl.constexpr):
+    """The number that p and its compensation k represent: `core.compensation.load`."""
     if COMPENSATION == "split":
         high = p.to(tl.int16, bitcast=True).to(tl.int32) << 16
         return (high + k.to(tl.int32)).to(tl.float32, bitcast=True)
     elif COMPENSATION == "kahan":
-        return p.to(WIDE) + k.to(WIDE)
+        return p.to(COMPUTE) + k.to(COMPUTE)
     else:
-        return p.to(WIDE)
+        return p.to(COMPUTE)
 
 
 @triton.jit
 def store_parameter(x, PARAMETER: tl.constexpr, COMPENSATION: tl.constexpr):
-    """(p, k) for the number x: `core.compensation.store`. Without compensation k is p, and not to be stored."""
+    """(p, k) that represent the number x: `core.compensation.store`. Without compensation k is p and must not be stored."""
     if COMPENSATION == "split":
         bits = tl.where(x == x, x.to(tl.int32, bitcast=True), 0x7FC00000)
         high = (bits + 0x8000) & -0x10000

@@ -1,4 +1,4 @@
-"""Whether the Triton backend can run, and with which remedy it is refused."""
+"""Checks whether the Triton backend can run, with the remedy if it cannot."""
 
 from __future__ import annotations
 
@@ -12,28 +12,28 @@ from torch import Tensor
 from ..memory_order import along_memory
 
 OLDEST_CAPABILITY = (8, 0)
-"""bfloat16 arithmetic and Triton itself need an NVIDIA GPU of this compute capability."""
+"""The lowest compute capability of an NVIDIA GPU that bfloat16 arithmetic and Triton support."""
 
 
 def installed() -> bool:
-    """Whether Triton can be imported; it is not."""
+    """Whether Triton can be imported; does not import it."""
     try:
         return importlib.util.find_spec("triton") is not None
-    except ValueError:  # a module without a specification was put in its place
+    except ValueError:  # sys.modules has a substitute without __spec__
         return False
 
 
 def interpreted() -> bool:
-    """Whether this process was started for Triton's interpreter, which runs the kernels on a CPU, a thousand times slower.
+    """Whether this process uses Triton's interpreter, which runs the kernels on a CPU, about a thousand times slower.
 
-    Triton reads the variable when kernels are defined: it must be set before anything imports them. Its interpreter truncates
-    to bfloat16 where a GPU rounds; `correct_interpreter` of `parity.backends.triton_interpreter` corrects it.
+    Triton reads TRITON_INTERPRET when kernels are defined, so it must be set before they are imported. The interpreter
+    truncates to bfloat16 where a GPU rounds; `correct_interpreter` of `parity.backends.triton_interpreter` corrects this.
     """
     return os.environ.get("TRITON_INTERPRET", "0").lower() in ("1", "true", "on", "yes")
 
 
 def why_not(parameters: Iterable[Tensor]) -> str | None:
-    """Why these parameters cannot be updated by the kernels, with the remedy; None when they can."""
+    """Return why the kernels cannot update these parameters, with the remedy; None if they can."""
     if not installed():
         return "Triton is not installed; install it with: pip install triton, or use backend='auto'."
     devices = set()
@@ -62,5 +62,5 @@ def why_not(parameters: Iterable[Tensor]) -> str | None:
 
 
 def dense(parameter: Tensor) -> bool:
-    """Whether the tensor fills a piece of memory without gaps, in whatever order of its dimensions."""
+    """Whether the tensor is contiguous for some order of its dimensions."""
     return parameter.is_contiguous() or along_memory({"parameter": parameter}) is not None

@@ -1,9 +1,8 @@
-"""Which tensors of a call one launch can update together.
+"""Groups the tensors of a call into batches that one launch can update.
 
-Addresses, sizes in bytes, gradients and numbers of updates are read at every call, column by column, which takes half the time
-of reading tensor by tensor. How the tensors are grouped is kept with their slots and used again as long as nothing of that
-has changed: state and parameters of the same slots, at the same addresses and of as many bytes, have the devices and dtypes
-that they had.
+Addresses, sizes in bytes, gradients and numbers of updates are read at every call, column by column, which takes half the
+time of reading tensor by tensor. The grouping is cached in the slots and reused as long as none of these has changed: state
+and parameters of the same slots with the same addresses and sizes in bytes also have the same devices and dtypes.
 """
 
 from __future__ import annotations
@@ -21,10 +20,10 @@ from torch import Tensor
 from ....core.errors import InvalidArgumentError
 from ...communication.shards import PLAIN
 from ..backend import TensorSlot
-from .operands import WIDEST, Operands, alignment, check_operands, operands
+from .operands import ACCESS_BYTES, Operands, alignment, check_operands, operands
 
 Columns = list[list[Any]]
-"""A list for each field of `Operands`, with an element for each tensor. Where nothing is compensated the last two are one."""
+"""A list for each field of `Operands`, with an element for each tensor. Without compensation the last two are one object."""
 
 PARAMETER = Operands._fields.index("parameter")
 
@@ -34,7 +33,7 @@ _dtype: Callable[[Tensor], torch.dtype] = operator.attrgetter("dtype")
 
 
 class Plan:
-    """What is kept in `TensorSlot.plan`: how the last call was grouped that began with this slot."""
+    """The content of `TensorSlot.plan`: the grouping of the last call whose first slot was this one."""
 
     __slots__ = ("grouping",)
 
@@ -43,11 +42,12 @@ class Plan:
 
 
 class Facts(NamedTuple):
-    """What decides which tensors can be together, a column each.
+    """The properties that determine the grouping, each as a list over the tensors.
 
     addresses, bytes: of state and parameters.
     numels, dtypes: of the gradients.
-    hyperparameters, counts: for each tensor the position of the first with the same hyperparameters, or number of updates.
+    hyperparameters, counts: the position of the first tensor with the same hyperparameters, and with the same number of
+        updates.
     """
 
     addresses: Columns
@@ -60,14 +60,14 @@ class Facts(NamedTuple):
 
 @dataclasses.dataclass(slots=True)
 class Grouping:
-    """How a call was grouped. It holds no tensor and no slot.
+    """The grouping of a call. It refers to no tensor and no slot.
 
-    plans: of the slots; every slot has its own, so the same plans are the same slots.
+    plans: of the slots; every slot has its own, so equal plans mean equal slots.
     compensated, capturable: whether any slot is.
-    facts: at the last call; None if it was rejected.
-    gradients: addresses of the gradients at the last call; not among the facts, as they may change at every call.
+    facts: of the last call; None if it was refused.
+    gradients: addresses of the gradients at the last call; separate from the facts, because they may change at every call.
     devices, numels: of the parameters.
-    groups: positions of the tensors of each group, and bytes that their addresses are multiples of.
+    groups: the positions of the tensors of each group, and bytes that their addresses are multiples of.
     """
 
     plans: list[Plan]
@@ -81,11 +81,11 @@ class Grouping:
 
 
 class Batch(NamedTuple):
-    """Tensors that one launch can update together; none is empty.
+    """Tensors that one launch can update; none is empty. Every list has an element for each tensor.
 
-    slots, numels: theirs.
-    operands, addresses: of the tensors.
-    steps: addresses of t; 0 where the kernels do not read it.
+    slots, numels: the slots and their numbers of elements.
+    operands, addresses: the tensors and their addresses.
+    steps: addresses of t; 0 if the kernels do not read it.
     alignment: bytes that all addresses are multiples of.
     """
 
@@ -98,16 +98,16 @@ class Batch(NamedTuple):
 
     @property
     def parameters(self) -> list[Tensor]:
-        """The parameters that are updated."""
+        """The parameters to update."""
         return self.operands[PARAMETER]
 
     @property
     def device(self) -> torch.device:
-        """Where all of the tensors are."""
+        """The device of all tensors."""
         return self.parameters[0].device
 
     def rows(self, chosen: list[int], aligned: int) -> Batch:
-        """Some of the tensors, with their alignment."""
+        """Return the batch of the tensors at the positions `chosen`, whose addresses are multiples of `aligned` bytes."""
         if len(chosen) == len(self.slots):
             return self._replace(alignment=aligned)
 
@@ -118,12 +118,12 @@ class Batch(NamedTuple):
         return Batch(of(self.slots), *columns, of(self.steps), of(self.numels), aligned)
 
 
-def alike(pairs: Sequence[tuple[TensorSlot, Tensor]]) -> list[Batch]:
-    """The tensors of a call in as few batches as possible.
+def batches_of(pairs: Sequence[tuple[TensorSlot, Tensor]]) -> list[Batch]:
+    """Return the tensors of a call in as few batches as possible.
 
     Raises:
-        UnsupportedTensorError: a parameter has gaps, or its tensors are on several devices or of several sizes.
-        InvalidArgumentError: a number of updates is not where the kernels read it.
+        UnsupportedTensorError: a parameter is not dense, or its tensors differ in device or size.
+        InvalidArgumentError: a number of updates is not on the parameter's device, although the slot is capturable.
     """
     if not pairs:
         return []
@@ -134,18 +134,18 @@ def alike(pairs: Sequence[tuple[TensorSlot, Tensor]]) -> list[Batch]:
     addresses, facts = _read(slots, steps, columns, known.capturable)
     if facts != known.facts or not _in_order(columns, facts.numels) or not _still(known, columns[0], addresses[0]):
         if not _all_in_order(columns, facts.numels):
-            columns = _laid_out(slots, columns[0], known.compensated)
+            columns = _in_parameter_layout(slots, columns[0], known.compensated)
             addresses, facts = _read(slots, steps, columns, known.capturable)
         _group(known, slots, columns, addresses, facts)
     on_device = _step_addresses(slots, steps, known.devices) if known.capturable else [0] * len(slots)
     assert known.facts is not None
-    addresses = [known.gradients, *known.facts.addresses]  # equal, and compared at once with those of the last call
-    whole = Batch(slots, columns, addresses, on_device, known.numels, WIDEST)
+    addresses = [known.gradients, *known.facts.addresses]  # the same objects at each call, which makes comparing them fast
+    whole = Batch(slots, columns, addresses, on_device, known.numels, ACCESS_BYTES)
     return [whole.rows(chosen, aligned) for chosen, aligned in known.groups]
 
 
 def _known(slots: list[TensorSlot]) -> Grouping:
-    """How these slots were grouped, or an empty grouping of them."""
+    """Return the cached grouping of these slots, or a new one."""
     plans = [slot.plan or _new_plan(slot) for slot in slots]
     known = plans[0].grouping
     if known is None or known.plans != plans:
@@ -160,7 +160,7 @@ def _new_plan(slot: TensorSlot) -> Plan:
 
 
 def _columns(slots: list[TensorSlot], states: list[Any], gradients: list[Tensor], compensated: bool) -> Columns:
-    """The tensors as they are."""
+    """Return the tensors without checking or copying any."""
     parameters = [slot.parameter for slot in slots]
     columns = [gradients, [state["exp_avg"] for state in states], [state["exp_avg_sq"] for state in states], parameters]
     if not compensated:
@@ -170,7 +170,7 @@ def _columns(slots: list[TensorSlot], states: list[Any], gradients: list[Tensor]
 
 
 def _read(slots: list[TensorSlot], steps: list[Tensor], columns: Columns, capturable: bool) -> tuple[Columns, Facts]:
-    """All addresses, and the facts."""
+    """Return all addresses, and the facts."""
     addresses = _of_each(Tensor.data_ptr, columns)
     counts: list[Any]
     if capturable:
@@ -188,13 +188,13 @@ def _read(slots: list[TensorSlot], steps: list[Tensor], columns: Columns, captur
 
 
 def _of_each(read: Callable[[Tensor], Any], columns: Columns) -> Columns:
-    """What is read of each tensor; nothing is read twice where the last two columns are one."""
+    """Return `read(tensor)` for each tensor; reads the last two columns only once if they are one object."""
     found = [list(map(read, column)) for column in columns[:-1]]
     return [*found, found[-1] if columns[-1] is columns[-2] else list(map(read, columns[-1]))]
 
 
 def _first_equal(values: Sequence[Hashable]) -> list[int]:
-    """For each value the position of the first one that is equal."""
+    """Return for each value the position of the first equal one."""
     if values.count(values[0]) == len(values):
         return [0] * len(values)
     first: dict[Hashable, int] = {}
@@ -202,9 +202,9 @@ def _first_equal(values: Sequence[Hashable]) -> list[int]:
 
 
 def _in_order(columns: Columns, numels: list[int]) -> bool:
-    """Whether parameters and gradients are contiguous, and no gradient is to be negated when it is read.
+    """Whether parameters and gradients are contiguous, and no gradient has the negative bit, which kernels do not see.
 
-    Only the imaginary part of a conjugate is, and its elements are two apart: if it is contiguous it has one element.
+    Only the imaginary part of a conjugate has that bit. Its stride is 2, so it is contiguous only if it has one element.
     """
     gradients, parameters = columns[0], columns[PARAMETER]
     if not (all(map(Tensor.is_contiguous, gradients)) and all(map(Tensor.is_contiguous, parameters))):
@@ -213,59 +213,59 @@ def _in_order(columns: Columns, numels: list[int]) -> bool:
 
 
 def _still(known: Grouping, gradients: list[Tensor], addresses: list[int]) -> bool:
-    """Whether the gradients have the devices and the alignment of the last ones; an address stays on its device."""
+    """Whether the gradients have the devices and alignments of the last call's; equal addresses mean equal devices."""
     if known.gradients == addresses:
         return True
-    aligned = [address % WIDEST for address in addresses] == [address % WIDEST for address in known.gradients]
+    aligned = [address % ACCESS_BYTES for address in addresses] == [address % ACCESS_BYTES for address in known.gradients]
     known.gradients = addresses
     return aligned and list(map(_device, gradients)) == known.devices
 
 
 def _all_in_order(columns: Columns, numels: list[int]) -> bool:
-    """Whether all tensors are contiguous, and the parameters ordinary ones."""
+    """Whether all tensors are contiguous, and the parameters of plain types."""
     ordinary = all(type(parameter) in PLAIN for parameter in columns[PARAMETER])
     return ordinary and all(all(map(Tensor.is_contiguous, column)) for column in columns) and _in_order(columns, numels)
 
 
-def _laid_out(slots: list[TensorSlot], gradients: list[Tensor], compensated: bool) -> Columns:
-    """The tensors in the order of their parameters' memory."""
+def _in_parameter_layout(slots: list[TensorSlot], gradients: list[Tensor], compensated: bool) -> Columns:
+    """Return the tensors in the memory layouts of their parameters."""
     found = [list(column) for column in zip(*map(operands, slots, gradients), strict=True)]
     return found if compensated else [*found[:-1], found[PARAMETER]]
 
 
 def _group(known: Grouping, slots: list[TensorSlot], columns: Columns, addresses: Columns, facts: Facts) -> None:
-    """Check everything, and group it again."""
+    """Check all tensors, and set the cached grouping."""
     known.facts = None
     devices, numels = list(map(_device, columns[PARAMETER])), list(map(Tensor.numel, columns[PARAMETER]))
     for column in columns:
         if list(map(_device, column)) != devices or list(map(Tensor.numel, column)) != numels:
             for row in zip(*columns, strict=True):
                 check_operands(Operands(*row))
-    if functools.reduce(operator.or_, itertools.chain(*addresses)) % WIDEST == 0:
-        alignments = [WIDEST] * len(slots)
+    if functools.reduce(operator.or_, itertools.chain(*addresses)) % ACCESS_BYTES == 0:
+        alignments = [ACCESS_BYTES] * len(slots)
     else:
         alignments = list(map(alignment, zip(*columns, strict=True), zip(*addresses, strict=True)))
     dtypes = [list(map(_dtype, column)) for column in columns]
     settings = [(slot.rule, slot.compensation) for slot in slots]
-    alike_by = zip(facts.hyperparameters, facts.counts, settings, devices, alignments, *dtypes, strict=True)
-    together: dict[tuple[Hashable, ...], list[int]] = {}
-    for number, (numel, key) in enumerate(zip(numels, alike_by, strict=True)):
+    keys = zip(facts.hyperparameters, facts.counts, settings, devices, alignments, *dtypes, strict=True)
+    positions: dict[tuple[Hashable, ...], list[int]] = {}
+    for number, (numel, key) in enumerate(zip(numels, keys, strict=True)):
         if numel > 0:  # a shard may be empty where its parameter is not
-            together.setdefault(key, []).append(number)
+            positions.setdefault(key, []).append(number)
     known.facts, known.gradients, known.devices, known.numels = facts, addresses[0], devices, numels
-    known.groups = [(rows, alignments[rows[0]]) for rows in together.values()]
+    known.groups = [(rows, alignments[rows[0]]) for rows in positions.values()]
 
 
 def _step_addresses(slots: list[TensorSlot], steps: list[Tensor], devices: list[torch.device]) -> list[int]:
     rows = zip(slots, steps, devices, strict=True)
-    return [step_on(device, step).data_ptr() if slot.capturable else 0 for slot, step, device in rows]
+    return [step_count_on(device, step).data_ptr() if slot.capturable else 0 for slot, step, device in rows]
 
 
-def step_on(device: torch.device, step: Tensor) -> Tensor:
-    """The number of updates where the kernels read it.
+def step_count_on(device: torch.device, step: Tensor) -> Tensor:
+    """Return the number of updates after checking that it is on this device, where the kernels read it.
 
     Raises:
-        InvalidArgumentError: it is somewhere else.
+        InvalidArgumentError: it is on another device.
     """
     if step.device != device:
         raise InvalidArgumentError(

@@ -1,11 +1,10 @@
-"""How the kernels are launched: one table, and no tuning at run time.
+"""Launch configurations of the kernels: one table, without tuning at run time.
 
-A kernel that writes in place cannot be tried out on the user's parameters, and a size that depended on timings would make
+Tuning would have to run kernels that write in place on the user's parameters, and sizes that depend on timings would make
 the order of sums, and so the bits, depend on them. The figures are computed, not measured: an item is long enough to hide
-the latency of its ticket, a tile gives every thread 16 bytes of the narrowest array, the registers are the fewest with
-which no kernel spills on any of sm_80, sm_90 and sm_100 (the audit in the tests sees to that), as many programs are
-launched as they leave room for, and the wave is a quarter of the second-level cache, of which two waves and what is being
-written use about half.
+the latency of its ticket; a tile gives every thread 16 bytes of the narrowest array; the registers are the fewest with which
+no kernel spills on any of sm_80, sm_90 and sm_100 (a test audits this); the number of programs is what these registers leave
+room for; a wave is a quarter of the second-level cache, so that two waves and the data being written use about half of it.
 """
 
 from __future__ import annotations
@@ -18,17 +17,17 @@ import torch
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Configuration:
-    """The sizes of a launch. Two are equal if they are the same object: a program is looked up by it at every launch.
+    """The sizes of a launch. Compared by identity, because it is part of a dictionary key at every launch.
 
     Args:
         block: elements of a tile, a power of two.
         tiles: tiles of an item.
         tail: elements of a masked tile, a power of two of at most `block`.
-        warps: of a program.
-        registers: of a thread, at most; 0 leaves it to the compiler.
-        programs: of a launch with tickets, on each multiprocessor.
-        wave_bytes: bytes that are measured before they are written; 0 takes a quarter of the second-level cache.
-        hints: tell the cache what is read again and what is not.
+        warps: warps of a program.
+        registers: largest number of registers of a thread; 0 leaves it to the compiler.
+        programs: programs on each multiprocessor in a launch with tickets.
+        wave_bytes: bytes that are measured before they are written; 0 means a quarter of the second-level cache.
+        hints: give the cache eviction hints for data that is, or is not, read again.
     """
 
     block: int = 1024
@@ -42,27 +41,27 @@ class Configuration:
 
     @property
     def item(self) -> int:
-        """Elements of an item."""
+        """Number of elements of an item."""
         return self.block * self.tiles
 
 
 INTERPRETER = Configuration(block=128, tiles=8, tail=64, warps=1, registers=0, programs=2, wave_bytes=2**14)
-"""A program costs milliseconds there, and a tile about the same whatever its size."""
+"""For Triton's interpreter, where a program takes milliseconds and the time of a tile hardly depends on its size."""
 
-WIDE = Configuration(block=512, tiles=8, registers=96, programs=5)
-"""For float64 arithmetic: twice the registers an element."""
+FLOAT64 = Configuration(block=512, tiles=8, registers=96, programs=5)
+"""For float64 arithmetic, which needs twice the registers per element."""
 
 AMD = Configuration(warps=2, registers=0)
-"""Warps are 64 threads there."""
+"""For AMD, where a warp has 64 threads."""
 
 TABLE: dict[tuple[str, torch.dtype | None], Configuration] = {
     ("cuda", None): Configuration(),
-    ("cuda", torch.float64): WIDE,
+    ("cuda", torch.float64): FLOAT64,
     ("hip", None): AMD,
     ("hip", torch.float64): dataclasses.replace(AMD, block=512),
     ("cpu", None): INTERPRETER,
 }
-"""By kind of device ("hip" is AMD's, "cpu" the interpreter) and dtype of the parameter; None: any other."""
+"""Configurations by kind of device ("hip": AMD, "cpu": the interpreter) and dtype of the parameter (None: any other)."""
 
 INTERPRETED_MULTIPROCESSORS = 2
 INTERPRETED_CACHE = 2**16
@@ -70,7 +69,7 @@ INTERPRETED_CACHE = 2**16
 
 @dataclasses.dataclass(frozen=True)
 class Device:
-    """What of a device matters: multiprocessors, and bytes of second-level cache."""
+    """The properties of a device that determine a launch: its multiprocessors, and bytes of second-level cache."""
 
     multiprocessors: int
     cache_bytes: int
@@ -78,7 +77,7 @@ class Device:
     @classmethod
     @functools.cache
     def of(cls, device: torch.device) -> Device:
-        """The properties of a device; small ones for the interpreter."""
+        """Return the properties of a device; small figures for the interpreter."""
         if device.type != "cuda":
             return cls(INTERPRETED_MULTIPROCESSORS, INTERPRETED_CACHE)
         properties = torch.cuda.get_device_properties(device)
@@ -86,17 +85,17 @@ class Device:
 
 
 def configuration(device: torch.device, dtype: torch.dtype) -> Configuration:
-    """The row of the table for a parameter."""
+    """Return the configuration for a parameter on this device and of this dtype."""
     kind = "hip" if device.type == "cuda" and torch.version.hip is not None else device.type
     return TABLE.get((kind, dtype)) or TABLE[kind, None]
 
 
 def wave_elements(chosen: Configuration, device: Device, measured_bytes: int) -> int:
-    """Elements of a wave.
+    """Return the number of elements of a wave.
 
     Args:
         chosen: the configuration.
-        device: whose cache it is.
-        measured_bytes: bytes of an element that the measure phase reads.
+        device: the device with the cache.
+        measured_bytes: bytes per element that the measure phase reads.
     """
     return (chosen.wave_bytes or device.cache_bytes // 4) // measured_bytes

@@ -1,4 +1,4 @@
-"""What a launch asks torch about a device: to make it the current one, its current stream, and whether a graph is captured."""
+"""The current device, its current stream, and whether a CUDA graph is being captured."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from .availability import interpreted
 
 
 def on(device: torch.device) -> contextlib.AbstractContextManager[Any]:
-    """Make a device the current one, on which Triton launches.
+    """Return a context in which a device is the current one, which is where Triton launches.
 
     Raises:
-        UnsupportedTensorError: a parameter is (added, or moved since the optimizer was constructed) where no kernel can run.
+        UnsupportedTensorError: no kernel can run on the device: a parameter was added or moved after construction.
     """
     if device.type == "cuda":
         return torch.cuda.device(device)
@@ -34,7 +34,7 @@ def capturing(device: torch.device) -> bool:
 
 
 def stream_of(device: torch.device) -> int:
-    """The number of the device's current stream, as Triton asks for it; 0 in the interpreter. No stream object is made."""
+    """Return the number of the device's current stream without making a stream object; 0 in the interpreter."""
     if device.type != "cuda":
         return 0
     active: Any = driver.active

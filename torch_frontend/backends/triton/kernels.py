@@ -1,22 +1,22 @@
-r"""The kernels: one launch for all tensors of a parameter group, and one for a single tensor. Both are deterministic.
+r"""The kernels: one updates all tensors of a parameter group, the other a single tensor. Both are deterministic.
 
-A tensor is cut into *items* of `TILES` tiles of `BLOCK` elements. An item is worked on in one of two phases:
+A tensor is divided into *items* of `TILES` tiles of `BLOCK` elements. There are two phases of work on an item:
 
-    measure    reads g and v, and leaves one partial sum of g*g/max(v', eps^2) in a slot of its own      (v' as updated)
+    measure    reads g and v, and stores one partial sum of g*g/max(v', eps^2) in the item's slot      (v' after the update)
     write      reads g, m, v, p, k and writes m, v, p, k
 
-The item of a tensor that is measured last adds the slots up, always in the same order: the sum does not depend on which
-program came when, and no floating-point number is ever added atomically. Nothing is written before every gradient of the
-tensor was read, so that a non-finite one can be found in time. Rules that do not clip their update have no measure phase.
+The program that finishes the last measure item of a tensor adds the slots in a fixed order: the sum does not depend on the
+order in which programs ran, and no floating-point number is added atomically. A tensor is written only after all of its
+gradient was read, so that a non-finite gradient can be skipped. Rules that do not clip their update have no measure phase.
 
-**Tickets.** Programs take items in the order of the table by counting up one integer. A write item waits for the sum of its
-tensor; the table has all measure items of a tensor before its first write item, so that whoever it waits for runs
-already, and never waits itself: no deadlock, however few programs are resident. The program that leaves last sets every
-counter back to zero for the next launch.
+**Tickets.** Programs take items in the order of the table by incrementing one integer. A write item waits for the sum of its
+tensor. All measure items of a tensor precede its write items in the table, so the programs that it waits for are running
+already, and measure items never wait: there is no deadlock, however few programs are resident. The program that leaves last
+resets every counter to zero for the next launch.
 
-**Conditions.** What is known when a kernel is compiled has an `if` of its own, with the rest inside: Triton 3.2 evaluates both
-sides of `and`, and would count up a counter, or write to no pointer, that is not meant. (It also takes a call whose result
-is not assigned for an early return.)
+**Conditions.** Conditions on constants have an `if` of their own around the others: Triton 3.2 evaluates both sides of `and`,
+and would increment a counter, or write to an absent pointer. (It also treats a call whose result is not assigned as an early
+return.)
 """
 
 # pyright: reportArgumentType=false, reportAssignmentType=false, reportInvalidTypeForm=false
@@ -26,14 +26,14 @@ import triton
 import triton.language as tl
 
 from .arithmetic import bias_correction, clipped_learning_rate
-from .hand_off import SUMMED_AT_ONCE, announce, arrive, left_last, take_ticket, wait
+from .hand_off import SUMMED_AT_ONCE, announce, arrive, is_last_to_leave, take_ticket, wait
 from .phases import measured_item, written_item
 
 COLUMNS = tl.constexpr(9)
-"""Of a row of the tensor table: the addresses of g, m, v, p, k and t, the number of elements, first slot, items."""
+"""Columns of the tensor table: addresses of g, m, v, p, k and t, number of elements, first slot, number of items."""
 
 NUMBERS = tl.constexpr(8)
-"""What both kernels take as scalars: 1-beta1 (or c1), log(beta1), 1-beta2 (or c2), log(beta2), lr, eps, floor, decay."""
+"""Number of scalars of a launch: 1-beta1 (or c1), log(beta1), 1-beta2 (or c2), log(beta2), lr, eps, floor, decay."""
 
 
 @triton.jit(
@@ -46,7 +46,7 @@ def update_group(
     PHASES: tl.constexpr, CLIP: tl.constexpr, ZERO1: tl.constexpr, ZERO2: tl.constexpr,
     L2: tl.constexpr, MAXIMIZE: tl.constexpr, COMPENSATION: tl.constexpr,
     EACH: tl.constexpr, STEP_ON_DEVICE: tl.constexpr, ALIGNMENT: tl.constexpr, HINTS: tl.constexpr,
-    G: tl.constexpr, M: tl.constexpr, V: tl.constexpr, P: tl.constexpr, K: tl.constexpr, WIDE: tl.constexpr,
+    G: tl.constexpr, M: tl.constexpr, V: tl.constexpr, P: tl.constexpr, K: tl.constexpr, COMPUTE: tl.constexpr,
     TILES: tl.constexpr, BLOCK: tl.constexpr, TAIL: tl.constexpr,
 ):  # fmt: skip
     r"""`core.update.update`, with first=True, of every tensor of a table.
@@ -55,18 +55,18 @@ def update_group(
         p <- p - eta*(m/(sqrt(v)+eps) + decay*p)                 (without CLIP eta = lr; with L2: g += decay*p instead)
 
     Args:
-        items: int32, three a row: phase (0 measure, 1 write), tensor, number of the item in its tensor; in ticket order.
-        tensors: int64, `COLUMNS` a row.
-        partials: WIDE, a slot for each item of the table's tensors.
-        squares: WIDE, a mean square for each tensor; written by measure, read by write.
-        counters: int32, zero: ticket, programs that have left, then for each tensor items arrived and whether its mean
-            square is ready. They are zero again at the end.
-        applied_ptr: float32, or None: one number for all tensors, or with EACH one for each. Measure puts 0 there if a
-            gradient is not finite; write does nothing then.
-        numbers: None, and the scalars are arguments; or WIDE, `NUMBERS` of them.
+        items: int32, [item_count, 3]: phase (0 measure, 1 write), tensor, number of the item in its tensor; in ticket order.
+        tensors: int64, [tensor_count, `COLUMNS`].
+        partials: COMPUTE, a slot for each item of the table's tensors.
+        squares: COMPUTE, [tensor_count], the mean squares; written by measure, read by write.
+        counters: int32, zero: ticket, programs that have left, then for each tensor the items that have arrived and whether
+            its mean square is ready. They are zero again at the end.
+        applied_ptr: float32, or None: one flag for all tensors, or with EACH one for each tensor. Measure stores 0 there if a
+            gradient is not finite; write skips tensors whose flag is 0.
+        numbers: COMPUTE, [`NUMBERS`]; None if the scalars are arguments.
         PHASES: "measure", "write", or "both" with tickets.
-        ZERO1, ZERO2: whether beta1, and beta2, are known to be 0: `core.moments.reset_where_beta_is_zero`. No other value of
-            them, or of the scalars, is compiled in.
+        ZERO1, ZERO2: whether beta1 and beta2 are known to be 0: `core.moments.reset_where_beta_is_zero`. No other value of
+            the scalars is compiled in.
         ALIGNMENT: bytes that every address is a multiple of.
     """
     if numbers is not None:
@@ -98,17 +98,17 @@ def update_group(
         if EACH:
             flag_ptr += tensor
         arrived = counters + 2 + tensor * 2
-        complement2 = bias_correction(first2, log2, step_ptr, STEP_ON_DEVICE, WIDE)
+        c2 = bias_correction(first2, log2, step_ptr, STEP_ON_DEVICE, COMPUTE)
         if PHASES != "write":
             if phase == 0:
                 slot = tl.load(row + 7)
                 count = tl.load(row + 8).to(tl.int32)
                 partial = measured_item(
-                    g_ptr, v_ptr, p_ptr, k_ptr, base, n, flag_ptr, complement2, floor, decay,
-                    True, ZERO2, L2, MAXIMIZE, COMPENSATION, WIDE, KEEP, TILES, BLOCK, TAIL,
+                    g_ptr, v_ptr, p_ptr, k_ptr, base, n, flag_ptr, c2, floor, decay,
+                    True, ZERO2, L2, MAXIMIZE, COMPENSATION, COMPUTE, KEEP, TILES, BLOCK, TAIL,
                 )  # fmt: skip
                 if CLIP:
-                    last, square = arrive(partials + slot, item, count, partial, arrived, n, WIDE)
+                    last, square = arrive(partials + slot, item, count, partial, arrived, n, COMPUTE)
                     if last:
                         tl.store(squares + tensor, square)
                         if PHASES == "both":
@@ -124,17 +124,17 @@ def update_group(
                     eta = lr
                     if CLIP:
                         eta = clipped_learning_rate(lr, tl.load(squares + tensor, cache_modifier=".cg"))
-                    complement1 = bias_correction(first1, log1, step_ptr, STEP_ON_DEVICE, WIDE)
+                    c1 = bias_correction(first1, log1, step_ptr, STEP_ON_DEVICE, COMPUTE)
                     _ = written_item(
-                        g_ptr, m_ptr, v_ptr, p_ptr, k_ptr, base, n, complement1, complement2, eta, eps, floor, decay,
-                        "update", True, ZERO1, ZERO2, L2, MAXIMIZE, COMPENSATION, WIDE, PASS, TILES, BLOCK, TAIL,
+                        g_ptr, m_ptr, v_ptr, p_ptr, k_ptr, base, n, c1, c2, eta, eps, floor, decay,
+                        "update", True, ZERO1, ZERO2, L2, MAXIMIZE, COMPENSATION, COMPUTE, PASS, TILES, BLOCK, TAIL,
                     )  # fmt: skip
         if PHASES == "both":
             ticket = take_ticket(counters)
         else:
             ticket += tl.num_programs(0)
     if PHASES == "both":
-        if left_last(counters + 1):
+        if is_last_to_leave(counters + 1):
             for start in range(0, tensor_count, SUMMED_AT_ONCE):
                 tensor = start + tl.arange(0, SUMMED_AT_ONCE)
                 tl.store(counters + 3 + tensor * 2, tl.zeros_like(tensor), mask=tensor < tensor_count)
@@ -153,7 +153,7 @@ def update_tensor(
     ACTION: tl.constexpr, FIRST: tl.constexpr, CLIP: tl.constexpr, ZERO1: tl.constexpr, ZERO2: tl.constexpr,
     L2: tl.constexpr, MAXIMIZE: tl.constexpr,
     COMPENSATION: tl.constexpr, ALIGNMENT: tl.constexpr, HINTS: tl.constexpr,
-    G: tl.constexpr, M: tl.constexpr, V: tl.constexpr, P: tl.constexpr, K: tl.constexpr, WIDE: tl.constexpr,
+    G: tl.constexpr, M: tl.constexpr, V: tl.constexpr, P: tl.constexpr, K: tl.constexpr, COMPUTE: tl.constexpr,
     TILES: tl.constexpr, BLOCK: tl.constexpr, TAIL: tl.constexpr,
 ):  # fmt: skip
     r"""`core.update.update`, `accumulate` or `apply` of one tensor, by ACTION; the mathematics is that of `update_group`.
@@ -162,16 +162,16 @@ def update_tensor(
         otherwise  m += c1*g        v += c2*g*g                    (a later micro-batch of the same update)
         CLIP       mean_square = square_before + mean(g*g / max(v, eps^2))        eta = lr / max(1, sqrt(mean_square))
 
-    "update" measures and writes with tickets where it clips or checks; "accumulate" and "apply" need one pass each.
+    "update" measures and writes with tickets if it clips or checks; "accumulate" and "apply" have one phase.
 
     Args:
-        g, m, v, p, k: the addresses. Nothing is read from g by "apply".
-        step_ptr: float32 0-d, t of the last update; None where c1 and c2 are given.
-        square_before: 0-d, or None for 0: the mean squares of earlier micro-batches; for "apply", of all.
-        square_after: WIDE 0-d, written by "update" and "accumulate" where the rule clips.
+        g, m, v, p, k: the addresses. "apply" does not read g.
+        step_ptr: float32 0-d, t of the last update; None if c1 and c2 are given.
+        square_before: 0-d, the summed mean square of earlier micro-batches (for "apply", of all), or None for 0.
+        square_after: COMPUTE 0-d, written by "update" and "accumulate" if the rule clips.
         partials, counters: as in `update_group`, for one tensor.
-        applied_ptr, numbers, the scalars, ZERO1, ZERO2, ALIGNMENT: as in `update_group`. A tile is spread over threads as
-            there, by ALIGNMENT and nothing else: the order of a sum, and so every bit, is the same.
+        applied_ptr, numbers, the scalars, ZERO1, ZERO2, ALIGNMENT: as in `update_group`. The distribution of a tile over
+            threads depends only on ALIGNMENT in both kernels, so that sums have the same order and the same bits.
     """
     if numbers is not None:
         first1, log1 = tl.load(numbers), tl.load(numbers + 1)
@@ -187,19 +187,19 @@ def update_tensor(
     TWO_PHASES: tl.constexpr = ACTION == "update" and (CLIP or applied_ptr is not None)
     KEEP: tl.constexpr = "evict_last" if HINTS else ""
     PASS: tl.constexpr = "evict_first" if HINTS else ""
-    complement1 = first1
-    complement2 = first2
+    c1 = first1
+    c2 = first2
     if step_ptr is not None:
-        complement1 = bias_correction(first1, log1, step_ptr, True, WIDE)
-        complement2 = bias_correction(first2, log2, step_ptr, True, WIDE)
+        c1 = bias_correction(first1, log1, step_ptr, True, COMPUTE)
+        c2 = bias_correction(first2, log2, step_ptr, True, COMPUTE)
     before = 0.0
     if square_before is not None:
-        before = tl.load(square_before).to(WIDE)
+        before = tl.load(square_before).to(COMPUTE)
     ticket_count = item_count
     if TWO_PHASES:
         ticket_count = item_count * 2
         ticket = take_ticket(counters)
-        tl.debug_barrier()  # else LLVM merges this ticket with the next, and on AMD the counting thread leaves the others
+        tl.debug_barrier()  # without it LLVM merges this ticket with the next; on AMD the counting thread then diverges
     else:
         ticket = tl.program_id(0)
     while ticket < ticket_count:
@@ -209,9 +209,9 @@ def update_tensor(
         if measures:
             partial = measured_item(
                 g_ptr, v_ptr, p_ptr, k_ptr, ticket.to(tl.int64) * (TILES * BLOCK), n, applied_ptr,
-                complement2, floor, decay, FIRST, ZERO2, L2, MAXIMIZE, COMPENSATION, WIDE, KEEP, TILES, BLOCK, TAIL,
+                c2, floor, decay, FIRST, ZERO2, L2, MAXIMIZE, COMPENSATION, COMPUTE, KEEP, TILES, BLOCK, TAIL,
             )  # fmt: skip
-            last, square = arrive(partials, ticket, item_count, partial, counters + 2, n, WIDE)
+            last, square = arrive(partials, ticket, item_count, partial, counters + 2, n, COMPUTE)
             if last:
                 tl.store(square_after, before + square)
                 announce(counters + 3)
@@ -220,7 +220,7 @@ def update_tensor(
             usable = True
             eta = lr
             if TWO_PHASES:
-                item = item_count * 2 - 1 - ticket  # backward: what was measured last is still in the cache
+                item = item_count * 2 - 1 - ticket  # in reverse: what was measured last is still in the cache
                 wait(counters + 3)
                 if applied_ptr is not None:
                     usable = tl.load(applied_ptr, cache_modifier=".cg") != 0.0
@@ -231,11 +231,11 @@ def update_tensor(
             if usable:
                 partial = written_item(
                     g_ptr, m_ptr, v_ptr, p_ptr, k_ptr, item.to(tl.int64) * (TILES * BLOCK), n,
-                    complement1, complement2, eta, eps, floor, decay,
-                    ACTION, FIRST, ZERO1, ZERO2, L2, MAXIMIZE, COMPENSATION, WIDE, PASS, TILES, BLOCK, TAIL,
+                    c1, c2, eta, eps, floor, decay,
+                    ACTION, FIRST, ZERO1, ZERO2, L2, MAXIMIZE, COMPENSATION, COMPUTE, PASS, TILES, BLOCK, TAIL,
                 )  # fmt: skip
                 if CLIP and ACTION == "accumulate":
-                    last, square = arrive(partials, item, item_count, partial, counters + 2, n, WIDE)
+                    last, square = arrive(partials, item, item_count, partial, counters + 2, n, COMPUTE)
                     if last:
                         tl.store(square_after, before + square)
         if TWO_PHASES:
@@ -243,7 +243,7 @@ def update_tensor(
         else:
             ticket += tl.num_programs(0)
     if TWO_PHASES:
-        if left_last(counters + 1):
+        if is_last_to_leave(counters + 1):
             tl.store(counters, 0)
             tl.store(counters + 1, 0)
             tl.store(counters + 3, 0)

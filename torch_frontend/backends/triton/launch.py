@@ -1,4 +1,4 @@
-"""Programs that Triton has compiled, and launches of them that are ready: the host finds what is wrong before the first one."""
+"""Compiled Triton programs, and prepared launches of them: all are compiled and loaded before the first one runs."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from . import devices
 
 
 class Program:
-    """A kernel with everything that is compiled into it, launched without Triton's front end.
+    """A kernel with its constants, launched without Triton's front end.
 
     `kernel[grid](...)` binds and specialises all arguments again at every launch, which takes 24 to 38 us, and then launches
-    a `triton.compiler.CompiledKernel`. That object is kept here and launched directly; every address and size is an argument
-    of the launch. In the interpreter, and with a Triton whose compiled kernels cannot be launched so, `kernel[grid]` is used.
+    a `triton.compiler.CompiledKernel`. That object is cached here and launched directly; every address and size is an
+    argument of the launch. `kernel[grid]` is used in the interpreter, and if this Triton cannot launch compiled kernels so.
 
     Args:
-        kernel: of `kernels`; its constants come last.
-        options: by name, the constants, and how Triton compiles.
+        kernel: of `kernels`; its constants are its last parameters.
+        options: by name, the constants and Triton's compilation options.
     """
 
     def __init__(self, kernel: Any, options: dict[str, Any]) -> None:
@@ -30,17 +30,17 @@ class Program:
         self._constants: tuple[Any, ...] = ()
 
     def load(self, programs: int, arguments: tuple[Any, ...]) -> None:
-        """Compile, and load onto the current device; nothing is launched."""
-        if hasattr(self.kernel, "warmup"):  # it is not in the interpreter of Triton 3.2, which has nothing to compile
+        """Compile the kernel and load it onto the current device, without launching it."""
+        if hasattr(self.kernel, "warmup"):  # Triton 3.2's interpreter has none, and nothing to compile
             compiled = self.kernel.warmup(*arguments, grid=(programs,), **self.options)
-            getattr(compiled, "run", None)  # Triton loads it when this is read
+            getattr(compiled, "run", None)  # Triton loads the kernel when this attribute is read
             constants = constants_taken(compiled, self.kernel.arg_names, len(arguments), self.options)
             if constants is not None:
                 self.compiled, self._constants = compiled, constants
         self.loaded = True
 
     def __call__(self, programs: int, arguments: tuple[Any, ...]) -> None:
-        """Launch so many programs on the current stream of the current device."""
+        """Launch `programs` instances on the current stream of the current device."""
         if self.compiled is None:
             self.kernel[(programs,)](*arguments, **self.options)
         else:
@@ -48,16 +48,16 @@ class Program:
 
 
 def constants_taken(compiled: Any, names: list[str], given: int, options: dict[str, Any]) -> tuple[Any, ...] | None:
-    """What a compiled kernel takes after the arguments: nothing in Triton 3.2, in later versions every constant.
+    """Return the constants that a compiled kernel takes after the arguments: none in Triton 3.2, all in later versions.
 
     Args:
         compiled: what Triton's `warmup` returned.
         names: of the kernel's parameters, constants last.
-        given: how many of them are arguments.
-        options: by name, the constants.
+        given: the number of parameters that are arguments.
+        options: the constants, by name.
 
     Returns:
-        None if it is nothing that can be launched by itself.
+        None if the compiled kernel cannot be launched directly.
     """
     signature = getattr(getattr(compiled, "src", None), "signature", None)
     if signature is None or not hasattr(type(compiled), "__getitem__"):
@@ -68,13 +68,13 @@ def constants_taken(compiled: Any, names: list[str], given: int, options: dict[s
 
 
 class Launch(NamedTuple):
-    """A launch with all its memory.
+    """A launch whose memory is allocated.
 
-    program: what runs.
-    device: that it runs on.
-    programs: how many instances.
-    arguments: of the kernel, in order, without its constants; tensors, numbers and None.
-    written: the parameters that it writes to.
+    program: the program to run.
+    device: the device to run it on.
+    programs: the number of instances.
+    arguments: the kernel's arguments in order, without constants; tensors, numbers and None.
+    written: the parameters that the launch writes to.
     """
 
     program: Program
@@ -84,21 +84,22 @@ class Launch(NamedTuple):
     written: list[Tensor]
 
     def load(self) -> None:
-        """Compile and load the program, unless that is done, on the current device."""
+        """Compile and load the program on the current device, if it is not loaded yet."""
         if not self.program.loaded:
             self.program.load(self.programs, self.arguments)
 
     def __call__(self) -> None:
-        """Launch on the current device, and tell autograd: a kernel leaves no trace of its own."""
+        """Launch on the current device, and increment the parameters' version counters, which a kernel does not do."""
         self.program(self.programs, self.arguments)
         if self.written:
             _increment_versions(self.written)
 
 
 def launch_all(launches: Sequence[Launch]) -> None:
-    """Launch all in order, as nearly as can be all or nothing: none before all programs are compiled and loaded.
+    """Launch all in order, after all programs are compiled and loaded.
 
-    What is left is a device that fails in between: of those errors, which are few, most leave no device to go on with.
+    So a compilation error occurs before anything is written. A device that fails between two launches may still leave some
+    parameters updated.
     """
     for launch in launches:
         with devices.on(launch.device):

@@ -1,4 +1,4 @@
-"""The memory that a launch needs beside its tensors: small tables, and scratch that launches share."""
+"""The memory of a launch apart from its tensors: small tables, and scratch that launches share."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ from ....core.errors import RefusedError
 from . import devices
 
 CAPTURES = 4
-"""Captures of a step that a step outside provides for."""
+"""Number of captures of a step for which an uncaptured step allocates page-locked memory."""
 
-REMEMBERED = 64
-"""Sets of constants on a device."""
+CACHED_NUMBERS = 64
+"""Largest number of sets of scalars that are cached."""
 
 
 class Uploaded(NamedTuple):
-    """A table on a device, and the stream that it was uploaded on; None where nothing needs to wait for it."""
+    """A table on a device, and the stream on which it was uploaded; None if no other stream has to wait for it."""
 
     tensor: Tensor
     stream: torch.cuda.Stream | None
 
     def here(self) -> Tensor:
-        """The table, for launches on the current stream: another one than its own waits until it is there."""
+        """Return the table for launches on the current stream, which waits for the upload if that used another stream."""
         if self.stream is not None:
             device = self.tensor.device
             if devices.stream_of(device) != self.stream.cuda_stream and not devices.capturing(device):
@@ -37,32 +37,32 @@ class Uploaded(NamedTuple):
 
 
 class Uploads:
-    """Small tables on their way to a device, without waiting for it.
+    """Uploads small tables to a device without waiting for it.
 
-    While a CUDA graph is captured no page-locked memory can be had, so some is kept ready for every table: the steps before,
-    which are not captured, provide for those that are.
+    Page-locked memory cannot be allocated while a CUDA graph is captured: every uncaptured step of a capturable optimizer
+    allocates some for later captures.
     """
 
     def __init__(self) -> None:
         self._ready: dict[Hashable, list[Tensor]] = {}
-        self._captured: list[Tensor] = []  # a graph reads them again at each replay
+        self._captured: list[Tensor] = []  # graphs read them at each replay
 
     def provide(self, name: Hashable, size: int, device: torch.device) -> None:
-        """Have memory for some captures of the table of that name, of so many bytes. Not while capturing."""
+        """Allocate memory for `CAPTURES` captures of a table of this name and of `size` bytes; not while capturing."""
         ready = self._ready.get(name)
         if not ready or ready[0].numel() != size:
             pin = device.type == "cuda"
             self._ready[name] = list(torch.empty(CAPTURES, size, dtype=torch.uint8, pin_memory=pin).unbind())
 
     def drop(self, name: Hashable) -> None:
-        """Give back what was provided for the table of that name."""
+        """Free the memory that was provided for the table of this name."""
         self._ready.pop(name, None)
 
     def __call__(self, name: Hashable, values: np.ndarray, device: torch.device) -> Uploaded:
-        """A copy of `values` on the device.
+        """Return a copy of `values` on the device.
 
         Raises:
-            RefusedError: a graph is being captured, and nothing was provided for this table.
+            RefusedError: a graph is being captured, and no memory was provided for this table.
         """
         host = torch.from_numpy(values)
         if not devices.capturing(device):
@@ -72,22 +72,22 @@ class Uploads:
         ready = self._ready.get(name)
         if not ready or ready[-1].numel() != values.nbytes:
             raise RefusedError(
-                "a step cannot be captured in a CUDA graph before one of the same parameters was taken without: call "
+                "a step can be captured in a CUDA graph only after an uncaptured one of the same parameters: call "
                 "optimizer.step() outside of the capture first (and again after every few captures)."
             )
         held = ready.pop().view(host.dtype).view(host.shape).copy_(host)
         return Uploaded(self.keep(held).to(device, non_blocking=True), None)
 
     def keep(self, tensor: Tensor) -> Tensor:
-        """Keep a tensor as long as the backend, for a graph that has its address."""
+        """Keep a tensor alive as long as the backend, because a graph has its address."""
         self._captured.append(tensor)
         return tensor
 
 
 class Scratch:
-    """Counters, partial sums and constants of one stream. Launches on a stream follow each other, so they can share them.
+    """Counters, partial sums and constants of one stream; launches on a stream run one after the other and can share them.
 
-    Every launch leaves the counters as it found them: zero.
+    Every launch resets the counters to zero.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -98,44 +98,47 @@ class Scratch:
         self._constants: dict[tuple[torch.dtype, tuple[float, ...]], Tensor] = {}
 
     def counters(self, count: int) -> Tensor:
-        """At least `count` int32 zeros."""
+        """Return at least `count` int32 zeros."""
         if self._counters.numel() < count:
             self._counters = torch.zeros(_rounded_up(count), dtype=torch.int32, device=self._device)
         return self._counters
 
     def partials(self, count: int, dtype: torch.dtype) -> Tensor:
-        """At least `count` numbers, not set to anything."""
+        """Return at least `count` uninitialised numbers."""
         kept = self._partials.get(dtype)
         if kept is None or kept.numel() < count:
             kept = self._partials[dtype] = torch.empty(_rounded_up(count), dtype=dtype, device=self._device)
         return kept
 
     def square(self, dtype: torch.dtype) -> Tensor:
-        """A 0-d number, not set to anything: the mean square of the one tensor that a launch updates."""
+        """Return an uninitialised 0-d number for the mean square of the one tensor that a launch updates."""
         kept = self._squares.get(dtype)
         if kept is None:
             kept = self._squares[dtype] = torch.empty((), dtype=dtype, device=self._device)
         return kept
 
     def constants(self, values: tuple[float, ...], dtype: torch.dtype) -> Tensor:
-        """These numbers, not to be written to. `torch.full` and not `torch.tensor`, a copy, which could not be captured."""
+        """Return these numbers as a tensor that must not be written to.
+
+        It is made by `torch.full`, because `torch.tensor` copies from the host, which cannot be captured.
+        """
         kept = self._constants.get((dtype, values))
         if kept is None:
-            if len(self._constants) >= REMEMBERED:
+            if len(self._constants) >= CACHED_NUMBERS:
                 self._constants.clear()
             kept = torch.stack([torch.full((), value, dtype=dtype, device=self._device) for value in values])
             self._constants[dtype, values] = kept
         return kept
 
 
-class Scratches:
-    """The scratch of every stream; a captured graph gets memory of its own, which the graph keeps."""
+class ScratchByStream:
+    """The scratch of every stream; a captured graph gets its own, which the graph keeps alive."""
 
     def __init__(self) -> None:
         self._by_stream: dict[tuple[torch.device, int], Scratch] = {}
 
     def __call__(self, device: torch.device, captured: bool) -> Scratch:
-        """The scratch of the device's current stream, or for a graph that captures it."""
+        """Return the scratch of the device's current stream; a new one while a graph is captured."""
         if captured:
             return Scratch(device)
         key = (device, devices.stream_of(device))

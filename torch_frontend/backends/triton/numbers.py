@@ -1,4 +1,4 @@
-"""The scalars of a launch: as arguments where the host knows them, else in a small buffer on the device."""
+"""The scalars of a launch: arguments if the host knows them, otherwise in a small buffer on the device."""
 
 from __future__ import annotations
 
@@ -12,76 +12,79 @@ from torch import Tensor
 from ....core.hyperparameters import Hyperparameters
 from ....core.moments import SMALLEST_NORMAL_FLOAT32, is_zero
 from ..backend import TensorSlot
-from .memory import REMEMBERED, Scratch
+from .memory import CACHED_NUMBERS, Scratch
 
 
-class Fixed(NamedTuple):
-    """What of the hyperparameters is compiled in: whether beta1, and beta2, are known to be 0; the sign of the step."""
+class CompiledIn(NamedTuple):
+    """The hyperparameters that are compiled in: whether beta1 and beta2 are known to be 0, and the sign of the step."""
 
     zero1: bool
     zero2: bool
     maximize: bool
 
 
-class Numbers(NamedTuple):
-    """What the kernels call first1, log1, first2, log2, lr, eps, floor and decay.
+class LaunchNumbers(NamedTuple):
+    """The kernels' first1, log1, first2, log2, lr, eps, floor and decay.
 
-    fixed: no number, but what is compiled in.
-    buffer: all of them, in the compute dtype; None where `arguments` has them.
-    arguments: float32 arguments of a launch. They are no part of what is compiled.
+    fixed: the hyperparameters that are compiled in.
+    buffer: all eight scalars in the compute dtype, on the device; None if `arguments` has them.
+    arguments: all eight scalars as float32 arguments of a launch, which are not compiled in; 0 if `buffer` has them.
     """
 
-    fixed: Fixed
+    fixed: CompiledIn
     buffer: Tensor | None
     arguments: tuple[float, ...]
 
 
-class KnownNumbers:
-    """The numbers of slots. Those that are the same for all tensors of a group are computed once an update."""
+class NumbersCache:
+    """Computes the scalars of launches, once per update for all tensors of a group."""
 
     def __init__(self) -> None:
-        self._known: dict[tuple[int, bool], tuple[Hyperparameters, Any, Numbers]] = {}
+        self._known: dict[tuple[int, bool], tuple[Hyperparameters, Any, LaunchNumbers]] = {}
 
-    def __call__(self, slot: TensorSlot, wide: torch.dtype, device: torch.device, scratch: Scratch) -> Numbers:
-        """Those of a slot now, and of every slot with the same hyperparameters and number of updates.
+    def __call__(self, slot: TensorSlot, dtype: torch.dtype, device: torch.device, scratch: Scratch) -> LaunchNumbers:
+        """Return the scalars of every slot with this slot's hyperparameters and number of updates.
 
-        float64 arithmetic needs a buffer, as an argument of a kernel is float32; so does a learning rate on the device.
+        A kernel's scalar argument is float32: float64 arithmetic needs a buffer, and so does a learning rate on the device.
         """
         current, l2 = slot.hyperparameters, slot.rule.l2
         corrections = None if slot.capturable else slot.corrections
-        if wide != torch.float32:
-            return _numbers(current, l2, corrections, wide, device, scratch)
-        key = id(current), l2  # what is kept keeps the object alive, so that no other one has its id
+        if dtype != torch.float32:
+            return _numbers(current, l2, corrections, dtype, device, scratch)
+        key = id(current), l2  # the entry refers to the object, so that no other one gets its id
         known = self._known.get(key)
-        if known is not None and known[1] == corrections:  # numbers of the host: nothing waits for a device
+        if known is not None and known[1] == corrections:  # numbers on the host: comparing them does not synchronise
             return known[2]
-        found = _numbers(current, l2, corrections, wide, device, scratch)
+        found = _numbers(current, l2, corrections, dtype, device, scratch)
         if found.buffer is None:
-            if len(self._known) >= REMEMBERED:  # hyperparameters of the past
+            if len(self._known) >= CACHED_NUMBERS:
                 self._known.clear()
             self._known[key] = (current, corrections, found)
         return found
 
 
 def _numbers(
-    current: Hyperparameters, l2: bool, corrections: Any, wide: torch.dtype, device: torch.device, scratch: Scratch
-) -> Numbers:
-    fixed = Fixed(is_zero(current.beta1), is_zero(current.beta2), current.maximize)
+    current: Hyperparameters, l2: bool, corrections: Any, dtype: torch.dtype, device: torch.device, scratch: Scratch
+) -> LaunchNumbers:
+    fixed = CompiledIn(is_zero(current.beta1), is_zero(current.beta2), current.maximize)
     values = _values(current, l2, corrections)
     on_device = {position: value for position, value in enumerate(values) if isinstance(value, Tensor)}
     constants = tuple(0.0 if position in on_device else float(value) for position, value in enumerate(values))
-    if wide == torch.float32 and not on_device:
-        return Numbers(fixed, None, constants)
-    buffer = scratch.constants(constants, wide)
+    if dtype == torch.float32 and not on_device:
+        return LaunchNumbers(fixed, None, constants)
+    buffer = scratch.constants(constants, dtype)
     if on_device:
         buffer = buffer.clone()
         for position, value in on_device.items():
             buffer[position].copy_(value.reshape(()), non_blocking=True)
-    return Numbers(fixed, buffer, (0.0,) * len(values))
+    return LaunchNumbers(fixed, buffer, (0.0,) * len(values))
 
 
 def _values(current: Hyperparameters, l2: bool, corrections: Any) -> list[Any]:
-    """In order. Without corrections, which follow from a number of updates on the device: 1-beta and log(beta)."""
+    """Return the eight scalars in order.
+
+    corrections: None if the number of updates is on the device; the kernel then computes them from 1-beta and log(beta).
+    """
     if corrections is None:
         betas = [(1.0 - beta, _log(beta)) for beta in (current.beta1, current.beta2)]
     else:

@@ -1,4 +1,4 @@
-"""The tensors of one update, as the kernels get them: in the memory order of the parameter, on its device, of its size."""
+"""The tensors of one update as the kernels take them: with the parameter's memory layout, device and size."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from ...communication.shards import PLAIN, local
 from ..backend import TensorSlot
 from .availability import dense
 
-WIDEST = 16
-"""Bytes of the widest access."""
+ACCESS_BYTES = 16
+"""Bytes of the widest memory access."""
 
 
 class Operands(NamedTuple):
-    """The tensors of one update, all in the memory order of the parameter.
+    """The tensors of one update, all with the parameter's memory layout.
 
-    Where no gradient is needed, and where there is no compensation, the parameter stands for it.
+    The parameter itself takes the place of a gradient or compensation that is not needed.
     """
 
     gradient: Tensor
@@ -31,10 +31,10 @@ class Operands(NamedTuple):
 
 
 def operands(slot: TensorSlot, gradient: Tensor | None) -> Operands:
-    """What the kernels get of a slot now. A sharded tensor is its local shard.
+    """Return the tensors of a slot for the kernels; for a sharded tensor its local shard.
 
-    A gradient that is laid out otherwise than its parameter is copied into the parameter's order, which needs the memory of
-    a second gradient for the time of the launch. State that is (it came from a file) is laid out again, once.
+    A gradient with another layout than the parameter's is copied, which takes the memory of a second gradient during the
+    launch. State with another layout (from a file) is replaced by a copy in the parameter's, once.
 
     Raises:
         UnsupportedTensorError: the parameter has gaps in memory or overlaps.
@@ -47,30 +47,30 @@ def operands(slot: TensorSlot, gradient: Tensor | None) -> Operands:
     if not (simple and exp_avg.is_contiguous() and exp_avg_sq.is_contiguous() and compensation.is_contiguous()):
         parameter = local(parameter)
         check_dense(parameter)
-        exp_avg, exp_avg_sq = _kept(state, "exp_avg", parameter), _kept(state, "exp_avg_sq", parameter)
-        compensation = _kept(state, "compensation", parameter) if compensated else parameter
+        exp_avg, exp_avg_sq = _state_in_layout(state, "exp_avg", parameter), _state_in_layout(state, "exp_avg_sq", parameter)
+        compensation = _state_in_layout(state, "compensation", parameter) if compensated else parameter
     if gradient is None:
         return Operands(parameter, exp_avg, exp_avg_sq, parameter, compensation)
     if not (simple and gradient.is_contiguous()):
         here: Tensor = local(gradient)
-        gradient = here if alike(here, parameter) else in_order_of(parameter, here)
+        gradient = here if same_layout(here, parameter) else copied_to_layout_of(parameter, here)
     if gradient.is_neg():
         gradient = gradient.resolve_neg()
     return Operands(gradient, exp_avg, exp_avg_sq, parameter, compensation)
 
 
 def alignment(given: Sequence[Tensor], addresses: Sequence[int]) -> int:
-    """Bytes that all five addresses are multiples of: those of the widest access, or only those of the narrowest element."""
+    """Return bytes that all five addresses are multiples of: `ACCESS_BYTES`, or else those of the narrowest element."""
     gradient, exp_avg, exp_avg_sq, parameter, compensation = addresses
-    if (gradient | exp_avg | exp_avg_sq | parameter | compensation) % WIDEST == 0:
-        return WIDEST
+    if (gradient | exp_avg | exp_avg_sq | parameter | compensation) % ACCESS_BYTES == 0:
+        return ACCESS_BYTES
     return min(tensor.element_size() for tensor in given)
 
 
 def check_operands(given: Operands) -> None:
-    """Raise `UnsupportedTensorError` if not all of a parameter's tensors are on its device and of its size.
+    """Raise `UnsupportedTensorError` unless all tensors have the parameter's device and size.
 
-    A kernel would read, and write, other memory.
+    Otherwise a kernel would access memory outside of them.
     """
     parameter = given.parameter
     device, numel = parameter.device, parameter.numel()
@@ -85,7 +85,7 @@ def check_operands(given: Operands) -> None:
 
 
 def check_dense(parameter: Tensor) -> None:
-    """Raise `UnsupportedTensorError` for a parameter that the kernels cannot walk through."""
+    """Raise `UnsupportedTensorError` for a parameter that is not dense."""
     if not dense(parameter):
         raise UnsupportedTensorError(
             f"parameter of shape {tuple(parameter.shape)} and strides {parameter.stride()} leaves gaps in memory or overlaps; "
@@ -93,10 +93,10 @@ def check_dense(parameter: Tensor) -> None:
         )
 
 
-def _kept(state: MutableMapping[str, Any], name: str, parameter: Tensor) -> Tensor:
-    """The state of that name in the memory order of the parameter."""
-    if not alike(local(state[name]), parameter):
-        state[name] = in_order_of(parameter, local(state[name]), name)
+def _state_in_layout(state: MutableMapping[str, Any], name: str, parameter: Tensor) -> Tensor:
+    """Return the state of this name, after replacing it by a copy in the parameter's layout if it has another one."""
+    if not same_layout(local(state[name]), parameter):
+        state[name] = copied_to_layout_of(parameter, local(state[name]), name)
     return local(state[name])
 
 
@@ -108,8 +108,8 @@ def _resized(name: str, tensor: Tensor, parameter: Tensor) -> UnsupportedTensorE
     )
 
 
-def alike(tensor: Tensor, parameter: Tensor) -> bool:
-    """Whether the elements of both follow one another in memory in the same order, without gaps."""
+def same_layout(tensor: Tensor, parameter: Tensor) -> bool:
+    """Whether a tensor has the shape and the memory layout of a dense parameter."""
     if tensor.shape != parameter.shape:
         return False
     if tensor.stride() == parameter.stride() or (tensor.is_contiguous() and parameter.is_contiguous()):
@@ -118,8 +118,8 @@ def alike(tensor: Tensor, parameter: Tensor) -> bool:
     return all(size <= 1 or mine == other for size, mine, other in strides)
 
 
-def in_order_of(parameter: Tensor, tensor: Tensor, name: str = "gradient") -> Tensor:
-    """A copy of a parameter's gradient or state in the memory order of the parameter."""
+def copied_to_layout_of(parameter: Tensor, tensor: Tensor, name: str = "gradient") -> Tensor:
+    """Return a copy of a parameter's gradient or state in the parameter's memory layout. name: for the error message."""
     if tensor.shape != parameter.shape:
         raise _resized(name, tensor, parameter)
     return torch.empty_like(parameter, dtype=tensor.dtype, memory_format=torch.preserve_format).copy_(tensor)

@@ -1,7 +1,7 @@
-"""The work of a program on one item of a tensor, in each of the two phases (see `kernels`), tile by tile.
+"""The work of a program on one item of a tensor in each of the two phases of `kernels`, tile by tile.
 
-Whole tiles are read without a mask, in 16-byte pieces whatever the size of the tensor; what is left over goes in masked tiles
-of `TAIL` elements. Offsets are 64 bits wide, and 32 inside a tile. The arithmetic is `arithmetic`'s.
+Whole tiles are read without a mask, by accesses of 16 bytes for every size of the tensor; the remainder is read in masked
+tiles of `TAIL` elements. Offsets have 64 bits, and 32 bits within a tile. The arithmetic is in `arithmetic`.
 """
 
 # pyright: reportArgumentType=false, reportAssignmentType=false, reportInvalidTypeForm=false
@@ -39,22 +39,22 @@ def _store(pointer, x, mask, MASKED: tl.constexpr):
 
 @triton.jit
 def _measured_tile(
-    g_ptr, v_ptr, p_ptr, k_ptr, left, complement2, floor, decay,
+    g_ptr, v_ptr, p_ptr, k_ptr, left, c2, floor, decay,
     FIRST: tl.constexpr, ZERO2: tl.constexpr,
-    L2: tl.constexpr, MAXIMIZE: tl.constexpr, COMPENSATION: tl.constexpr, WIDE: tl.constexpr,
+    L2: tl.constexpr, MAXIMIZE: tl.constexpr, COMPENSATION: tl.constexpr, COMPUTE: tl.constexpr,
     KEEP: tl.constexpr, MASKED: tl.constexpr, SIZE: tl.constexpr,
 ):  # fmt: skip
-    """g*g/max(v', eps^2) of one tile, and g-g, which is 0 where g is finite and NaN elsewhere."""
+    """Return g*g/max(v', eps^2) of one tile, and g-g, which is 0 where g is finite and NaN where it is not."""
     offset = tl.arange(0, SIZE)
     mask = offset < left
-    g = _load(g_ptr + offset, mask, MASKED, KEEP).to(WIDE)
-    v = _load(v_ptr + offset, mask, MASKED, KEEP).to(WIDE)
+    g = _load(g_ptr + offset, mask, MASKED, KEEP).to(COMPUTE)
+    v = _load(v_ptr + offset, mask, MASKED, KEEP).to(COMPUTE)
     parameter = g
     if L2 and FIRST:
         kept = _load(k_ptr + offset, mask, MASKED, KEEP)
-        parameter = load_parameter(_load(p_ptr + offset, mask, MASKED, KEEP), kept, COMPENSATION, WIDE)
+        parameter = load_parameter(_load(p_ptr + offset, mask, MASKED, KEEP), kept, COMPENSATION, COMPUTE)
     g = prepared_gradient(g, parameter, decay, FIRST, L2, MAXIMIZE)
-    ratio = squared_ratio(g, next_exp_avg_sq(v, g, complement2, FIRST, ZERO2), floor)
+    ratio = squared_ratio(g, next_exp_avg_sq(v, g, c2, FIRST, ZERO2), floor)
     check = g - g
     if MASKED:
         ratio, check = tl.where(mask, ratio, 0.0), tl.where(mask, check, 0.0)
@@ -63,20 +63,20 @@ def _measured_tile(
 
 @triton.jit
 def measured_item(
-    g_ptr, v_ptr, p_ptr, k_ptr, base, n, applied_ptr, complement2, floor, decay,
+    g_ptr, v_ptr, p_ptr, k_ptr, base, n, applied_ptr, c2, floor, decay,
     FIRST: tl.constexpr, ZERO2: tl.constexpr,
-    L2: tl.constexpr, MAXIMIZE: tl.constexpr, COMPENSATION: tl.constexpr, WIDE: tl.constexpr,
+    L2: tl.constexpr, MAXIMIZE: tl.constexpr, COMPENSATION: tl.constexpr, COMPUTE: tl.constexpr,
     KEEP: tl.constexpr, TILES: tl.constexpr, BLOCK: tl.constexpr, TAIL: tl.constexpr,
 ):  # fmt: skip
-    """The partial sum of one item; a 0 into `applied`, if there is one, where a gradient is not finite."""
+    """Return the partial sum of one item; store 0 at `applied_ptr`, if given, when a gradient is not finite."""
     blocks = tl.minimum((n - base) // BLOCK, TILES).to(tl.int32)
-    ratios = tl.zeros((BLOCK,), WIDE)
-    checks = tl.zeros((BLOCK,), WIDE)
+    ratios = tl.zeros((BLOCK,), COMPUTE)
+    checks = tl.zeros((BLOCK,), COMPUTE)
     for tile in range(blocks):
         at = base + tile * BLOCK
         ratio, check = _measured_tile(
-            g_ptr + at, v_ptr + at, p_ptr + at, k_ptr + at, BLOCK, complement2, floor, decay,
-            FIRST, ZERO2, L2, MAXIMIZE, COMPENSATION, WIDE, KEEP, False, BLOCK,
+            g_ptr + at, v_ptr + at, p_ptr + at, k_ptr + at, BLOCK, c2, floor, decay,
+            FIRST, ZERO2, L2, MAXIMIZE, COMPENSATION, COMPUTE, KEEP, False, BLOCK,
         )  # fmt: skip
         ratios += ratio
         checks += check
@@ -86,8 +86,8 @@ def measured_item(
         for start in range(0, left, TAIL):
             at = base + blocks * BLOCK + start
             ratio, check = _measured_tile(
-                g_ptr + at, v_ptr + at, p_ptr + at, k_ptr + at, left - start, complement2, floor, decay,
-                FIRST, ZERO2, L2, MAXIMIZE, COMPENSATION, WIDE, KEEP, True, TAIL,
+                g_ptr + at, v_ptr + at, p_ptr + at, k_ptr + at, left - start, c2, floor, decay,
+                FIRST, ZERO2, L2, MAXIMIZE, COMPENSATION, COMPUTE, KEEP, True, TAIL,
             )  # fmt: skip
             partial += tl.sum(ratio, 0)
             finite += tl.sum(check, 0)
@@ -99,29 +99,29 @@ def measured_item(
 
 @triton.jit
 def _written_tile(
-    g_ptr, m_ptr, v_ptr, p_ptr, k_ptr, left, complement1, complement2, eta, eps, floor, decay,
+    g_ptr, m_ptr, v_ptr, p_ptr, k_ptr, left, c1, c2, eta, eps, floor, decay,
     ACTION: tl.constexpr, FIRST: tl.constexpr, ZERO1: tl.constexpr, ZERO2: tl.constexpr,
     L2: tl.constexpr, MAXIMIZE: tl.constexpr, COMPENSATION: tl.constexpr,
-    WIDE: tl.constexpr, PASS: tl.constexpr, MASKED: tl.constexpr, SIZE: tl.constexpr,
+    COMPUTE: tl.constexpr, PASS: tl.constexpr, MASKED: tl.constexpr, SIZE: tl.constexpr,
 ):  # fmt: skip
-    """The write phase of one tile; for "accumulate" also its g*g/max(v', eps^2)."""
+    """Write one tile; for "accumulate" return its g*g/max(v', eps^2)."""
     offset = tl.arange(0, SIZE)
     mask = offset < left
-    m = _load(m_ptr + offset, mask, MASKED, PASS).to(WIDE)
-    v = _load(v_ptr + offset, mask, MASKED, PASS).to(WIDE)
+    m = _load(m_ptr + offset, mask, MASKED, PASS).to(COMPUTE)
+    v = _load(v_ptr + offset, mask, MASKED, PASS).to(COMPUTE)
     parameter = m
     if ACTION != "accumulate" or (L2 and FIRST):
         p = _load(p_ptr + offset, mask, MASKED, PASS)
         k = p
         if COMPENSATION != "none":
             k = _load(k_ptr + offset, mask, MASKED, PASS)
-        parameter = load_parameter(p, k, COMPENSATION, WIDE)
+        parameter = load_parameter(p, k, COMPENSATION, COMPUTE)
     ratio = m
     if ACTION != "apply":
-        g = _load(g_ptr + offset, mask, MASKED, PASS).to(WIDE)
+        g = _load(g_ptr + offset, mask, MASKED, PASS).to(COMPUTE)
         g = prepared_gradient(g, parameter, decay, FIRST, L2, MAXIMIZE)
-        m = next_exp_avg(m, g, complement1, FIRST, ZERO1)
-        v = next_exp_avg_sq(v, g, complement2, FIRST, ZERO2)
+        m = next_exp_avg(m, g, c1, FIRST, ZERO1)
+        v = next_exp_avg_sq(v, g, c2, FIRST, ZERO2)
         _store(m_ptr + offset, m.to(m_ptr.dtype.element_ty), mask, MASKED)
         _store(v_ptr + offset, v.to(v_ptr.dtype.element_ty), mask, MASKED)
         ratio = squared_ratio(g, v, floor)
@@ -138,19 +138,19 @@ def _written_tile(
 
 @triton.jit
 def written_item(
-    g_ptr, m_ptr, v_ptr, p_ptr, k_ptr, base, n, complement1, complement2, eta, eps, floor, decay,
+    g_ptr, m_ptr, v_ptr, p_ptr, k_ptr, base, n, c1, c2, eta, eps, floor, decay,
     ACTION: tl.constexpr, FIRST: tl.constexpr, ZERO1: tl.constexpr, ZERO2: tl.constexpr,
     L2: tl.constexpr, MAXIMIZE: tl.constexpr, COMPENSATION: tl.constexpr,
-    WIDE: tl.constexpr, PASS: tl.constexpr, TILES: tl.constexpr, BLOCK: tl.constexpr, TAIL: tl.constexpr,
+    COMPUTE: tl.constexpr, PASS: tl.constexpr, TILES: tl.constexpr, BLOCK: tl.constexpr, TAIL: tl.constexpr,
 ):  # fmt: skip
-    """The write phase of one item. Returns the partial sum that the measure phase would give, for "accumulate"."""
+    """Write one item; for "accumulate" return the partial sum that the measure phase would return."""
     blocks = tl.minimum((n - base) // BLOCK, TILES).to(tl.int32)
-    ratios = tl.zeros((BLOCK,), WIDE)
+    ratios = tl.zeros((BLOCK,), COMPUTE)
     for tile in range(blocks):
         at = base + tile * BLOCK
         ratio = _written_tile(
-            g_ptr + at, m_ptr + at, v_ptr + at, p_ptr + at, k_ptr + at, BLOCK, complement1, complement2, eta, eps, floor, decay,
-            ACTION, FIRST, ZERO1, ZERO2, L2, MAXIMIZE, COMPENSATION, WIDE, PASS, False, BLOCK,
+            g_ptr + at, m_ptr + at, v_ptr + at, p_ptr + at, k_ptr + at, BLOCK, c1, c2, eta, eps, floor, decay,
+            ACTION, FIRST, ZERO1, ZERO2, L2, MAXIMIZE, COMPENSATION, COMPUTE, PASS, False, BLOCK,
         )  # fmt: skip
         if ACTION == "accumulate":
             ratios += ratio
@@ -161,8 +161,8 @@ def written_item(
             at = base + blocks * BLOCK + start
             ratio = _written_tile(
                 g_ptr + at, m_ptr + at, v_ptr + at, p_ptr + at, k_ptr + at, left - start,
-                complement1, complement2, eta, eps, floor, decay,
-                ACTION, FIRST, ZERO1, ZERO2, L2, MAXIMIZE, COMPENSATION, WIDE, PASS, True, TAIL,
+                c1, c2, eta, eps, floor, decay,
+                ACTION, FIRST, ZERO1, ZERO2, L2, MAXIMIZE, COMPENSATION, COMPUTE, PASS, True, TAIL,
             )  # fmt: skip
             if ACTION == "accumulate":
                 partial += tl.sum(ratio, 0)

@@ -1,4 +1,4 @@
-"""What selects the program of a launch: everything that Triton compiles in or specialises on."""
+"""The key of a compiled program: everything that Triton compiles in or specialises on."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from ..backend import TensorSlot
 from . import kernels
 from .configuration import Configuration
 from .launch import Program
-from .numbers import Fixed
+from .numbers import CompiledIn
 from .operands import Operands
 
 TRITON_DTYPES = {
@@ -25,23 +25,24 @@ TRITON_DTYPES = {
     torch.float16: tl.float16,
     torch.int16: tl.int16,
 }
-WIDE_DTYPES = {DTYPES[name]: DTYPES[compute_dtype(name)] for name in PARAMETER_DTYPES}
-"""The compute dtype of each dtype of a parameter."""
+COMPUTE_DTYPES = {DTYPES[name]: DTYPES[compute_dtype(name)] for name in PARAMETER_DTYPES}
+"""The compute dtype for each dtype of a parameter."""
 
 Kind = tuple[str, tuple[tuple[str, Any], ...]]
-"""The name of a kernel and what it is to do: ("update_tensor", (("ACTION", "update"), ("FIRST", True)))."""
+"""The name of a kernel and its constants that say what to do: ("update_tensor", (("ACTION", "update"), ("FIRST", True)))."""
 
 
 class Specialisation(NamedTuple):
-    """Two launches of a kind run the same program if these are equal, and else another one.
+    """The key of a program: launches of the same kind run the same program if and only if these are equal.
 
-    device: that it is loaded on.
-    chosen: sizes.
+    device: the device that the program is loaded on.
+    chosen: the configuration.
     clips, l2: of the rule.
     compensation: "none", "kahan" or "split".
-    fixed: of the hyperparameters.
-    dtypes, alignment: of g, m, v, p and k; bytes that all their addresses are multiples of.
-    pointers: for each tensor among the arguments whether it is there, its dtype, and whether it is aligned.
+    fixed: the hyperparameters that are compiled in.
+    dtypes: of g, m, v, p and k.
+    alignment: bytes that all their addresses are multiples of.
+    pointers: for each tensor among the arguments its dtype and whether it is aligned to 16 bytes; None if it is absent.
     """
 
     device: torch.device
@@ -49,13 +50,13 @@ class Specialisation(NamedTuple):
     clips: bool
     l2: bool
     compensation: str
-    fixed: Fixed
+    fixed: CompiledIn
     dtypes: tuple[torch.dtype, ...]
     alignment: int
     pointers: tuple[Any, ...]
 
     def options(self) -> dict[str, Any]:
-        """What is compiled in, and how."""
+        """Return the constants and Triton's compilation options, by name."""
         chosen, fixed = self.chosen, self.fixed
         cap = {"maxnreg": chosen.registers} if chosen.registers else {}
         return {
@@ -68,13 +69,13 @@ class Specialisation(NamedTuple):
             "MAXIMIZE": fixed.maximize,
             "COMPENSATION": self.compensation,
             "ALIGNMENT": self.alignment,
-            "WIDE": TRITON_DTYPES[WIDE_DTYPES[self.dtypes[3]]],
+            "COMPUTE": TRITON_DTYPES[COMPUTE_DTYPES[self.dtypes[3]]],
             "HINTS": chosen.hints,
             "TILES": chosen.tiles,
             "BLOCK": chosen.block,
             "TAIL": chosen.tail,
             "num_warps": chosen.warps,
-            "enable_fp_fusion": False,  # so that release and step(), which are two kernels, give the same bits
+            "enable_fp_fusion": False,  # so that the two kernels, of release and of step(), give the same bits
         }
 
 
@@ -82,15 +83,15 @@ def specialisation(
     slot: TensorSlot,
     device: torch.device,
     chosen: Configuration,
-    fixed: Fixed,
+    fixed: CompiledIn,
     given: Operands,
     alignment: int,
     arguments: Iterable[Tensor | None],
 ) -> Specialisation:
-    """That of a launch which begins with this slot and these operands.
+    """Return the specialisation of a launch.
 
     Args:
-        slot, given: of the first tensor.
+        slot, given: slot and operands of the first tensor.
         device: of the launch.
         chosen, fixed, alignment: as in `Specialisation`.
         arguments: the tensors among the arguments.
@@ -103,18 +104,18 @@ def specialisation(
 
 
 def _seen(arguments: Iterable[Tensor | None]) -> tuple[Any, ...]:
-    """What Triton looks at of tensors among the arguments."""
+    """Return what Triton specialises on of tensors among the arguments."""
     return tuple([None if x is None else (x.dtype, x.data_ptr() % 16 == 0) for x in arguments])
 
 
-class Programs:
-    """The programs of a backend."""
+class ProgramCache:
+    """The compiled programs of a backend."""
 
     def __init__(self) -> None:
         self._known: dict[tuple[Kind, Specialisation], Program] = {}
 
     def __call__(self, kind: Kind, wanted: Specialisation) -> Program:
-        """The one program for this; it may have to be loaded."""
+        """Return the program for this specialisation, which may not be loaded yet."""
         known = self._known.get((kind, wanted))
         if known is None:
             known = self._known[kind, wanted] = _program(kind, wanted)
@@ -124,6 +125,6 @@ class Programs:
 def _program(kind: Kind, wanted: Specialisation) -> Program:
     kernel, settings = kind
     options = wanted.options() | dict(settings)
-    if ("ACTION", "accumulate") in settings:  # left to the compiler it needs fewer registers than the cap
+    if ("ACTION", "accumulate") in settings:  # without the limit the compiler uses fewer registers
         options.pop("maxnreg", None)
     return Program(getattr(kernels, kernel), options)

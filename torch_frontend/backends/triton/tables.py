@@ -1,4 +1,4 @@
-"""The tables of a launch for many tensors, uploaded only when they have changed."""
+"""The tables of a launch for many tensors, cached on the device and uploaded only when they change."""
 
 from __future__ import annotations
 
@@ -14,19 +14,21 @@ from .memory import Uploaded, Uploads
 PHASES = {"both": (work.MEASURE, work.WRITE), "measure": (work.MEASURE,), "write": (work.WRITE,)}
 
 ITEM_BYTES = 2**27
-"""What tables of items may take in all: some of a model of 7 billion parameters. The least used go first."""
+"""Largest total size of cached tables of items; a model of 7 billion parameters needs a few such tables of 20 MB. The
+least recently used are dropped first."""
 
 TABLES = 1024
-"""How many tables of tensors are kept. A parameter that moves gets another one; the least used go first."""
+"""Largest number of cached tables of tensors; a parameter that moves gets a new one. The least recently used are dropped
+first."""
 
 Key = tuple[object, ...]
 
 
 class Tables(NamedTuple):
-    """What `kernels.update_group` walks through.
+    """The tables of a launch of `kernels.update_group`.
 
     items, tensors: as described there.
-    ticket_count, slot_count: rows of `items`, and partial sums.
+    ticket_count, slot_count: the number of rows of `items`, and of partial sums.
     """
 
     items: Tensor
@@ -36,9 +38,10 @@ class Tables(NamedTuple):
 
 
 class Items(NamedTuple):
-    """What follows from sizes: the table of items, how many there are, and columns of the other table.
+    """What follows from the tensors' sizes: the table of items, and three columns of the table of tensors.
 
-    sizes: elements, first slot and items of each tensor.
+    slot_count: number of partial sums.
+    sizes: number of elements, first slot and number of items of each tensor, (3, tensors).
     """
 
     table: Uploaded
@@ -47,7 +50,7 @@ class Items(NamedTuple):
 
 
 class GroupTables:
-    """Tables by what they were made of. Items follow from sizes and are made once; addresses of gradients may change."""
+    """Makes and caches tables. Those of items depend on sizes only; those of tensors change when an address does."""
 
     def __init__(self) -> None:
         self._upload = Uploads()
@@ -65,11 +68,11 @@ class GroupTables:
         *,
         capturable: bool,
     ) -> Tables:
-        """The tables of a launch.
+        """Return the tables of a launch.
 
         Args:
-            addresses: six columns: of the tensors, in the order of `Operands`, and of t, or 0.
-            numels: elements of each tensor.
+            addresses: six columns: those of the tensors in the order of `Operands`, and that of t, or 0.
+            numels: number of elements of each tensor.
             item_elements: elements of an item.
             wave_elements: elements that are measured before they are written.
             phases: as `kernels.update_group` takes it.
@@ -80,7 +83,7 @@ class GroupTables:
             RefusedError: a graph is being captured, and no step of these parameters was taken before.
         """
         items = self._items_table(tuple(numels), item_elements, wave_elements, phases, device)
-        # No parameter is in two launches of a step.
+        # The first parameter's address identifies the table, as no parameter is in two launches of a step.
         tensors = self._tensors_table((addresses[3][0], item_elements, phases, device), addresses, items.sizes, capturable)
         table = items.table.here()
         return Tables(table, tensors, table.shape[0], items.slot_count)
@@ -96,7 +99,7 @@ class GroupTables:
             known = Items(table, sum(counts), np.array([numels, work.first_slots(counts), counts], np.int64))
         elif devices.capturing(device):
             self._upload.keep(known.table.tensor)
-        self._items[key] = known  # the last one now
+        self._items[key] = known  # at the end, as the most recently used
         while len(self._items) > 1 and sum(items.table.tensor.nbytes for items in self._items.values()) > ITEM_BYTES:
             del self._items[next(iter(self._items))]
         return known
@@ -109,13 +112,13 @@ class GroupTables:
         captured = devices.capturing(device)
         if known is not None and known[0] == addresses and known[1] is sizes:
             table = known[2]
-            self._tensors[key] = known  # the last one now
+            self._tensors[key] = known  # at the end, as the most recently used
             if captured:
                 self._upload.keep(table.tensor)
         else:
             rows = np.concatenate([np.array(addresses, np.int64), sizes]).T
             table = self._upload(key, np.ascontiguousarray(rows), device)
-            if not captured:  # what a graph uploads is there only while the graph runs
+            if not captured:  # a graph's upload has contents only while the graph runs
                 self._tensors[key] = (addresses, sizes, table)
             if len(self._tensors) > TABLES:
                 oldest = next(iter(self._tensors))

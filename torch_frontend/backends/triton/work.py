@@ -1,14 +1,14 @@
-"""Which work a launch consists of: items, waves and the order of tickets. Pure Python and numpy; no kernel, no device.
+"""The work of a launch: its items, its waves and the order of its tickets. Pure Python and numpy, without a device.
 
-Under update clipping every element of g and v is read twice: once to measure, once to write. A *wave* is a run of tensors
-whose measured bytes are at most a share of the second-level cache, so that the second reading costs no bandwidth; a tensor
-larger than that is a wave of its own. Tickets go
+Under update clipping every element of g and v is read twice: to measure and to write. A *wave* is a run of tensors whose
+measured bytes fit into a share of the second-level cache, so that the second read comes from the cache; a tensor larger than
+that is a wave of its own. The order of tickets is
 
     measure(w0)  measure(w1)  write(w0)  measure(w2)  write(w1)  ...  write(last)
 
-so that while the last items of a wave are still being measured, those of the next one keep the device busy; and a wave is
-written backward, beginning with what was read last. Of a next wave that is one large tensor only as much as an ordinary
-wave holds is measured ahead, and the rest after the write: it would put what is written next out of the cache.
+so that measuring the next wave keeps the device busy while the last items of a wave are being measured. A wave is written in
+reverse, starting with what was read last. If the next wave is a large tensor, only the size of an ordinary wave is measured
+ahead, and the rest after the write: more would evict from the cache what is to be written next.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ MEASURE, WRITE = 0, 1
 
 
 def item_counts(numels: Sequence[int], item_elements: int) -> list[int]:
-    """How many items each tensor is cut into; the last one may be short."""
+    """Return the number of items of each tensor; the last item may be short."""
     return [-(-numel // item_elements) for numel in numels]
 
 
 def first_slots(counts: Sequence[int]) -> list[int]:
-    """Where each tensor's slots for partial sums begin."""
+    """Return the number of each tensor's first slot for partial sums."""
     starts = [0]
     for count in counts:
         starts.append(starts[-1] + count)
@@ -34,7 +34,7 @@ def first_slots(counts: Sequence[int]) -> list[int]:
 
 
 def waves(numels: Sequence[int], wave_elements: int) -> list[range]:
-    """Runs of tensors of at most `wave_elements` together, as far as a tensor fits: one is never cut."""
+    """Return runs of tensors of at most `wave_elements` in total; a larger tensor is a run of its own."""
     found, start, size = [], 0, 0
     for tensor, numel in enumerate(numels):
         if tensor > start and size + numel > wave_elements:
@@ -49,26 +49,26 @@ def waves(numels: Sequence[int], wave_elements: int) -> list[range]:
 def tickets(
     numels: Sequence[int], item_elements: int, wave_elements: int, phases: Sequence[int] = (MEASURE, WRITE)
 ) -> np.ndarray:
-    """`items` of tensors of so many elements. Ahead of a write, as much is measured as a wave holds."""
+    """Return the table of `items` for tensors of these sizes, with one wave's size measured ahead of each write."""
     counts = item_counts(numels, item_elements)
     (ahead,) = item_counts([wave_elements], item_elements)
     return items(counts, waves(numels, wave_elements), ahead, phases)
 
 
 def items(counts: Sequence[int], groups: Sequence[range], ahead: int, phases: Sequence[int] = (MEASURE, WRITE)) -> np.ndarray:
-    """The table of items in ticket order.
+    """Return the table of items in ticket order.
 
     Args:
-        counts: items of each tensor.
+        counts: number of items of each tensor.
         groups: the waves.
-        ahead: items of the next wave, at most, that are measured before a wave is written.
-        phases: those that the launch has.
+        ahead: largest number of items of the next wave that are measured before a wave is written.
+        phases: the phases of the launch.
 
     Returns:
         int32, (tickets, 3): phase, tensor, number of the item in its tensor. Every measure item of a tensor comes before its
         first write item.
     """
-    order, begun = [], 0  # items of this wave that are measured already
+    order, begun = [], 0  # the number of items of this wave that are measured already
     for wave, tensors in enumerate(groups):
         if MEASURE in phases:
             following = groups[wave + 1] if wave + 1 < len(groups) else range(0)

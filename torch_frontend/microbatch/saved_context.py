@@ -1,4 +1,4 @@
-"""What a computation depends on besides its arguments, and must find again when it is repeated: autocast, random numbers."""
+"""The autocast and RNG state of a computation, saved so that it can be repeated in backward."""
 
 from __future__ import annotations
 
@@ -11,20 +11,20 @@ from torch import Tensor
 from torch.utils.checkpoint import get_device_states, set_device_states
 
 
-class Surroundings:
-    """Autocast as it is now, and the random state before each of several computations.
+class SavedContext:
+    """The autocast state at construction, and the RNG state before each of several computations.
 
     Args:
-        tensors: on whose devices it happens; one type of accelerator at most.
-        preserve_rng_state: remember and restore the random state, of the CPU and of these devices.
+        tensors: the computations run on their devices: CPUs, and accelerators of at most one type.
+        preserve_rng_state: save and restore the RNG state of the CPU and of these devices.
     """
 
     def __init__(self, tensors: Sequence[Tensor], preserve_rng_state: bool) -> None:
         self._preserve = preserve_rng_state
         self._states: list[tuple[Tensor, Sequence[int], Sequence[Tensor]]] = []
         devices = sorted({str(tensor.device) for tensor in tensors if tensor.device.type not in ("cpu", "meta")})
-        self._witnesses = [torch.empty(0, device=device) for device in devices]
-        self._accelerator = self._witnesses[0].device.type if devices else None
+        self._on_devices = [torch.empty(0, device=device) for device in devices]  # torch's functions take tensors, not devices
+        self._accelerator = self._on_devices[0].device.type if devices else None
         self._autocast: list[dict[str, Any]] = [
             {
                 "device_type": kind,
@@ -38,19 +38,19 @@ class Surroundings:
 
     @contextlib.contextmanager
     def autocast(self) -> Iterator[None]:
-        """Autocast as it was."""
+        """Apply the saved autocast state."""
         with contextlib.ExitStack() as stack:
             for arguments in self._autocast:
                 stack.enter_context(torch.autocast(**arguments))
             yield
 
-    def remember_random_state(self) -> None:
-        """As it is now, for the next computation."""
+    def save_rng_state(self) -> None:
+        """Save the current RNG state for the next computation."""
         if self._preserve:
-            self._states.append((torch.get_rng_state(), *get_device_states(*self._witnesses)))
+            self._states.append((torch.get_rng_state(), *get_device_states(*self._on_devices)))
 
-    def restore_random_state(self, number: int) -> None:
-        """As it was before the computation of that number, counted from 0."""
+    def restore_rng_state(self, number: int) -> None:
+        """Restore the RNG state saved for the computation of this number, counted from 0."""
         if self._preserve:
             state, indices, states = self._states[number]
             torch.set_rng_state(state)
@@ -58,11 +58,11 @@ class Surroundings:
                 set_device_states(indices, states, device_type=self._accelerator)
 
     @contextlib.contextmanager
-    def own_random_numbers(self) -> Iterator[None]:
-        """What is drawn in this context leaves the random state as it was."""
+    def fork_rng(self) -> Iterator[None]:
+        """Restore the current RNG state at the end of the context."""
         if not self._preserve:
             yield
             return
-        indices = [witness.get_device() for witness in self._witnesses]
+        indices = [tensor.get_device() for tensor in self._on_devices]
         with torch.random.fork_rng(indices, device_type=self._accelerator or "cuda"):
             yield
