@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 from tests.guide_support import ROOT, examples, run
-from tests.portable_support import taken_apart
+from tests.support.portable_states import taken_apart
 
 from penstock.__main__ import main
 from penstock.core.portable.file import describe

@@ -10,7 +10,7 @@ import pytest
 import torch
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState, GradientState, PartialState
-from tests.torch_frontend.integrations.tiny_llama import (
+from tests.support.tiny_llama import (
     assert_same_losses,
     assert_same_norms,
     fp16_on_cpu,
@@ -19,7 +19,7 @@ from tests.torch_frontend.integrations.tiny_llama import (
     sequences,
     tiny_llama,
 )
-from tests.torch_support import gone
+from tests.support.torch_models import gone
 from torch import nn
 
 from penstock.core.errors import InvalidArgumentError, RefusedError

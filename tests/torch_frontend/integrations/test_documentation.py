@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from tests.torch_frontend.integrations import tiny_llama  # noqa: F401  (no downloads)
+from tests.support import tiny_llama  # noqa: F401  (no downloads)
 
 ROOT = Path(__file__).resolve().parents[3]
 EXAMPLES = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "trainers.md").read_text(), re.DOTALL)

@@ -11,7 +11,7 @@ import torch
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 from lightning.pytorch.plugins import MixedPrecision
 from lightning.pytorch.utilities import grad_norm
-from tests.torch_frontend.integrations.tiny_llama import (
+from tests.support.tiny_llama import (
     assert_same_losses,
     assert_same_norms,
     gradient_bytes,
@@ -19,7 +19,7 @@ from tests.torch_frontend.integrations.tiny_llama import (
     sequences,
     tiny_llama,
 )
-from tests.torch_support import gone
+from tests.support.torch_models import gone
 
 from penstock.core.errors import InvalidArgumentError, RefusedError
 from penstock.parity.live_gradients import LiveGradientMeter

@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 import torch.distributed as dist
-from tests.torch_frontend.distributed.processes import Ranks
+from tests.support.ranks import Ranks
+from tests.support.tiny_llama import assert_same_losses, assert_same_norms
 from tests.torch_frontend.integrations import test_accelerate, test_lightning, test_transformers
-from tests.torch_frontend.integrations.tiny_llama import assert_same_losses, assert_same_norms
 
 from penstock.core.errors import RefusedError
 from penstock.torch_frontend.integrations.lightning import GradientRelease

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from tests.torch_frontend.integrations.tiny_llama import (
+from tests.support.tiny_llama import (
     assert_same_losses,
     assert_same_norms,
     fp16_on_cpu,
@@ -18,7 +18,7 @@ from tests.torch_frontend.integrations.tiny_llama import (
     sequences,
     tiny_llama,
 )
-from tests.torch_support import gone
+from tests.support.torch_models import gone
 from torch import nn
 from transformers import Trainer, TrainerCallback, TrainingArguments
 

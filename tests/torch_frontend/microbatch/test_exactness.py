@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from tests.torch_frontend.microbatch.models import (
+from tests.support.decoder import (
     BATCH,
     HEADS,
     LENGTH,

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from tests.torch_frontend.microbatch.models import LENGTH, WIDTH, batch, decoder, gradients, loss_of
+from tests.support.decoder import LENGTH, WIDTH, batch, decoder, gradients, loss_of
 from torch import Tensor, nn
 
 from penstock.core.errors import InvalidArgumentError, RefusedError
