@@ -16,10 +16,10 @@ from penstock.core.combinations import Combination, Kind, Verdict, table
 from penstock.core.errors import RefusedError
 from penstock.torch_frontend import StableAdamW, release_gradients
 from penstock.torch_frontend.backends.triton.availability import interpreted
-from penstock.torch_frontend.release import release as release_module
 
-CELLS = [cell for cell in table() if (cell[0].backend == "triton") == interpreted()]
-HERE = [cell for cell in CELLS if cell[0].communication == "local"]  # the others: tests/torch_frontend/communication
+HERE = [(c, verdict) for c, verdict in table() if (c.backend == "triton") == interpreted() and c.communication == "local"]
+"""The others: tests/torch_frontend/communication."""
+
 LAYERS, BATCHES = (2, 3) if interpreted() else (3, 6)
 MAX_NORM = 0.05
 MICRO_BATCHES = 3
@@ -52,9 +52,8 @@ def set_up(c: Combination, model: nn.Module, optimizer: StableAdamW, scaler: tor
     )
 
 
-def run(c: Combination, model: nn.Module, optimizer: StableAdamW, scaler, guard: Callable, clip: Callable) -> None:
+def run(model: nn.Module, optimizer: StableAdamW, scaler, count: int, guard: Callable, clip: Callable) -> None:
     """The loop that everybody writes; `clip` is what a plain one does about clipping."""
-    count = 1 if c.accumulation == "none" else MICRO_BATCHES
     for i, batch in enumerate(batches(BATCHES, dtype=next(model.parameters()).dtype)):
         scaler.scale(guard(loss_of(model, batch) / count)).backward()
         if (i + 1) % count == 0:
@@ -65,19 +64,19 @@ def run(c: Combination, model: nn.Module, optimizer: StableAdamW, scaler, guard:
             optimizer.zero_grad()
 
 
-def train_both_ways(c: Combination) -> tuple[nn.Module, nn.Module, Callable[[], None]]:
-    """A plain run, a released one, and a function that goes on with the released one."""
+def train_both_ways(c: Combination, micro_batches: int) -> tuple[nn.Module, nn.Module, Callable[[int], None]]:
+    """A plain run, a released one, and a function that goes on with the released one, with as many micro-batches."""
     plain, optimizer = build(c)
     scaler = scaler_of(c)
-    run(c, plain, optimizer, scaler, lambda loss: loss, lambda: clip_plainly(c, plain))
+    run(plain, optimizer, scaler, micro_batches, lambda loss: loss, lambda: clip_plainly(c, plain))
     model, optimizer = build(c)
     scaler = scaler_of(c)
     release = set_up(c, model, optimizer, scaler)
 
-    def released() -> None:
-        run(c, model, optimizer, scaler, release.guard, lambda: None)
+    def released(count: int) -> None:
+        run(model, optimizer, scaler, count, release.guard, lambda: None)
 
-    released()
+    released(micro_batches)
     return plain, model, released
 
 
@@ -99,10 +98,9 @@ def assert_within_one_rounding_a_step(a: torch.Tensor, b: torch.Tensor) -> None:
     torch.testing.assert_close(a, b, rtol=6 * eps, atol=6 * LEARNING_RATE * 2 * eps)
 
 
-@pytest.mark.parametrize("cell", [cell for cell in CELLS if cell[1].kind is Kind.REFUSED], ids=identify)
-def test_a_refused_cell_is_refused_before_anything_changes(cell, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("cell", [cell for cell in HERE if cell[1].kind is Kind.REFUSED], ids=identify)
+def test_a_refused_cell_is_refused_before_anything_changes(cell) -> None:
     c, verdict = cell
-    monkeypatch.setattr(release_module, "communication_name", lambda model, group: c.communication)
     model, optimizer = build(c)
     with pytest.raises(RefusedError) as raised:
         set_up(c, model, optimizer, scaler_of(c))
@@ -115,7 +113,7 @@ def test_a_refused_cell_is_refused_before_anything_changes(cell, monkeypatch: py
 @pytest.mark.parametrize("cell", [cell for cell in HERE if cell[1].kind is Kind.EXACT], ids=identify)
 def test_an_exact_cell_equals_the_plain_loop(cell) -> None:
     c, _ = cell
-    plain, model, _ = train_both_ways(c)
+    plain, model, _ = train_both_ways(c, 1 if c.accumulation == "none" else MICRO_BATCHES)
     for a, b in zip(plain.parameters(), model.parameters(), strict=True):
         if c.clipping == "none":
             assert torch.equal(a, b)
@@ -124,15 +122,13 @@ def test_an_exact_cell_equals_the_plain_loop(cell) -> None:
 
 
 @pytest.mark.parametrize("cell", [cell for cell in HERE if cell[1].kind is Kind.APPROXIMATE], ids=identify)
-def test_an_approximate_cell_is_exact_with_one_micro_batch_and_trains_with_several(cell, monkeypatch) -> None:
+def test_an_approximate_cell_is_exact_with_one_micro_batch_and_trains_with_several(cell) -> None:
     c, _ = cell
-    monkeypatch.setattr(f"{__name__}.MICRO_BATCHES", 1)
-    plain, model, go_on = train_both_ways(c)
+    plain, model, go_on = train_both_ways(c, 1)
     for a, b in zip(plain.parameters(), model.parameters(), strict=True):
         # step() applies moments that were rounded to their dtype in between.
         assert_within_one_rounding_a_step(a, b)
-    monkeypatch.setattr(f"{__name__}.MICRO_BATCHES", 3)
     before = loss_of(model, batches(1, dtype=next(model.parameters()).dtype)[0])
     for _ in range(5):
-        go_on()
+        go_on(MICRO_BATCHES)
     assert loss_of(model, batches(1, dtype=next(model.parameters()).dtype)[0]) < before

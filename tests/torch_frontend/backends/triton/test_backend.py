@@ -26,17 +26,8 @@ from penstock.torch_frontend.backends.triton.configuration import (
 )
 
 ROOT = Path(__file__).resolve().parents[4]
-INTERPRETED = [
-    "tests/torch_frontend/backends/triton/interpreter/test_specification.py",
-    "tests/torch_frontend/backends/triton/interpreter/test_launches.py",
-    "tests/torch_frontend/backends/triton/interpreter/test_all_or_nothing.py",
-    "tests/torch_frontend/backends/triton/interpreter/test_release_launches.py",
-    "tests/torch_frontend/backends/triton/interpreter/test_over_ranks.py",
-    "tests/torch_frontend/backends/triton/interpreter/test_tickets.py",
-    "tests/torch_frontend/backends/triton/interpreter/test_kept_slots.py",
-    "tests/torch_frontend/release/test_combinations.py",
-    "tests/torch_frontend/communication/test_every_cell.py",
-]
+INTERPRETED = ["backends/triton/interpreter", "release/test_combinations.py", "communication/test_combinations_over_ranks.py"]
+"""Whose kernels are interpreted, in a process that does so from its start."""
 
 
 def python(*arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
@@ -46,12 +37,14 @@ def python(*arguments: str, **variables: str) -> subprocess.CompletedProcess[str
     return subprocess.run(command, capture_output=True, text=True, env=environment, cwd=ROOT, check=False)
 
 
-@pytest.mark.parametrize("tests", INTERPRETED)
-def test_in_the_interpreter(tests: str) -> None:
-    """Kernels are interpreted in a process from its start or not at all, so these tests have one of their own."""
+def test_the_laws_of_the_kernels_hold_in_the_interpreter(request: pytest.FixtureRequest) -> None:
+    """One process for all of them: to start one takes longer than most of its tests."""
     pytest.importorskip("triton")
-    alone = ("-p", "no:cacheprovider", "-p", "no:xdist", "-o", "markers=xdist_group: which pytest-xdist would know")
-    done = python("-m", "pytest", "-q", "-x", *alone, tests, TRITON_INTERPRET="1")
+    selection = ("-m", request.config.option.markexpr)  # as this run: with the exhaustive rows or without
+    paths = [f"tests/torch_frontend/{path}" for path in INTERPRETED]
+    done = python(
+        "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "-p", "no:xdist", *selection, *paths, TRITON_INTERPRET="1"
+    )
     assert done.returncode == 0, done.stdout[-8000:] + done.stderr[-2000:]
     assert " passed" in done.stdout
 

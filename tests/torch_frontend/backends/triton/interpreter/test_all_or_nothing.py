@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from tests.support.rows import covering
 from tests.support.torch_models import bits, gone, unchanged
 from tests.support.triton_launches import watched
 
@@ -109,8 +110,7 @@ REFUSALS: list[tuple[Any, type[Exception], str]] = [
 ]
 
 
-@pytest.mark.parametrize(("spoil", "error", "said"), REFUSALS, ids=lambda value: getattr(value, "__name__", ""))
-@pytest.mark.parametrize(("rule", "way"), WAYS)
+@pytest.mark.parametrize(("rule", "way", "spoil", "error", "said"), covering(WAYS, REFUSALS))
 def test_a_second_group_that_is_refused_leaves_the_first(
     rule: type, way: str, spoil: Any, error: type[Exception], said: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

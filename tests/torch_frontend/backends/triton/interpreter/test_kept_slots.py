@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from tests.support.rows import covering
 from tests.support.torch_models import bits, unchanged
 
 from penstock.torch_frontend import AdamW, StableAdamW
@@ -131,9 +132,10 @@ CHANGES = [
 ]
 
 
-@pytest.mark.parametrize("together", [True, False])
-@pytest.mark.parametrize("change", CHANGES, ids=lambda change: change.__name__)
-@pytest.mark.parametrize(("rule", "dtype"), [(StableAdamW, torch.bfloat16), (AdamW, torch.float32)])
+@pytest.mark.parametrize(
+    ("rule", "dtype", "change", "together"),
+    covering([(StableAdamW, torch.bfloat16), (AdamW, torch.float32)], CHANGES, [True, False]),
+)
 def test_kept_slots_give_the_bits_of_new_ones(
     rule: type, dtype: torch.dtype, change: Callable[[Any], None], together: bool
 ) -> None:

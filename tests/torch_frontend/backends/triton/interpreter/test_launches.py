@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 import triton.language as tl
+from tests.support.rows import covering
 from tests.support.torch_models import OPTIMIZERS, batches, bits, layers, loss_of, snapshot, unchanged
 from tests.support.triton_launches import watched
 
@@ -86,8 +87,7 @@ def test_counters_are_zero_after_every_launch() -> None:
             assert torch.count_nonzero(scratch.counters(1)) == 0
 
 
-@pytest.mark.parametrize("bad", [float("inf"), float("nan")])
-@pytest.mark.parametrize("optimizer_class", OPTIMIZERS)
+@pytest.mark.parametrize(("optimizer_class", "bad"), covering(OPTIMIZERS, [float("inf"), float("nan")]))
 def test_a_non_finite_gradient_leaves_every_byte_of_every_tensor(optimizer_class, bad: float) -> None:
     """Two launches are needed for two dtypes, and the gradient that is bad is in the second."""
     parameters = group((1500, 3)) + group((40, 1100), torch.bfloat16)

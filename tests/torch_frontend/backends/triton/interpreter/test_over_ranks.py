@@ -20,9 +20,9 @@ from tests.support.rank_models import (
     whole,
 )
 from tests.support.ranks import Ranks
+from tests.support.rows import rows
 from tests.support.triton_launches import watched
 from tests.torch_frontend.communication import test_sharded_optimizers as shards
-from tests.torch_frontend.communication.conftest import ranks  # noqa: F401  (a fixture)
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 
@@ -42,10 +42,12 @@ def equals_ddp(rule: type, dtype: torch.dtype, bound: float) -> None:
 
 @pytest.mark.parametrize(
     ("rule", "dtype", "bound"),
-    [(StableAdamW, torch.float32, 1e-6), (AdamW, torch.float32, 1e-6), (Adam, torch.bfloat16, 2 * 2.0**-9)],
-    ids=lambda value: getattr(value, "__name__", str(value)),
+    rows(
+        [(StableAdamW, torch.float32, 1e-6), (AdamW, torch.float32, 1e-6), (Adam, torch.bfloat16, 2 * 2.0**-9)],
+        lambda row: row[0] is not AdamW,
+    ),
 )
-def test_a_step_on_shards_equals_whole_tensors(ranks: Ranks, rule: type, dtype: torch.dtype, bound: float) -> None:  # noqa: F811
+def test_a_step_on_shards_equals_whole_tensors(ranks: Ranks, rule: type, dtype: torch.dtype, bound: float) -> None:
     """Against the eager backend, whose square root may round otherwise; in bfloat16 that is a rounding a step."""
     ranks.run(equals_ddp, rule, dtype, bound)
 
@@ -65,7 +67,7 @@ def released_equals_plain(rule: type, dtype: torch.dtype, capturable: bool) -> N
 
 
 @pytest.mark.parametrize("rule", [StableAdamW, AdamW], ids=lambda rule: rule.__name__)
-def test_released_shards_equal_a_step_bit_for_bit(ranks: Ranks, rule: type) -> None:  # noqa: F811
+def test_released_shards_equal_a_step_bit_for_bit(ranks: Ranks, rule: type) -> None:
     ranks.run(released_equals_plain, rule, torch.bfloat16, rule is StableAdamW)
 
 
@@ -92,7 +94,7 @@ def launches_and_collectives(released: bool) -> tuple[int, int]:
     return len(launched), len(reduced) - released
 
 
-def test_shards_are_measured_in_one_launch_and_written_in_one(ranks: Ranks) -> None:  # noqa: F811
+def test_shards_are_measured_in_one_launch_and_written_in_one(ranks: Ranks) -> None:
     """A step all of them, and under release those of each of four FSDP2 groups."""
     assert ranks.run(launches_and_collectives, False) == [(2, 1)] * 2
     assert ranks.run(launches_and_collectives, True) == [(2 * 4, 4)] * 2
@@ -106,21 +108,23 @@ def together_equals_one_by_one(dtype: torch.dtype) -> None:
         shards.given_gradients(models, step)
         together.step()
         with torch.no_grad():
-            for p in alone._parameters():
-                alone.refresh()
-                alone.perform_all([(p, p.grad, Action.UPDATE)])
             for p in halves._parameters() if dtype is torch.float32 else ():
-                halves.refresh()
-                halves.perform_all([(p, p.grad, Action.ACCUMULATE_FIRST)])
-                halves.perform_all([(p, None, Action.APPLY)])
+                halves._refresh()
+                halves._perform_all([(p, p.grad, Action.ACCUMULATE_FIRST)])
+                halves._perform_all([(p, None, Action.APPLY)])
+        given = {p: p.grad for p in models[1].parameters()}
+        for p in given:
+            alone.zero_grad()
+            p.grad = given[p]
+            alone.step()
     found = [[whole(x) for p in one._parameters() for x in (p, *one.state[p].values())] for one in (together, alone, halves)]
     assert_bitwise(found[1], found[0], "one by one")
     if dtype is torch.float32:  # in bfloat16 the moments would be rounded on the way
         assert_bitwise(found[2], found[0], "first into the moments")
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_shards_together_get_the_bits_of_one_by_one(ranks: Ranks, dtype: torch.dtype) -> None:  # noqa: F811
+@pytest.mark.parametrize("dtype", rows([torch.float32, torch.bfloat16], lambda dtype: dtype is torch.float32))
+def test_shards_together_get_the_bits_of_one_by_one(ranks: Ranks, dtype: torch.dtype) -> None:
     ranks.run(together_equals_one_by_one, dtype)
 
 
@@ -130,7 +134,7 @@ def as_other_backends() -> None:
     shards.nothing_is_cut(StableAdamW, "triton")
 
 
-def test_shards_are_updated_as_by_the_other_backends(ranks: Ranks) -> None:  # noqa: F811
+def test_shards_are_updated_as_by_the_other_backends(ranks: Ranks) -> None:
     ranks.run(as_other_backends)
 
 
@@ -157,7 +161,7 @@ def shards_skip_everywhere() -> None:
         assert optimizer.skipped == 1
 
 
-def test_a_shard_that_is_not_finite_skips_on_every_rank(ranks: Ranks) -> None:  # noqa: F811
+def test_a_shard_that_is_not_finite_skips_on_every_rank(ranks: Ranks) -> None:
     ranks.run(shards_skip_everywhere)
 
 
@@ -187,6 +191,6 @@ def averaged_gradients_share_launches() -> int:
     return launched.count("update_group")
 
 
-def test_averaged_gradients_that_are_small_share_a_launch(ranks: Ranks) -> None:  # noqa: F811
+def test_averaged_gradients_that_are_small_share_a_launch(ranks: Ranks) -> None:
     """Six vectors of 192 bytes each, where three have room."""
     assert ranks.run(averaged_gradients_share_launches) == [4] * 2

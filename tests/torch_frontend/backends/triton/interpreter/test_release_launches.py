@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 import torch
+from tests.support.rows import covering
 from tests.support.torch_models import OPTIMIZERS, batches, bits, loss_of, snapshot, spoil, train, unchanged
 from tests.support.triton_launches import watched
 from torch import nn
@@ -30,8 +31,7 @@ def launched() -> Iterator[list[str]]:
         yield names
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("optimizer_class", OPTIMIZERS)
+@pytest.mark.parametrize(("optimizer_class", "dtype"), covering(OPTIMIZERS, [torch.float32, torch.bfloat16]))
 def test_release_equals_step_bit_for_bit_in_one_launch_for_a_few_small_tensors(optimizer_class, dtype, launched) -> None:
     found = []
     for released in (False, True):
@@ -46,8 +46,7 @@ def test_release_equals_step_bit_for_bit_in_one_launch_for_a_few_small_tensors(o
     assert sorted(launched[: len(launched) // 2]) == ["update_group"] * 2 + ["update_tensor"] * 2
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("optimizer_class", OPTIMIZERS)
+@pytest.mark.parametrize(("optimizer_class", "dtype"), covering(OPTIMIZERS, [torch.float32, torch.bfloat16]))
 def test_of_many_tensors_those_are_updated_whose_own_gradient_is_finite(optimizer_class, dtype: torch.dtype, launched) -> None:
     """The same bits as one by one; an empty tensor counts as updated."""
     sizes, bad = (1100, 3, 0, 17, 1030), {0: float("inf"), 3: float("nan")}

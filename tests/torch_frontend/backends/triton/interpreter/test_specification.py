@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
+
 import numpy as np
 import pytest
 import torch
+from tests.support.rows import covering, rows
 from tests.support.torch_models import OPTIMIZERS, bits
 
 from penstock.core.array_ops import numpy_ops
@@ -41,8 +44,7 @@ def shrinking_gradients(shape: tuple[int, ...], dtype: torch.dtype, steps: int =
     return [(first * 0.5**step).to(dtype) for step in range(steps)]
 
 
-@pytest.mark.parametrize(("dtype", "compensation", "state_dtype"), STORAGES)
-@pytest.mark.parametrize("optimizer_class", OPTIMIZERS)
+@pytest.mark.parametrize(("optimizer_class", "dtype", "compensation", "state_dtype"), covering(OPTIMIZERS, STORAGES))
 def test_a_step_is_the_specification_bit_for_bit(optimizer_class, dtype, compensation, state_dtype) -> None:
     generator = torch.Generator().manual_seed(1)
     parameters = [torch.randn(shape, generator=generator).to(dtype).requires_grad_() for shape in SHAPES]
@@ -81,24 +83,29 @@ def assert_same(p: torch.Tensor, state: dict, expected: np.ndarray, after: Tenso
 
 
 @pytest.mark.parametrize(
-    "pattern", ["B/*/state-default", "B/*/bfloat16/*/state-float32", "decay/*/split/*", "shapes/*/bfloat16/*"]
+    "pattern",
+    rows(
+        ["B/*/state-default", "B/*/bfloat16/*/state-float32", "decay/*/split/*", "shapes/*/bfloat16/*"],
+        lambda pattern: pattern == "B/*/bfloat16/*/state-float32",
+    ),
 )
 def test_the_kernels_are_within_every_bound(pattern: str) -> None:
-    rows = run_cases([TorchBackend("triton")], select(pattern), [1, 8])
-    assert rows
-    assert [row for row in rows if not row.within] == []
+    found = run_cases([TorchBackend("triton")], select(pattern), [1, 8])
+    assert found
+    assert [row for row in found if not row.within] == []
 
 
-def test_hundred_steps_with_clipping_are_within_every_bound() -> None:
+@pytest.mark.exhaustive
+def test_seventy_steps_with_clipping_are_within_every_bound() -> None:
     """Gradients of thirty times the usual size come at step 61."""
-    rows = run_cases([TorchBackend("triton")], select("B/stable_adamw/bfloat16/split/state-default"), [1, 70])
-    assert [row for row in rows if not row.within] == []
+    found = run_cases([TorchBackend("triton")], select("B/stable_adamw/bfloat16/split/state-default"), [1, 70])
+    assert [row for row in found if not row.within] == []
 
 
 @pytest.mark.parametrize(
-    ("dtype", "compensation"), [(torch.float32, "none"), (torch.bfloat16, "split"), (torch.float16, "kahan")]
+    ("optimizer_class", "dtype", "compensation"),
+    covering(OPTIMIZERS, [(torch.bfloat16, "split"), (torch.float32, "none"), (torch.float16, "kahan")]),
 )
-@pytest.mark.parametrize("optimizer_class", OPTIMIZERS)
 def test_micro_batches_in_the_moments_are_the_specification(optimizer_class, dtype, compensation) -> None:
     """accumulate, accumulate, update; then accumulate, apply. The mean square is summed in another order."""
     p = torch.randn(1100, generator=torch.Generator().manual_seed(0)).to(dtype).requires_grad_()
@@ -172,8 +179,13 @@ def test_moments_whose_beta_is_zero_are_those_of_the_gradient_alone() -> None:
     assert torch.equal(optimizer.state[p]["exp_avg_sq"], p.grad.square())
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("betas", [(0.9, 0.999), (0.0, 0.99)])
+@pytest.mark.parametrize(
+    ("dtype", "betas"),
+    rows(
+        itertools.product([torch.float64, torch.float32, torch.bfloat16], [(0.9, 0.999), (0.0, 0.99)]),
+        lambda row: (row[0] is torch.bfloat16) == (row[1][0] > 0),
+    ),
+)
 def test_the_number_of_updates_is_read_and_the_betas_are_debiased_on_the_device(dtype: torch.dtype, betas) -> None:
     """c1 and c2 are computed in float64 there: what differs is less than a rounding of them."""
     results = []
