@@ -13,28 +13,28 @@ from typing import Any
 
 import pytest
 import torch
+from tests.support.rows import covering, rows
 from tests.support.torch_models import OPTIMIZERS, batches, layers, loss_of, train
 from torch._dynamo.utils import counters
 
-from penstock.torch_frontend import Adam, AdamW, StableAdamW, release_gradients
+from penstock.torch_frontend import StableAdamW, release_gradients
 from penstock.torch_frontend.array_ops import compiled_ops, torch_ops
 from penstock.torch_frontend.backends import compiler
 
 ROOT = Path(__file__).resolve().parents[3]
 
 
-@pytest.mark.parametrize(
-    ("dtype", "compensation"),
-    [
-        (torch.float64, "none"),
-        (torch.float32, "none"),
-        (torch.bfloat16, "none"),
-        (torch.bfloat16, "kahan"),
-        (torch.bfloat16, "split"),
-        (torch.float16, "kahan"),
-    ],
-)
-@pytest.mark.parametrize("optimizer_class", OPTIMIZERS)
+CODINGS = [
+    (torch.float64, "none"),
+    (torch.float32, "none"),
+    (torch.bfloat16, "none"),
+    (torch.bfloat16, "kahan"),
+    (torch.bfloat16, "split"),
+    (torch.float16, "kahan"),
+]
+
+
+@pytest.mark.parametrize(("optimizer_class", "dtype", "compensation"), covering(OPTIMIZERS, CODINGS))
 def test_compiled_agrees_with_eager(optimizer_class, dtype: torch.dtype, compensation: str) -> None:
     """Four steps: each may round sqrt, division and the mean differently, by one unit in the last place of the step."""
     generator = torch.Generator().manual_seed(0)
@@ -57,8 +57,7 @@ def test_compiled_agrees_with_eager(optimizer_class, dtype: torch.dtype, compens
             assert torch.count_nonzero(state["compensation"]) > 0.9 * state["compensation"].numel()
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-def test_the_rounding_survives_the_compiler_and_is_the_casts(dtype: str) -> None:
+def test_the_rounding_survives_the_compiler_and_is_the_casts() -> None:
     """Bit for bit, over all exponents: ties, numbers below the normal ones, overflow, infinities, NaN."""
     patterns = torch.randint(-(2**31), 2**31, (200_000,), generator=torch.Generator().manual_seed(0)).to(torch.int32)
     ties = (torch.arange(2**16, dtype=torch.int64) << 16 | 0x8000).to(torch.int32)
@@ -66,12 +65,17 @@ def test_the_rounding_survives_the_compiler_and_is_the_casts(dtype: str) -> None
     low = torch.arange(-66, 67) * 2.0**-25
     special = torch.tensor([0.0, -0.0, torch.inf, -torch.inf, torch.nan, 65504.0, 65519.996, 65520.0, -65520.0])
     x = torch.cat([*(given.view(torch.float32) for given in (patterns, ties, halves)), low, special])
-    compiled_rounding = torch.compile(lambda x: compiled_ops.round_to(x, dtype), dynamic=True, fullgraph=True)
-    for rounding in (compiled_rounding, lambda x: compiled_ops.round_to(x, dtype)):
-        rounded, expected = rounding(x), torch_ops.round_to(x, dtype)
-        assert torch.equal(rounded.isnan(), expected.isnan())
-        given = [torch.where(each.isnan(), 1.0, each).view(torch.int32) for each in (rounded, expected)]
-        assert torch.equal(*given)
+    dtypes = ("bfloat16", "float16")
+
+    def round_to_each(x: torch.Tensor) -> list[torch.Tensor]:
+        return [compiled_ops.round_to(x, dtype) for dtype in dtypes]
+
+    for rounding in (torch.compile(round_to_each, dynamic=True, fullgraph=True), round_to_each):
+        for rounded, dtype in zip(rounding(x), dtypes, strict=True):
+            expected = torch_ops.round_to(x, dtype)
+            assert torch.equal(rounded.isnan(), expected.isnan())
+            given = [torch.where(each.isnan(), 1.0, each).view(torch.int32) for each in (rounded, expected)]
+            assert torch.equal(*given)
 
 
 def test_nothing_is_compiled_again_while_training() -> None:
@@ -121,7 +125,7 @@ def test_state_accumulation_agrees_with_eager(optimizer_class) -> None:
         torch.testing.assert_close(p, q, rtol=1e-6, atol=1e-7)
 
 
-@pytest.mark.parametrize("optimizer_class", [StableAdamW, AdamW, Adam])
+@pytest.mark.parametrize("optimizer_class", rows(OPTIMIZERS, [StableAdamW].__contains__))
 def test_a_float32_trajectory_of_2000_steps(optimizer_class) -> None:
     """Setting B, as on every backend: 1.5e-6 against float64."""
     import numpy as np

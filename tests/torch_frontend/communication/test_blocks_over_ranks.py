@@ -22,6 +22,8 @@ from torch import Tensor, nn
 
 from penstock.torch_frontend import AdamW, microbatch_blocks, release_gradients, token_mean, total_weight
 
+pytestmark = pytest.mark.xdist_group("distributed")
+
 STEPS = range(4)
 ENGINES = {"process_group": lambda model: model, "ddp": ddp, "fsdp2": sharded}
 

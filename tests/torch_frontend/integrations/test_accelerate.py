@@ -10,6 +10,7 @@ import pytest
 import torch
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState, GradientState, PartialState
+from tests.support.rows import covering
 from tests.support.tiny_llama import (
     assert_same_losses,
     assert_same_norms,
@@ -109,16 +110,15 @@ def compare(clip: float | None = None, declared: float | None = None, **settings
     return plain, released
 
 
-@pytest.mark.parametrize("precision", ["no", "bf16"])
-@pytest.mark.parametrize("steps", [1, 3])  # of 5 batches an epoch: the last group has two
-@pytest.mark.parametrize("clip", [None, 1.0])
+@pytest.mark.parametrize(
+    ("precision", "steps", "clip"),
+    covering(["no", "bf16"], [1, 3], [None, 1.0]),  # of 5 batches an epoch: the last group has two
+)
 def test_losses_and_norms_are_those_of_the_plain_optimizer(precision: str, steps: int, clip: float | None) -> None:
     compare(clip, precision=precision, steps=steps)
 
 
-@pytest.mark.parametrize("clip", [None, 1.0])
-@pytest.mark.parametrize("steps", [1, 3])
-@pytest.mark.parametrize("scale", [2.0**10, 2.0**24], ids=["no overflow", "overflow"])
+@pytest.mark.parametrize(("clip", "steps", "scale"), covering([None, 1.0], [1, 3], [2.0**24, 2.0**10]))
 def test_fp16(clip: float | None, steps: int, scale: float) -> None:
     """Accelerate makes no GradScaler on a CPU; given one, its own code does the rest."""
     plain, released = compare(clip, precision="fp16", steps=steps, scale=scale)
@@ -163,8 +163,7 @@ def test_micro_batches_in_the_moments_keep_one_gradient_alive() -> None:
     assert trace.losses[5:] < trace.losses[:5]
 
 
-@pytest.mark.parametrize("precision", ["no", "fp16"])
-@pytest.mark.parametrize("steps", [1, 3])
+@pytest.mark.parametrize(("precision", "steps"), covering(["no", "fp16"], [1, 3]))
 def test_resuming_equals_going_on(precision: str, steps: int, tmp_path: Path) -> None:
     """Saved between two epochs; evaluated there as well."""
     whole = prepared(released=True, precision=precision, steps=steps, max_norm=1.0)

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from tests.support.rows import covering, rows
 from tests.support.tiny_llama import (
     assert_same_losses,
     assert_same_norms,
@@ -80,22 +81,23 @@ def compare(make: Any, **settings: Any) -> tuple[Trainer, ReleaseTrainer]:
     return plain, released
 
 
-@pytest.mark.parametrize(
-    "settings",
-    [
-        {},  # max_grad_norm is 1.0
-        {"max_grad_norm": 0.0},
-        {"gradient_accumulation_steps": 4},  # 18 samples: the epoch's last group has one micro-batch, of two samples
-        {"gradient_accumulation_steps": 4, "max_grad_norm": 0.0},
-        {"bf16": True} | LOW,
-        {"bf16": True, "gradient_accumulation_steps": 4} | LOW,
-        {CHECKPOINTING: True},
-        {CHECKPOINTING: True, f"{CHECKPOINTING}_kwargs": {"use_reentrant": True}},
-        {CHECKPOINTING: True, "max_grad_norm": 0.0, "gradient_accumulation_steps": 4},
-        {"label_smoothing_factor": 0.1, "lr_scheduler_type": "cosine", "warmup_steps": 2},
-    ],
-    ids=str,
-)
+SETTINGS = [
+    {},  # max_grad_norm is 1.0
+    {"max_grad_norm": 0.0},
+    {"gradient_accumulation_steps": 4},  # 18 samples: the epoch's last group has one micro-batch, of two samples
+    {"bf16": True, "gradient_accumulation_steps": 4} | LOW,
+    {CHECKPOINTING: True, f"{CHECKPOINTING}_kwargs": {"use_reentrant": True}},
+]
+MORE_SETTINGS = [
+    {"gradient_accumulation_steps": 4, "max_grad_norm": 0.0},
+    {"bf16": True} | LOW,
+    {CHECKPOINTING: True},
+    {CHECKPOINTING: True, "max_grad_norm": 0.0, "gradient_accumulation_steps": 4},
+    {"label_smoothing_factor": 0.1, "lr_scheduler_type": "cosine", "warmup_steps": 2},
+]
+
+
+@pytest.mark.parametrize("settings", rows(SETTINGS + MORE_SETTINGS, SETTINGS.__contains__), ids=str)
 def test_losses_and_norms_are_those_of_the_plain_optimizer(make: Any, settings: dict[str, Any]) -> None:
     _, released = compare(make, **settings)
     assert released.release is not None
@@ -110,8 +112,7 @@ def test_clipping_acts_in_these_runs(make: Any) -> None:
     assert abs(logged(clipped, "loss")[-1] / logged(free, "loss")[-1] - 1) > 1e-2
 
 
-@pytest.mark.parametrize("accumulation", [1, 4])
-@pytest.mark.parametrize("scale", [2.0**10, 2.0**24], ids=["no overflow", "overflow"])
+@pytest.mark.parametrize(("accumulation", "scale"), covering([1, 4], [2.0**10, 2.0**24]))
 def test_fp16(make: Any, accumulation: int, scale: float) -> None:
     """Trainer makes no GradScaler on a CPU; given one, its own code does the rest."""
     settings = {"fp16": True, "gradient_accumulation_steps": accumulation, "max_steps": 8} | LOW
@@ -126,7 +127,7 @@ def test_fp16(make: Any, accumulation: int, scale: float) -> None:
     assert (released.accelerator.scaler.get_scale() < scale) == (scale > 2.0**20)
 
 
-@pytest.mark.parametrize("accumulation", [1, 4])
+@pytest.mark.parametrize("accumulation", rows([1, 4], [1].__contains__))
 def test_a_skipped_step_is_closed(make: Any, accumulation: int) -> None:
     """A checkpoint that is saved then resumes as it does without release."""
     settings = {
@@ -147,7 +148,7 @@ def test_a_skipped_step_is_closed(make: Any, accumulation: int) -> None:
     assert resumed.accelerator.scaler.state_dict() == whole.accelerator.scaler.state_dict()
 
 
-@pytest.mark.parametrize("settings", [{}, {"max_grad_norm": 0.0}, {CHECKPOINTING: True}], ids=str)
+@pytest.mark.parametrize("settings", rows([{}, {"max_grad_norm": 0.0}, {CHECKPOINTING: True}], [{}].__contains__), ids=str)
 def test_one_gradient_is_alive(make: Any, settings: dict[str, Any]) -> None:
     trainer = make(ReleaseTrainer, max_steps=2, **settings)
     with LiveGradientMeter(trainer.model.named_parameters()) as meter:
@@ -210,7 +211,7 @@ def test_micro_batches_in_the_moments_keep_one_gradient_alive(make: Any) -> None
     assert meter.peak <= 2 * largest_gradient(trainer.model)
 
 
-@pytest.mark.parametrize("accumulation", [1, 4])
+@pytest.mark.parametrize("accumulation", rows([1, 4], [4].__contains__))
 def test_resuming_equals_going_on(make: Any, accumulation: int) -> None:
     """Saved in the middle, with evaluations in between."""
     settings = {

@@ -18,6 +18,7 @@ pytest.importorskip("triton")
 if interpreted():
     pytest.skip("an interpreted function cannot be compiled", allow_module_level=True)
 
+from tests.support.rows import covering
 from tests.support.triton_compilation import TOOLS, Audit, GPUTarget, Storage, group_kernel, tensor_kernel
 from tests.support.triton_hand_off import broken_laws
 
@@ -148,27 +149,26 @@ def test_audit_finds_threads_that_part_on_amd(tmp_path: Path) -> None:
     assert any("part in no loop" in law for law in found), "no longer needed: this compiler keeps them together"
 
 
-@pytest.mark.parametrize("launch", LAUNCHES)
-@pytest.mark.parametrize(
-    ("target", "pattern", "least"),
-    [
-        (HOPPER, r"\.gpu\.(?=acquire|release|acq_rel|relaxed)", 6),
-        (HOPPER, r"\.acquire(?=\.)", 1),
-        (HOPPER, r"\.release(?=\.)", 1),
-        (HOPPER, r"\.acq_rel(?=\.)", 2),
-        (HOPPER, r"(?<=ld\.global)\.cg", 2),
-        (
-            HOPPER,
-            r"(?:atom|ld)\.global\.gpu\.(?:relaxed|acq_rel|acquire)[^$]*?st\.shared[^\n]*\n[^\n]*\n\s*(bar\.sync \t0;)",
-            5,
-        ),
-        (HOPPER, r"st\.global(?:(?!bar\.sync|\bbra\b)[^$])*(bar\.sync \t0;)(?=[^$]*?atom\.global\.gpu\.acq_rel)", 1),
-        (HOPPER, r"(bar\.sync \t0;)(?=(?:(?!bar\.sync|\bbra\b)[\s\S])*?atom\.global\.gpu\.release)", 1),
-        (AMD, r"buffer_wbl2 sc1", 3),
-        (AMD, r"buffer_inv sc1", 3),
-        (AMD, r"s_waitcnt vmcnt\(0\)(?=\s+(?:global_atomic|buffer_inv))", 6),
-    ],
-)
+INSTRUCTIONS = [
+    (HOPPER, r"\.gpu\.(?=acquire|release|acq_rel|relaxed)", 6),
+    (HOPPER, r"\.acquire(?=\.)", 1),
+    (HOPPER, r"\.release(?=\.)", 1),
+    (HOPPER, r"\.acq_rel(?=\.)", 2),
+    (HOPPER, r"(?<=ld\.global)\.cg", 2),
+    (
+        HOPPER,
+        r"(?:atom|ld)\.global\.gpu\.(?:relaxed|acq_rel|acquire)[^$]*?st\.shared[^\n]*\n[^\n]*\n\s*(bar\.sync \t0;)",
+        5,
+    ),
+    (HOPPER, r"st\.global(?:(?!bar\.sync|\bbra\b)[^$])*(bar\.sync \t0;)(?=[^$]*?atom\.global\.gpu\.acq_rel)", 1),
+    (HOPPER, r"(bar\.sync \t0;)(?=(?:(?!bar\.sync|\bbra\b)[\s\S])*?atom\.global\.gpu\.release)", 1),
+    (AMD, r"buffer_wbl2 sc1", 3),
+    (AMD, r"buffer_inv sc1", 3),
+    (AMD, r"s_waitcnt vmcnt\(0\)(?=\s+(?:global_atomic|buffer_inv))", 6),
+]
+
+
+@pytest.mark.parametrize(("launch", "target", "pattern", "least"), covering(list(LAUNCHES), INSTRUCTIONS))
 def test_audit_misses_no_instruction_of_the_hand_off(launch: str, target: GPUTarget, pattern: str, least: int) -> None:
     """Any one of them taken out of the assembly breaks a law."""
     audit = compiled(launch, target)
