@@ -72,7 +72,7 @@ def test_held_equals_stock_ddp_with_no_sync(ranks: Ranks, engine: str, unsynchro
 
 @pytest.mark.parametrize("engine", ["process_group", "ddp", "ddp, views of buckets"])
 @pytest.mark.parametrize("sync", [True, False])
-def test_held_parameters_that_one_rank_does_not_use(ranks: Ranks, engine: str, sync: bool) -> None:
+def test_held_parameters_unused_on_one_rank_equal_stock_ddp(ranks: Ranks, engine: str, sync: bool) -> None:
     ranks.run(held, engine, True, sync, True)
 
 
@@ -90,7 +90,7 @@ def undeclared(engine: str) -> None:
 
 
 @pytest.mark.parametrize("engine", ["ddp", "ddp, views of buckets", "fsdp2"])
-def test_the_engines_own_way_of_accumulating(ranks: Ranks, engine: str) -> None:
+def test_the_engines_own_accumulation_equals_stock_ddp(ranks: Ranks, engine: str) -> None:
     ranks.run(undeclared, engine)
 
 

@@ -105,7 +105,7 @@ def saves(engine: str, where: str) -> list[list[float]]:
 
 
 @pytest.mark.parametrize("engine", ["process_group", "fsdp2"])
-def test_two_ranks_to_one(ranks: Ranks, tmp_path: Path, engine: str) -> None:
+def test_a_checkpoint_of_two_ranks_loads_into_one(ranks: Ranks, tmp_path: Path, engine: str) -> None:
     saved = ranks.run(saves, engine, str(tmp_path))[0]
     model, optimizer = build("single", torch.float32, seed=1, rule=StableAdamW)
     release_gradients(model, optimizer)
@@ -121,7 +121,7 @@ def loads(engine: str, where: str) -> list[list[float]]:
 
 
 @pytest.mark.parametrize("engine", ["process_group", "fsdp2"])
-def test_one_rank_to_two(ranks: Ranks, tmp_path: Path, engine: str) -> None:
+def test_a_checkpoint_of_one_rank_loads_into_two(ranks: Ranks, tmp_path: Path, engine: str) -> None:
     model, optimizer = build("single", torch.float32, rule=StableAdamW)
     for step in range(4):
         model(data(step, 0)).pow(2).mean().backward()
@@ -156,7 +156,7 @@ def full_state(dtype: torch.dtype, broadcast: bool) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("broadcast", [True, False])
-def test_full_state_dict(ranks: Ranks, dtype: torch.dtype, broadcast: bool) -> None:
+def test_a_full_state_dict_makes_a_round_trip(ranks: Ranks, dtype: torch.dtype, broadcast: bool) -> None:
     ranks.run(full_state, dtype, broadcast)
 
 

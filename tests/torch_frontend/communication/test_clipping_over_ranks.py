@@ -106,7 +106,7 @@ def each_by_its_own_norm(engine: str) -> None:
 
 
 @pytest.mark.parametrize("engine", THREE)
-def test_per_tensor_clipping(ranks: Ranks, engine: str) -> None:
+def test_per_tensor_clipping_over_ranks_equals_stock_ddp(ranks: Ranks, engine: str) -> None:
     ranks.run(each_by_its_own_norm, engine)
 
 

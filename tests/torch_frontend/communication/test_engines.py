@@ -66,12 +66,12 @@ def test_equals_stock_ddp_bit_for_bit_after_50_steps(ranks: Ranks, engine: str, 
 
 
 @pytest.mark.parametrize("engine", ENGINES)
-def test_bfloat16(ranks: Ranks, engine: str) -> None:
+def test_bfloat16_equals_stock_ddp_bit_for_bit(ranks: Ranks, engine: str) -> None:
     ranks.run(equals_stock, engine, AdamW, torch.bfloat16, 0.0, 10)
 
 
 @pytest.mark.parametrize("engine", ENGINES)
-def test_stable_adamw(ranks: Ranks, engine: str) -> None:
+def test_stable_adamw_equals_stock_ddp_up_to_sums_over_shards(ranks: Ranks, engine: str) -> None:
     """Over shards the mean square is summed in another order."""
     ranks.run(equals_stock, engine, StableAdamW, torch.float32, 1e-6 if engine == "fsdp2" else 0.0, 20)
 
@@ -90,5 +90,5 @@ def rank_dependent_graphs(engine: str) -> None:
 
 
 @pytest.mark.parametrize("engine", ["process_group", "ddp", "ddp, views of buckets"])
-def test_parameters_that_one_rank_does_not_use(ranks: Ranks, engine: str) -> None:
+def test_parameters_unused_on_one_rank_equal_stock_ddp(ranks: Ranks, engine: str) -> None:
     ranks.run(rank_dependent_graphs, engine)

@@ -87,7 +87,7 @@ def groupings(how: str) -> None:
 
 
 @pytest.mark.parametrize("how", ["one group for all", "a list", "the rest in the root"])
-def test_groups(ranks: Ranks, how: str) -> None:
+def test_fsdp2_groups_equal_stock_ddp(ranks: Ranks, how: str) -> None:
     ranks.run(groupings, how)
 
 
@@ -106,7 +106,7 @@ def two_dimensional(shape: tuple[int, int]) -> None:
 
 
 @pytest.mark.parametrize("shape", [(2, 1), (1, 2)], ids=str)
-def test_hybrid_sharding(ranks: Ranks, shape: tuple[int, int]) -> None:
+def test_hybrid_sharding_equals_stock_ddp(ranks: Ranks, shape: tuple[int, int]) -> None:
     ranks.run(two_dimensional, shape)
 
 
@@ -139,7 +139,7 @@ def scaled_replicas(shape: tuple[int, int]) -> None:
 
 
 @pytest.mark.parametrize("shape", [(2, 1), (1, 2)], ids=str)
-def test_hybrid_sharding_with_a_scaler(ranks: Ranks, shape: tuple[int, int]) -> None:
+def test_hybrid_sharding_with_a_scaler_equals_plain_fsdp2(ranks: Ranks, shape: tuple[int, int]) -> None:
     ranks.run(scaled_replicas, shape)
 
 
@@ -204,7 +204,7 @@ def mixed_precision(reduce_dtype: torch.dtype | None) -> None:
 
 
 @pytest.mark.parametrize("reduce_dtype", [None, torch.float32])
-def test_mixed_precision_policy(ranks: Ranks, reduce_dtype: torch.dtype | None) -> None:
+def test_mixed_precision_equals_plain_fsdp2_bit_for_bit(ranks: Ranks, reduce_dtype: torch.dtype | None) -> None:
     ranks.run(mixed_precision, reduce_dtype)
 
 
@@ -230,7 +230,7 @@ def options(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["kept after forward", "kept after backward"])
-def test_when_parameters_are_gathered(ranks: Ranks, name: str) -> None:
+def test_resharding_options_equal_plain_fsdp2_bit_for_bit(ranks: Ranks, name: str) -> None:
     ranks.run(options, name)
 
 

@@ -63,7 +63,7 @@ def checkpointed(engine: str, reentrant: bool) -> None:
 
 @pytest.mark.parametrize("engine", THREE)
 @pytest.mark.parametrize("reentrant", [True, False])
-def test_checkpointed_layers(ranks: Ranks, engine: str, reentrant: bool) -> None:
+def test_checkpointed_layers_equal_stock_ddp_bit_for_bit(ranks: Ranks, engine: str, reentrant: bool) -> None:
     ranks.run(checkpointed, engine, reentrant)
 
 
@@ -90,7 +90,7 @@ def recovers() -> None:
     assert all(parameter.grad is None for parameter in model.parameters())
 
 
-def test_an_exception_in_the_middle_of_a_backward(ranks: Ranks) -> None:
+def test_training_recovers_from_an_exception_in_a_backward(ranks: Ranks) -> None:
     ranks.run(recovers)
 
 
@@ -109,7 +109,7 @@ def lenient(engine: str) -> None:
 
 
 @pytest.mark.parametrize("engine", THREE)
-def test_the_lenient_calls(ranks: Ranks, engine: str) -> None:
+def test_lenient_release_equals_stock_ddp_bit_for_bit(ranks: Ranks, engine: str) -> None:
     ranks.run(lenient, engine)
 
 
@@ -142,5 +142,5 @@ def tokens(engine: str) -> None:
 
 
 @pytest.mark.parametrize("engine", THREE)
-def test_the_mean_over_the_tokens_of_all_ranks(ranks: Ranks, engine: str) -> None:
+def test_the_token_mean_trains_as_one_process(ranks: Ranks, engine: str) -> None:
     ranks.run(tokens, engine)

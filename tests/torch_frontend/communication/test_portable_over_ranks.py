@@ -166,7 +166,7 @@ def after_an_evaluation(where: str) -> None:
     assert set(load(f"{where}/state").parameters) == {"0.weight", "0.bias"}
 
 
-def test_after_an_evaluation(ranks: Ranks, tmp_path: Path) -> None:
+def test_export_after_an_evaluation_asks_for_reshard(ranks: Ranks, tmp_path: Path) -> None:
     ranks.run(after_an_evaluation, str(tmp_path))
 
 

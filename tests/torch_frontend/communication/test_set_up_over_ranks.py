@@ -84,7 +84,7 @@ def refusals() -> None:
     refused(Net(), RefusedError, "give sync=, which tells the last micro-batch", accumulation="hold", scaler=scaler)
 
 
-def test_what_is_refused_at_set_up(ranks: Ranks) -> None:
+def test_set_up_over_ranks_is_refused_and_leaves_no_hook(ranks: Ranks) -> None:
     ranks.run(refusals)
 
 
@@ -179,7 +179,7 @@ def without_elements(limit: int) -> None:
 
 
 @pytest.mark.parametrize("limit", [0, 2**20])
-def test_a_parameter_without_elements(ranks: Ranks, limit: int) -> None:
+def test_parameters_without_elements_change_nothing(ranks: Ranks, limit: int) -> None:
     ranks.run(without_elements, limit)
 
 
@@ -226,7 +226,7 @@ def zero_grad_closes(engine: str) -> None:
 
 
 @pytest.mark.parametrize("engine", THREE)
-def test_zero_grad_closes_a_step(ranks: Ranks, engine: str) -> None:
+def test_zero_grad_closes_a_step_on_every_rank(ranks: Ranks, engine: str) -> None:
     ranks.run(zero_grad_closes, engine)
 
 

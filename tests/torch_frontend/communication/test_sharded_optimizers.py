@@ -51,7 +51,7 @@ def equals_ddp(rule: type, dtype: torch.dtype, backend: str, bound: float, steps
 
 @pytest.mark.parametrize("rule", [AdamW, Adam], ids=lambda rule: rule.__name__)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_without_clipping_equals_ddp_bit_for_bit(ranks: Ranks, rule: type, dtype: torch.dtype) -> None:
+def test_sharded_optimizers_without_clipping_equal_ddp_bit_for_bit(ranks: Ranks, rule: type, dtype: torch.dtype) -> None:
     ranks.run(equals_ddp, rule, dtype, "eager", 0.0)
 
 
@@ -75,7 +75,7 @@ def the_mean_square_matters() -> None:
     assert_close(parameters_of(parts), parameters_of(plain), 1e-6, "StableAdamW over shards")
 
 
-def test_stable_adamw_with_uneven_gradients(ranks: Ranks) -> None:
+def test_the_mean_square_is_summed_over_uneven_shards(ranks: Ranks) -> None:
     ranks.run(the_mean_square_matters)
 
 

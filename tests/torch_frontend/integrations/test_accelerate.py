@@ -119,7 +119,7 @@ def test_losses_and_norms_are_those_of_the_plain_optimizer(precision: str, steps
 
 
 @pytest.mark.parametrize(("clip", "steps", "scale"), covering([None, 1.0], [1, 3], [2.0**24, 2.0**10]))
-def test_fp16(clip: float | None, steps: int, scale: float) -> None:
+def test_fp16_equals_the_plain_scaler_overflows_included(clip: float | None, steps: int, scale: float) -> None:
     """Accelerate makes no GradScaler on a CPU; given one, its own code does the rest."""
     plain, released = compare(clip, precision="fp16", steps=steps, scale=scale)
     assert released.accelerator.scaler.state_dict() == plain.accelerator.scaler.state_dict()
@@ -188,7 +188,7 @@ def test_undeclared_clipping_raises() -> None:
         train(prepared(released=True, max_norm=1.0), clip=0.5)
 
 
-def test_what_cannot_be_met_is_refused() -> None:
+def test_settings_that_cannot_be_met_are_refused() -> None:
     parts = prepared(released=False, steps=2)
     with pytest.raises(InvalidArgumentError, match="prepare"):
         release_gradients(parts.accelerator, parts.model, parts.optimizer.optimizer)

@@ -114,7 +114,7 @@ def test_losses_and_norms_are_those_of_the_plain_optimizer(settings: dict[str, A
     ("settings", "scale"), covering([{"gradient_clip_val": 1.0}, {}, {"accumulate_grad_batches": 4}], [2.0**24, 2.0**10])
 )
 @pytest.mark.filterwarnings("ignore:Detected call of `lr_scheduler.step")  # when the first step is skipped, released or not
-def test_fp16(settings: dict[str, Any], scale: float) -> None:
+def test_fp16_equals_the_plain_scaler_overflows_included(settings: dict[str, Any], scale: float) -> None:
     """What precision="16-mixed" makes on a GPU."""
     plain, released = Module(rate=0.01), Module(rate=0.01)
     scales = []
@@ -218,7 +218,7 @@ class Manual(Module):
         self.automatic_optimization = False
 
 
-def test_what_cannot_be_met_is_refused() -> None:
+def test_settings_that_cannot_be_met_are_refused() -> None:
     cases = [
         (Other(), {}, {}, "SGD"),
         (Manual(), {}, {}, "automatic_optimization"),

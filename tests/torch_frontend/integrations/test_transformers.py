@@ -113,7 +113,7 @@ def test_clipping_acts_in_these_runs(make: Any) -> None:
 
 
 @pytest.mark.parametrize(("accumulation", "scale"), covering([1, 4], [2.0**10, 2.0**24]))
-def test_fp16(make: Any, accumulation: int, scale: float) -> None:
+def test_fp16_equals_the_plain_scaler_overflows_included(make: Any, accumulation: int, scale: float) -> None:
     """Trainer makes no GradScaler on a CPU; given one, its own code does the rest."""
     settings = {"fp16": True, "gradient_accumulation_steps": accumulation, "max_steps": 8} | LOW
     plain, released = make(PlainTrainer, **settings), make(ReleaseTrainer, **settings)
@@ -289,7 +289,7 @@ def test_clipping_of_held_gradients_is_what_it_always_was(make: Any) -> None:
     compare(make, **settings)
 
 
-def test_what_cannot_be_met_is_refused(make: Any) -> None:
+def test_settings_that_cannot_be_met_are_refused(make: Any) -> None:
     cases = [
         ({"optim": "sgd"}, {}, "optim='sgd'"),
         ({}, {"optimizers": (torch.optim.SGD(tiny_llama().parameters(), lr=0.1), None)}, "SGD"),

@@ -111,6 +111,6 @@ def test_weights_may_be_numbers_tensors_and_alone() -> None:
         (lambda: token_mean(torch.ones(()), torch.ones((), requires_grad=True)), "total requires a gradient"),
     ],
 )
-def test_what_is_no_weight_and_no_sum(call: Any, text: str) -> None:
+def test_arguments_that_are_not_a_weight_or_a_sum_are_refused(call: Any, text: str) -> None:
     with pytest.raises(InvalidArgumentError, match=text):
         call()

@@ -45,7 +45,7 @@ def test_a_setting_written_to_after_its_use_is_refused() -> None:
         optimizer.step()
 
 
-def test_parameters_are_looked_for_where_they_are_now() -> None:
+def test_parameters_follow_their_present_group() -> None:
     """Appended, moved to another group, put in the place of another one: updated with the settings of its group."""
     first, second, third = (nn.Parameter(torch.ones(3)) for _ in range(3))
     optimizer = AdamW([{"params": [first], "lr": 0.0}, {"params": [second], "lr": 1e-2}], weight_decay=0.0)

@@ -98,7 +98,7 @@ def test_removing_applies_what_waits_in_the_moments() -> None:
     assert optimizer.state_dict()["state"][0]["step"] == 1
 
 
-def test_what_it_refuses() -> None:
+def test_optimizers_that_were_not_made_for_it_are_refused() -> None:
     model = layers()
     with pytest.raises(RefusedError, match="without gradient_release=True"):
         prepare_for_gradient_release(model, AdamW(model.parameters()))
@@ -118,7 +118,7 @@ def test_until_it_is_prepared_it_is_a_plain_optimizer() -> None:
     assert unchanged(*(snapshot(m, o) for m, o in zip(models, optimizers, strict=True)))
 
 
-def test_weight_decay_groups() -> None:
+def test_biases_norms_and_named_layers_are_not_decayed() -> None:
     model = nn.ModuleDict({"embed": nn.Embedding(3, 4), "norm": nn.LayerNorm(4), "out": nn.Linear(4, 2)})
     model["embed"].weight.requires_grad_(True)
     plain, decayed = param_groups_weight_decay(model, 0.5)
@@ -130,7 +130,7 @@ def test_weight_decay_groups() -> None:
     StableAdamW(param_groups_weight_decay(nn.LayerNorm(3)))  # one of the groups may be empty
 
 
-def test_low_precision() -> None:
+def test_to_low_precision_keeps_embeddings_and_rotary_buffers_in_float32() -> None:
     class Block(nn.Module):
         def __init__(self) -> None:
             super().__init__()

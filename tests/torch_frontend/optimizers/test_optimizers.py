@@ -99,7 +99,7 @@ def test_a_steady_decay_of_bfloat16_is_not_lost(compensation: str) -> None:
 
 @pytest.mark.parametrize("optimizer_class", OPTIMIZERS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_layouts_do_not_matter(optimizer_class, dtype: torch.dtype) -> None:
+def test_the_layout_does_not_change_the_numbers(optimizer_class, dtype: torch.dtype) -> None:
     """Transposed, channels-last and strided parameters, with gradients laid out otherwise, get the same numbers."""
     values = torch.randn(6, 4, 3, 2, generator=torch.Generator().manual_seed(0)).to(dtype)
     wide = torch.zeros(6, 4, 3, 4, dtype=dtype)
@@ -188,7 +188,7 @@ def test_a_bad_argument_names_itself(arguments: dict, said: str) -> None:
         StableAdamW([nn.Parameter(torch.ones(2))], **arguments)
 
 
-def test_what_cannot_be_optimized_is_refused() -> None:
+def test_parameters_that_cannot_be_optimized_are_refused() -> None:
     for bad in (torch.ones(2, dtype=torch.complex64), torch.ones(2, 2).to_sparse()):
         with pytest.raises(UnsupportedTensorError, match=r"complex64|sparse"):
             AdamW([bad.requires_grad_()])

@@ -39,7 +39,7 @@ def test_a_model_that_is_converted_after_the_first_step_is_refused(before, after
     train(model, AdamW(model.parameters(), lr=1e-2), [batches(1)[0].to(after)])
 
 
-def test_a_model_that_is_converted_before_the_first_step_is_no_matter() -> None:
+def test_a_model_may_be_converted_before_the_first_step() -> None:
     model = layers(2)
     optimizer = AdamW(model.parameters(), lr=1e-2)
     train(model.bfloat16(), optimizer, [batch.bfloat16() for batch in batches(2)])
@@ -66,7 +66,7 @@ def test_a_parameter_that_is_given_twice_is_refused() -> None:
 
 
 @pytest.mark.parametrize("rule", [AdamW, StableAdamW])
-def test_a_learning_rate_on_a_device_that_the_update_cannot_read_is_refused(rule) -> None:
+def test_a_learning_rate_on_another_device_is_refused(rule) -> None:
     """The meta device stands for it: there is no number to be read."""
     parameter = nn.Parameter(torch.ones(3))
     optimizer = rule([parameter], lr=torch.tensor(1e-3, device="meta"))
@@ -85,7 +85,7 @@ def test_a_learning_rate_on_a_device_that_the_update_cannot_read_is_refused(rule
         ("betas", 0.9, "betas=0.9 must be a pair of numbers"),
     ],
 )
-def test_a_setting_that_becomes_no_number_is_refused(name: str, value, said: str) -> None:
+def test_a_setting_changed_to_a_non_number_is_refused(name: str, value, said: str) -> None:
     model = layers(2)
     optimizer = AdamW(model.parameters())
     train(model, optimizer, batches(1))
@@ -106,7 +106,7 @@ def test_guard_takes_the_loss_and_not_what_holds_it(loss) -> None:
         release.remove()
 
 
-def test_max_norm_is_a_number() -> None:
+def test_max_norm_must_be_a_positive_number() -> None:
     model = layers(2)
     optimizer = AdamW(model.parameters(), lr=1e-2)
     for norm in (torch.tensor(float("nan")), torch.tensor(-1.0), torch.tensor(0.0), torch.ones(2)):
@@ -117,12 +117,12 @@ def test_max_norm_is_a_number() -> None:
         optimizer.step()
 
 
-def test_gradient_release_is_a_switch() -> None:
+def test_gradient_release_must_be_a_bool() -> None:
     with pytest.raises(InvalidArgumentError, match="gradient_release='yes' must be True or False"):
         AdamW([nn.Parameter(torch.ones(3))], gradient_release="yes")
 
 
-def test_the_state_of_torch_optim_has_a_way_in() -> None:
+def test_a_torch_optim_state_dict_is_refused_with_the_way_in() -> None:
     model = layers(2)
     theirs = torch.optim.AdamW(model.parameters())
     train(model, theirs, batches(1))

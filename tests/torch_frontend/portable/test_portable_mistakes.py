@@ -22,7 +22,7 @@ def trained(dtype: torch.dtype, seed: int = 0, **arguments) -> tuple[nn.Module, 
 
 
 @pytest.mark.parametrize("compensation", ["split", "kahan"])
-def test_lost_digits_are_not_put_beside_other_parameters(tmp_path: Path, compensation: str) -> None:
+def test_a_compensation_is_refused_for_other_parameters(tmp_path: Path, compensation: str) -> None:
     path = tmp_path / "state"
     model, optimizer = trained(torch.bfloat16, compensation=compensation)
     export_state(path, optimizer, model, parameters=True)
@@ -36,7 +36,7 @@ def test_lost_digits_are_not_put_beside_other_parameters(tmp_path: Path, compens
     assert unchanged(snapshot(model, optimizer), snapshot(again, fresh))
 
 
-def test_parameters_without_lost_digits_are_the_callers(tmp_path: Path) -> None:
+def test_uncompensated_parameters_keep_the_callers_values(tmp_path: Path) -> None:
     """Moments beside other values (an average of the parameters) are possible, and exact."""
     path = tmp_path / "state"
     model, optimizer = trained(torch.float32)
@@ -48,7 +48,7 @@ def test_parameters_without_lost_digits_are_the_callers(tmp_path: Path) -> None:
     assert torch.equal(fresh.state[again[0][0].weight]["exp_avg"], optimizer.state[model[0][0].weight]["exp_avg"])
 
 
-def test_a_name_that_the_file_has_not_is_told_as_it_is_called_on_both_sides(tmp_path: Path) -> None:
+def test_a_missing_name_is_reported_as_both_sides_call_it(tmp_path: Path) -> None:
     path = tmp_path / "state"
     model, optimizer = trained(torch.float32)
     export_state(path, optimizer, model)
@@ -59,7 +59,7 @@ def test_a_name_that_the_file_has_not_is_told_as_it_is_called_on_both_sides(tmp_
 
 
 @pytest.mark.parametrize("parameters", [False, True])
-def test_a_square_matrix_whose_values_lie_transposed_is_refused(tmp_path: Path, parameters: bool) -> None:
+def test_a_transposed_square_matrix_is_refused(tmp_path: Path, parameters: bool) -> None:
     """Neither the shapes nor the names tell; the parameters in the file do."""
     path = tmp_path / "state"
     model, optimizer = trained(torch.float32)
@@ -74,7 +74,7 @@ def test_a_square_matrix_whose_values_lie_transposed_is_refused(tmp_path: Path, 
     import_state(path, optimizer, model, parameters=parameters, names=names)
 
 
-def test_a_state_that_torch_would_not_have_made_is_told_by_name(tmp_path: Path) -> None:
+def test_an_inconsistent_torch_optim_state_is_refused_by_name(tmp_path: Path) -> None:
     path = tmp_path / "state"
     model = nn.Linear(3, 2)
     zeros = {"step": torch.tensor(1.0), "exp_avg": torch.zeros(2, 3), "exp_avg_sq": torch.zeros(2, 3)}
@@ -96,7 +96,7 @@ def test_a_state_that_torch_would_not_have_made_is_told_by_name(tmp_path: Path) 
     assert not path.exists()
 
 
-def test_where_no_step_could_follow_nothing_is_imported(tmp_path: Path) -> None:
+def test_import_is_refused_where_no_step_could_follow(tmp_path: Path) -> None:
     path = tmp_path / "state"
     model, optimizer = trained(torch.float32)
     export_state(path, optimizer, model)

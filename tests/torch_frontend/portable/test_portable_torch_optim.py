@@ -53,7 +53,7 @@ def assert_close(one: nn.Module, other: nn.Module, bound: float) -> None:
 
 @pytest.mark.parametrize("released", [False, True])
 @pytest.mark.parametrize(("theirs", "ours"), PAIRS)
-def test_coming_in(path: Path, theirs, ours, released: bool) -> None:
+def test_import_from_torch_optim_continues_its_run(path: Path, theirs, ours, released: bool) -> None:
     """50 steps of torch's and 50 of penstock's are 100 of torch's, in float64 to 1e-12."""
     model, optimizer = run(theirs, torch.float64, slice(50))
     export_state(path, optimizer, model, parameters=True)
@@ -66,7 +66,7 @@ def test_coming_in(path: Path, theirs, ours, released: bool) -> None:
 
 
 @pytest.mark.parametrize(("theirs", "ours"), PAIRS)
-def test_leaving(path: Path, theirs, ours) -> None:
+def test_export_to_torch_optim_continues_the_run(path: Path, theirs, ours) -> None:
     """50 steps of penstock's and 50 of torch's are 100 of torch's, in float64 to 1e-12."""
     model, optimizer = run(ours, torch.float64, slice(50))
     export_state(path, optimizer, model, parameters=True)
@@ -97,7 +97,7 @@ def test_all_of_torchs_variants_go_on_from_the_file(path: Path, options: dict) -
 
 
 @pytest.mark.parametrize("dtype", list(ROUNDOFF), ids=str)
-def test_there_and_back_is_two_roundings(path: Path, dtype: torch.dtype) -> None:
+def test_a_round_trip_through_a_file_costs_two_roundings(path: Path, dtype: torch.dtype) -> None:
     """|m - m'| <= 2u|m|: u for the division, u for the product. A second moment in float32 comes back as it was."""
     model, optimizer = run(torch.optim.AdamW, dtype, slice(15), betas=(0.9, 0.999))
     export_state(path, optimizer, model, parameters=True)
@@ -176,7 +176,7 @@ class Named(torch.optim.AdamW):
     """Only adds a name."""
 
 
-def test_what_has_no_portable_state_is_refused(path: Path) -> None:
+def test_an_optimizer_without_portable_state_is_refused(path: Path) -> None:
     model = layers(2)
     weight, other = model[0].parameters(), model[1].parameters()
     mixed = torch.optim.Adam([{"params": weight, "decoupled_weight_decay": True}, {"params": other}])
@@ -208,7 +208,7 @@ def test_what_has_no_portable_state_is_refused(path: Path) -> None:
     assert load(path).rule == "adam"
 
 
-def test_fully_decoupled_decay_stays_behind(path: Path) -> None:
+def test_fully_decoupled_decay_is_not_exported_to_torch_optim(path: Path) -> None:
     """torch.optim has no such thing: the state comes along, and the hyperparameters do not."""
     model, optimizer = run(AdamW, torch.float64, slice(12), decouple_lr=True, weight_decay=1e-5)
     export_state(path, optimizer, model)

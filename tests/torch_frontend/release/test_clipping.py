@@ -83,7 +83,7 @@ def test_a_declared_norm_without_the_guard_raises_before_the_first_update() -> N
     train(model, optimizer, batches(2), loss=release.guard)
 
 
-def test_what_guard_refuses() -> None:
+def test_guard_refuses_bad_losses_and_unclipped_gradients() -> None:
     model = layers()
     optimizer = AdamW(model.parameters())
     release = release_gradients(model, optimizer, max_norm=1.0)
@@ -246,7 +246,7 @@ def test_a_gradient_that_the_norm_does_not_include_is_refused(how: str) -> None:
     train(model[1], optimizer, batches(1), loss=release.guard)
 
 
-def test_what_raises_leaves_the_gradients_of_others_as_they_were() -> None:
+def test_a_nonfinite_guarded_backward_leaves_other_gradients_unchanged() -> None:
     model, head = layers(2), torch.nn.Linear(8, 2)
     optimizer = AdamW(model.parameters(), on_nonfinite="raise")
     release = release_gradients(model, optimizer, max_norm=1.0)

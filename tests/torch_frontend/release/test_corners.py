@@ -74,7 +74,7 @@ def test_reentrant_checkpoints_of_a_layer_used_twice_raise_in_the_measuring_pass
 
 
 @pytest.mark.parametrize("arguments", [{"accumulation": "hold"}, {}, {"max_norm": 1e9}], ids=["hold", "release", "guard"])
-def test_a_layer_used_twice_in_checkpoints(arguments) -> None:
+def test_a_layer_used_twice_in_checkpoints_equals_the_plain_loop(arguments) -> None:
     """Without reentrance always; with it where gradients are held."""
 
     def trained(reentrant: bool):
@@ -97,7 +97,7 @@ def test_a_layer_used_twice_in_checkpoints(arguments) -> None:
 # -- hooks that are lost ------------------------------------------------------------------------------------------------
 
 
-def test_a_model_made_real_after_set_up_is_noticed() -> None:
+def test_to_empty_after_set_up_is_refused() -> None:
     with torch.device("meta"):
         model = nn.Linear(8, 8)
     optimizer = AdamW(model.parameters())
@@ -112,7 +112,7 @@ def test_a_model_made_real_after_set_up_is_noticed() -> None:
     assert all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
 
 
-def test_a_module_that_is_swapped_is_noticed() -> None:
+def test_a_swapped_module_is_refused() -> None:
     model = layers()
     optimizer = AdamW(model.parameters())
     release_gradients(model, optimizer)
@@ -122,7 +122,7 @@ def test_a_module_that_is_swapped_is_noticed() -> None:
         optimizer.step()
 
 
-def test_copies_train_as_plain_ones_and_leave_the_original_alone() -> None:
+def test_a_copy_trains_alike_and_leaves_the_original_alone() -> None:
     model = layers()
     optimizer = StableAdamW(model.parameters(), lr=1e-2)
     release_gradients(model, optimizer)
@@ -148,7 +148,7 @@ def test_no_copy_is_made_in_the_middle_of_a_step() -> None:
     copy.deepcopy((model, optimizer))
 
 
-def test_hooks_of_a_removed_kind_are_put_back_by_set_up() -> None:
+def test_release_again_after_remove_continues_bit_for_bit() -> None:
     """Taking release off and putting it on again, also between two optimizers, goes on with the same numbers."""
 
     def run(model, optimizer, guard) -> None:
@@ -197,7 +197,7 @@ def test_concurrent_backwards_raise_and_leave_every_parameter_updated_once_at_mo
     train(model, optimizer, batches(2, 32))
 
 
-def test_create_graph() -> None:
+def test_create_graph_equals_the_plain_loop_and_keeps_no_graph() -> None:
     def run(model, optimizer, guard) -> None:
         for batch in batches(3):
             with warnings.catch_warnings():
@@ -215,7 +215,7 @@ def test_create_graph() -> None:
 @pytest.mark.filterwarnings("ignore:Using backward.. with create_graph=True")
 @pytest.mark.parametrize("skips", [False, True])
 @pytest.mark.parametrize("arguments", [{}, {"max_norm": 1.0, "clipping": "per_tensor"}])
-def test_the_norms_of_create_graph_hold_no_graph(arguments, skips: bool) -> None:
+def test_norms_under_create_graph_hold_no_graph(arguments, skips: bool) -> None:
     model = layers()
     optimizer = AdamW(model.parameters(), on_nonfinite="skip" if skips else "propagate")
     release = release_gradients(model, optimizer, **arguments)
@@ -273,7 +273,7 @@ def test_a_compiled_function_may_call_backward(arguments) -> None:
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # of torch, without release too
 @pytest.mark.parametrize("arguments", rows([{}, {"max_norm": 1e9}], [{}].__contains__), ids=["release", "guard"])
-def test_compiled_autograd(arguments) -> None:
+def test_compiled_autograd_equals_the_plain_loop(arguments) -> None:
     norms = []
 
     def run(model, optimizer, guard) -> None:

@@ -35,7 +35,7 @@ def failed(released: Callable = release_gradients, backend: type = Counting, **o
     return model, optimizer, optimizer.release, waiting
 
 
-def test_zero_grad_discards_what_waits() -> None:
+def test_zero_grad_discards_queued_gradients() -> None:
     model, optimizer, release, waiting = failed()
     before = snapshot(model, optimizer)
     optimizer.zero_grad()
@@ -46,7 +46,7 @@ def test_zero_grad_discards_what_waits() -> None:
     assert release.ledger.live == 0
 
 
-def test_what_was_restored_stays_as_it_was_saved() -> None:
+def test_restored_state_is_unchanged_after_a_failed_backward() -> None:
     """The model first, then the optimizer, which wants the step closed."""
     model, optimizer, _, _ = failed()
     saved = copy.deepcopy(blocks().state_dict())
@@ -58,7 +58,7 @@ def test_what_was_restored_stays_as_it_was_saved() -> None:
     assert all(torch.equal(saved[name], value) for name, value in model.state_dict().items())
 
 
-def test_a_loop_that_empties_gradients_after_its_forward_goes_on() -> None:
+def test_zero_grad_after_the_forward_recovers_from_a_failed_backward() -> None:
     model, optimizer, _, _ = failed()
     loss = loss_of(model, batches(1, WIDTH)[0])
     optimizer.zero_grad()
@@ -66,7 +66,7 @@ def test_a_loop_that_empties_gradients_after_its_forward_goes_on() -> None:
     optimizer.step()
 
 
-def test_step_uses_what_waits_as_a_plain_one_uses_the_gradients_that_came() -> None:
+def test_step_uses_queued_gradients_as_a_plain_step_would() -> None:
     model, optimizer, release, _ = failed()
     plain = blocks()
     other = optimizer_of(plain, False, AdamW)
@@ -82,7 +82,7 @@ def test_step_uses_what_waits_as_a_plain_one_uses_the_gradients_that_came() -> N
 
 
 @pytest.mark.parametrize("by", ["remove", "with"])
-def test_what_waits_is_in_grad_once_the_release_is_gone(by: str) -> None:
+def test_removing_the_release_puts_queued_gradients_into_grad(by: str) -> None:
     model, optimizer, release, waiting = failed()
     before = snapshot(model, optimizer)
     optimizer._backend.fails = True  # no launch, which may be what has failed
@@ -97,7 +97,7 @@ def test_what_waits_is_in_grad_once_the_release_is_gone(by: str) -> None:
 
 
 @pytest.mark.parametrize("call", ["state_dict", "deepcopy"])
-def test_looking_changes_nothing(call: str) -> None:
+def test_reading_state_after_a_failed_backward_is_refused_and_changes_nothing(call: str) -> None:
     model, optimizer, _, _ = failed()
     before = [p.detach().clone() for p in model.parameters()]
     with pytest.raises(RefusedError, match=r"is (queued|released)"):

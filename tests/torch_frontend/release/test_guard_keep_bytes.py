@@ -58,7 +58,7 @@ def test_the_second_pass_computes_only_what_was_not_kept() -> None:
 @pytest.mark.parametrize("reentrant", [False, True])
 @pytest.mark.parametrize("frozen", [False, True])
 @pytest.mark.parametrize("keep_bytes", [LAYER_BYTES, 4 * LAYER_BYTES])
-def test_under_checkpointing_of_both_kinds(reentrant: bool, frozen: bool, keep_bytes: int) -> None:
+def test_keep_bytes_changes_nothing_under_either_checkpointing(reentrant: bool, frozen: bool, keep_bytes: int) -> None:
     """A reentrant checkpoint hides its parameters, and refuses a pass that leaves some out: nothing is kept then."""
     models = []
     for keep in (0, keep_bytes):
@@ -98,7 +98,7 @@ class RunsABackward(torch.autograd.Function):
 
 
 @pytest.mark.parametrize("keep_bytes", [0, LAYER_BYTES, 2 * LAYER_BYTES, 10 * LAYER_BYTES])
-def test_parameters_that_a_function_hides(keep_bytes: int) -> None:
+def test_hidden_parameters_are_updated_as_by_the_plain_loop(keep_bytes: int) -> None:
     models = [layers(4, WIDTH), layers(4, WIDTH)]
     for number, model in enumerate(models):
         optimizer = AdamW(model.parameters(), lr=1e-2)

@@ -36,7 +36,7 @@ def test_hooks_that_were_there_stay_and_run_first() -> None:
     assert seen == [True] * 8
 
 
-def test_parameters_replaced_after_set_up_are_noticed() -> None:
+def test_parameters_replaced_after_set_up_are_refused() -> None:
     for replace in (
         lambda m: m.load_state_dict(m.state_dict(), assign=True),
         lambda m: setattr(m[0][0], "weight", nn.Parameter(torch.ones(8, 8))),
@@ -124,7 +124,7 @@ def test_model_and_optimizer_are_collected_when_nobody_holds_them() -> None:
     assert [reference() for reference in references] == [None] * 3
 
 
-def test_a_model_whose_optimizer_is_gone_says_so() -> None:
+def test_a_backward_after_the_optimizer_is_collected_is_refused() -> None:
     model = layers(2)
     release_gradients(model, AdamW(model.parameters()))
     gc.collect()

@@ -209,7 +209,7 @@ def test_an_undeclared_scaler_is_refused_where_it_unscales() -> None:
         scale.step(optimizer)
 
 
-def test_gradients_that_are_set_to_none_are_nothing_to_complain_about() -> None:
+def test_gradients_set_to_none_are_accepted() -> None:
     models = [layers(), layers()]
     for number, model in enumerate(models):
         optimizer = StableAdamW(model.parameters())
@@ -225,7 +225,7 @@ def test_gradients_that_are_set_to_none_are_nothing_to_complain_about() -> None:
 
 
 @pytest.mark.parametrize("head", [False, True])
-def test_reentrant_checkpointing(head: bool) -> None:
+def test_reentrant_checkpointing_equals_the_plain_loop_and_reports_its_norm(head: bool) -> None:
     """A pass inside the pass ends before all gradients are there."""
     models = []
     for released in (False, True):
@@ -261,7 +261,7 @@ def test_a_paused_backward_leaves_real_gradients() -> None:
         optimizer.step()
 
 
-def test_an_infinite_gradient_is_told() -> None:
+def test_a_nonfinite_norm_is_reported() -> None:
     model = layers(2)
     optimizer = AdamW(model.parameters())
     release = release_gradients(model, optimizer)
@@ -289,7 +289,7 @@ def test_an_undeclared_scaler_of_scale_one_finds_an_overflow() -> None:
         optimizer.zero_grad()
 
 
-def test_a_norm_is_of_its_own_step() -> None:
+def test_the_norm_is_that_of_its_own_step() -> None:
     """Gradients that no backward of this step brought are not clipped by what an earlier step has left."""
     p, q = (nn.Parameter(torch.ones(2, dtype=torch.float64)) for _ in range(2))
     model = nn.ParameterList([p, q])
@@ -315,7 +315,7 @@ def test_nothing_is_added_to_a_marker_outside_of_a_backward() -> None:
     optimizer.step()
 
 
-def test_a_marker_is_no_gradient_of_another_parameter() -> None:
+def test_a_marker_of_another_parameter_is_refused() -> None:
     model, _, _ = after_backward()
     other = layers()
     optimizer = AdamW(other.parameters())
@@ -387,13 +387,13 @@ def test_a_gradient_that_two_parameters_share_is_not_changed_for_the_other() -> 
     assert torch.equal(p, q)
 
 
-def test_remove_takes_it_away() -> None:
+def test_remove_clears_markers_and_hooks() -> None:
     model, _, release = after_backward()
     release.remove()
     assert all(p.grad is None and not p._post_accumulate_grad_hooks for p in model.parameters())
 
 
-def test_a_model_whose_optimizer_is_gone_says_so() -> None:
+def test_a_backward_after_the_optimizer_is_collected_is_refused() -> None:
     model = layers()
     optimizer = AdamW(model.parameters())
     release_gradients(model, optimizer)

@@ -46,7 +46,7 @@ def two_heads(**options) -> tuple[nn.Module, Callable[[int], Tensor]]:
     return model, lambda which: heads[which](trunk(batches(1)[0])).pow(2).mean()
 
 
-def test_an_undeclared_second_backward() -> None:
+def test_an_undeclared_second_backward_is_refused_and_not_used() -> None:
     model, loss = two_heads()
     optimizer, norm = model.released.optimizer, model.released.last_norm
     loss(0).backward()
@@ -60,7 +60,7 @@ def test_an_undeclared_second_backward() -> None:
     assert norm is None
 
 
-def test_the_next_step_does_not_use_it() -> None:
+def test_the_next_step_does_not_use_a_refused_backward() -> None:
     model, loss = two_heads()
     loss(0).backward()
     refused(model, lambda: loss(1))
@@ -100,14 +100,14 @@ def test_a_gradient_set_by_hand_goes_with_the_refused_backward_that_was_added_to
 
 
 @pytest.mark.parametrize("scaled", [False, True])
-def test_without_guard(scaled: bool) -> None:
+def test_a_backward_without_guard_is_refused_and_not_used(scaled: bool) -> None:
     model = released(layers(), **({"scaler": torch.amp.GradScaler("cpu")} if scaled else {"max_norm": 1.0}))
     refused(model, lambda: loss_of(model, batches(1)[0]), match=r"release\.guard")
     model.released.optimizer.step()
     assert not model.released.optimizer.state
 
 
-def test_a_micro_batch_after_the_last() -> None:
+def test_a_micro_batch_after_the_last_is_refused() -> None:
     last = [False]
     model = released(layers(), accumulation="hold", sync=lambda: last[0])
     loss_of(model, batches(1)[0]).backward()
@@ -117,7 +117,7 @@ def test_a_micro_batch_after_the_last() -> None:
     refused(model, lambda: loss_of(model, batches(1)[0]), match="already updated")
 
 
-def test_a_setting_out_of_range() -> None:
+def test_a_setting_out_of_range_is_refused_until_it_is_repaired() -> None:
     """At the first gradient, guarded or not, and again until it is repaired."""
     for options in ({}, {"max_norm": 1.0}, {"accumulation": "state"}):
         model = released(layers(), **options)
@@ -144,12 +144,12 @@ class Sparse(torch.autograd.Function):
         return gradient, torch.sparse_coo_tensor(torch.zeros(1, 1, dtype=torch.long), values, ctx.shape, check_invariants=True)
 
 
-def test_a_gradient_that_no_update_is_defined_for() -> None:
+def test_a_sparse_gradient_is_refused() -> None:
     model = released(layers(2))
     refused(model, lambda: Sparse.apply(batches(1)[0], model[0][0].weight).pow(2).mean(), UnsupportedTensorError, "sparse")
 
 
-def test_a_block_of_micro_batches() -> None:
+def test_a_second_backward_through_divided_blocks_is_refused() -> None:
     """Its parameters' gradients are booked together, before the first of them comes."""
     model = released(layers(2))
     blocks = microbatch_blocks(list(model), chunks=2)
@@ -158,7 +158,7 @@ def test_a_block_of_micro_batches() -> None:
     blocks.remove()
 
 
-def test_what_waits_of_the_refused_backward_is_discarded() -> None:
+def test_queued_gradients_of_a_refused_backward_are_discarded() -> None:
     """Layers are updated before the sparse gradient comes, which nothing can undo; what still waits then never is."""
     model = blocks()
     model.extra = nn.Parameter(torch.ones(3, WIDTH))
@@ -177,7 +177,7 @@ def test_what_waits_of_the_refused_backward_is_discarded() -> None:
     assert same == [torch.equal(p, old) for p, old in zip(model.parameters(), before, strict=True)]
 
 
-def test_the_optimizer_is_gone() -> None:
+def test_a_backward_without_an_optimizer_is_refused() -> None:
     model = layers()
     release_gradients(model, AdamW(model.parameters()))
     gc.collect()
@@ -192,7 +192,7 @@ def squares(model: nn.Module) -> Tensor:
 
 @pytest.mark.parametrize("order", ["before", "after", "inside a factor", "two guarded"])
 @pytest.mark.parametrize("scaled", [False, True])
-def test_more_than_the_guarded_loss(order: str, scaled: bool) -> None:
+def test_terms_outside_guard_with_released_parameters_are_refused(order: str, scaled: bool) -> None:
     """A regulariser outside of guard(), whichever of the two autograd walks first: nothing is updated without it."""
     model = released(layers(), **({"scaler": torch.amp.GradScaler("cpu")} if scaled else {"max_norm": 1.0}))
     guard = model.released.guard
@@ -208,7 +208,7 @@ def test_more_than_the_guarded_loss(order: str, scaled: bool) -> None:
     train(model, model.released.optimizer, batches(2), loss=guard)
 
 
-def test_what_is_outside_of_guard_and_reaches_no_released_parameter_is_welcome() -> None:
+def test_terms_outside_guard_without_released_parameters_are_accepted() -> None:
     """A factor, a constant, and a term of a leaf that is not the release's."""
     trained = []
     for guards in (False, True):

@@ -153,7 +153,7 @@ def test_paused_leaves_gradients_as_plain_torch_does() -> None:
     assert all(same_parameters(a, b) for a, b in zip(*results, strict=True))
 
 
-def test_what_is_held_is_what_a_plain_loop_would_hold() -> None:
+def test_held_gradients_are_discarded_replaced_and_left_as_by_a_plain_loop() -> None:
     """zero_grad() discards, a gradient set by hand is used, remove() in mid-group leaves a plain optimizer."""
     models = [layers(), layers()]
     optimizers = [StableAdamW(model.parameters(), lr=1e-2) for model in models]
@@ -179,7 +179,7 @@ def test_what_is_held_is_what_a_plain_loop_would_hold() -> None:
     assert optimizers[1].release is None
 
 
-def test_paused_backwards_inside_a_group_of_micro_batches() -> None:
+def test_a_paused_backward_joins_its_group_of_micro_batches() -> None:
     """The gradient that was kept joins the group at step(), and what is in the moments is not lost."""
     models = [layers(2, dtype=torch.float64), layers(2, dtype=torch.float64)]
     optimizers = [StableAdamW(m.parameters(), lr=1e-2) for m in models]

@@ -40,7 +40,7 @@ def both(loop: Callable, optimizer_class=StableAdamW, **options) -> list[Countin
 
 
 @pytest.mark.parametrize("optimizer_class", OPTIMIZERS)
-def test_the_same_bits_in_few_launches(optimizer_class) -> None:
+def test_queued_updates_have_the_same_bits_in_fewer_launches(optimizer_class) -> None:
     def loop(model: nn.Module, optimizer) -> None:
         release_gradients(model, optimizer)
         train(model, optimizer, batches(3, WIDTH))
@@ -51,7 +51,7 @@ def test_the_same_bits_in_few_launches(optimizer_class) -> None:
     assert len(together.launches) == 3 * (BLOCKS + -(-3 * BLOCKS // IN_A_LAUNCH))
 
 
-def test_what_waits_is_in_the_ledger_and_bounded_and_out_of_grad() -> None:
+def test_queued_gradients_are_bounded_and_in_the_ledger_but_not_in_grad() -> None:
     model = blocks()
     optimizer = optimizer_of(model, True)
     with (
@@ -72,7 +72,7 @@ def test_what_waits_is_in_the_ledger_and_bounded_and_out_of_grad() -> None:
     assert measured.peak == release.ledger.peak == MATRIX + MATRIX // 16
 
 
-def test_where_the_end_of_the_pass_is_not_noticed_nothing_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nothing_is_queued_without_an_end_of_pass_callback(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pipeline_module, "at_end_of_pass", lambda callback: False)
     model = blocks()
     optimizer = optimizer_of(model, True)
@@ -82,7 +82,7 @@ def test_where_the_end_of_the_pass_is_not_noticed_nothing_waits(monkeypatch: pyt
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
-def test_checkpointing_and_tied_weights(reentrant: bool) -> None:
+def test_queued_updates_equal_single_ones_under_checkpointing_and_tied_weights(reentrant: bool) -> None:
     def loop(model: nn.Module, optimizer) -> None:
         if not reentrant:  # refused otherwise
             model[2][1].weight = model[0][1].weight
@@ -100,7 +100,7 @@ def test_checkpointing_and_tied_weights(reentrant: bool) -> None:
 
 
 @pytest.mark.parametrize("options", [{"max_norm": 0.05}, {"max_norm": 0.01, "clipping": "per_tensor"}, {"keep_bytes": MATRIX}])
-def test_guarded_and_clipped(options: dict) -> None:
+def test_queued_updates_equal_single_ones_when_guarded_and_clipped(options: dict) -> None:
     def loop(model: nn.Module, optimizer) -> None:
         release = release_gradients(model, optimizer, **{"max_norm": 1.0, **options})
         for batch in batches(3, WIDTH):
@@ -146,7 +146,7 @@ class Inside(torch.autograd.Function):
         return gradient, None
 
 
-def test_a_second_gradient_of_a_tensor_that_waits_comes_after_its_first() -> None:
+def test_two_gradients_of_a_queued_tensor_are_used_in_order() -> None:
     """Leniently, each is an update."""
 
     def loop(model: nn.Module, optimizer) -> None:
@@ -159,7 +159,7 @@ def test_a_second_gradient_of_a_tensor_that_waits_comes_after_its_first() -> Non
     both(loop, gradient_release=True)
 
 
-def test_a_launch_that_fails_gives_the_gradients_back() -> None:
+def test_a_failed_launch_puts_its_gradients_back() -> None:
     model = blocks()
     optimizer = optimizer_of(model, True)
     release = release_gradients(model, optimizer)
@@ -178,7 +178,7 @@ def test_a_launch_that_fails_gives_the_gradients_back() -> None:
     assert release.ledger.live == 0
 
 
-def test_a_model_of_small_tensors_has_no_room_and_so_no_wait() -> None:
+def test_a_model_of_small_tensors_queues_nothing() -> None:
     model = nn.Sequential(*[nn.LayerNorm(8) for _ in range(4)])
     optimizer = optimizer_of(model, True)
     release = release_gradients(model, optimizer)
@@ -209,7 +209,7 @@ def nobody_waits(monkeypatch: pytest.MonkeyPatch) -> Callable[[bool], None]:
 
 @pytest.mark.parametrize("batched", [False, True])
 @pytest.mark.parametrize("hold", [False, True])
-def test_the_device_skips_and_nobody_waits(batched: bool, hold: bool, nobody_waits: Callable) -> None:
+def test_the_device_skips_nonfinite_gradients_without_synchronising(batched: bool, hold: bool, nobody_waits: Callable) -> None:
     """One matrix and one vector are spoiled: under release those two are left out, held ones are judged together."""
     models = [blocks(), blocks()]
     options = {"on_nonfinite": "skip", "capturable": True}

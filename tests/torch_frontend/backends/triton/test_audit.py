@@ -100,7 +100,7 @@ MANY = [
 
 
 @pytest.mark.parametrize(("name", "storage"), rows(MANY, lambda row: row[0] == "sm_90" or row[1] is SPLIT), ids=str)
-def test_audit_of_the_launch_for_many_tensors(name: str, storage: Storage) -> None:
+def test_the_launch_for_many_tensors_is_wide_unspilled_and_in_order(name: str, storage: Storage) -> None:
     target = TARGETS[name]
     present = ("numbers",) if storage is FLOAT64 else ()
     audit = compile_or_skip(group_kernel, storage, target, present)
@@ -126,7 +126,7 @@ ONE = [
 @pytest.mark.parametrize(
     ("name", "storage", "action"), rows(ONE, lambda row: row[0] in ("sm_90", "gfx942") or row[1] is KAHAN), ids=str
 )
-def test_audit_of_the_launch_for_one_tensor(name: str, storage: Storage, action: str) -> None:
+def test_the_launch_for_one_tensor_is_wide_unspilled_and_in_order(name: str, storage: Storage, action: str) -> None:
     target = TARGETS[name]
     present = {"update": (), "accumulate": ("square_before",), "apply": ("square_before",)}[action]
     audit = compile_or_skip(tensor_kernel, storage, target, present, ACTION=action, FIRST=action == "update")
@@ -157,7 +157,7 @@ def test_audit_of_the_launch_for_one_tensor(name: str, storage: Storage, action:
     ],
     ids=["adamw", "measure", "measure-each", "write", "write-each", "capturable", "adam-checked", "last-micro-batch"],
 )
-def test_audit_of_the_other_forms_of_a_launch(kernel, present: tuple[str, ...], changes: dict) -> None:
+def test_other_forms_of_a_launch_are_unspilled_and_in_order(kernel, present: tuple[str, ...], changes: dict) -> None:
     audit = compile_or_skip(kernel, SPLIT, HOPPER, present, **changes)
     assert_good(audit, HOPPER, SPLIT)
     if changes.get("PHASES", "both") == "both":
@@ -165,7 +165,7 @@ def test_audit_of_the_other_forms_of_a_launch(kernel, present: tuple[str, ...], 
 
 
 @pytest.mark.parametrize("kernel", [update_group, update_tensor], ids=["group", "tensor"])
-def test_audit_of_what_is_compiled_in(kernel) -> None:
+def test_numbers_that_change_while_training_are_not_compiled_in(kernel) -> None:
     """No number that changes while training: learning rate, betas, decay, number of updates, sizes."""
     numbers = {*SCALARS, *"gmvpk", "item_count", "tensor_count", "n"}
     parameters = {parameter.name: parameter for parameter in kernel.params}

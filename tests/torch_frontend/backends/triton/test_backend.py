@@ -62,7 +62,7 @@ def test_without_triton_it_is_refused_with_the_remedy(monkeypatch: pytest.Monkey
         AdamW([nn.Parameter(torch.zeros(3))], backend="triton")
 
 
-def test_a_wrong_process_is_not_made_for_the_interpreter_by_accident(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_interpreter_follows_from_its_environment_variable(monkeypatch: pytest.MonkeyPatch) -> None:
     for value, expected in (("1", True), ("0", False), ("", False), ("true", True)):
         monkeypatch.setenv("TRITON_INTERPRET", value)
         assert availability.interpreted() is expected
@@ -154,7 +154,7 @@ def test_a_launch_of_one_phase_has_the_items_of_that_phase_only() -> None:
     assert work.items([], [], 1).shape == (0, 3)
 
 
-def test_what_is_measured_ahead_of_a_write_is_never_more_than_a_wave() -> None:
+def test_at_most_a_wave_is_measured_ahead_of_a_write() -> None:
     """Of a large tensor the rest is measured after the write: else it would put what is written next out of the cache."""
     table = work.tickets([4, 1, 6, 2], 1, 2).tolist()
     assert table == [
@@ -179,7 +179,7 @@ def test_a_configuration_is_possible(chosen: Configuration) -> None:
         assert chosen.programs * chosen.warps * 32 * chosen.registers <= 65536, "more programs than registers for them"
 
 
-def test_the_row_of_a_device_and_dtype() -> None:
+def test_a_configuration_follows_from_device_and_dtype() -> None:
     assert configuration(torch.device("cpu"), torch.float32) is INTERPRETER
     assert configuration(torch.device("cuda", 3), torch.bfloat16) is TABLE["cuda", None]
     assert configuration(torch.device("cuda", 3), torch.float64) is TABLE["cuda", torch.float64]

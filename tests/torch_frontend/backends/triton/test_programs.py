@@ -36,7 +36,7 @@ def optimizer_of(numels: tuple[int, ...], dtype: torch.dtype, **options: Any) ->
     return optimizer
 
 
-def test_audit_of_what_makes_no_other_program(launches: Compared) -> None:
+def test_sizes_and_settings_share_one_program(launches: Compared) -> None:
     """Sizes and numbers of tensors, of 1 and multiples of 16 too; learning rate, betas (but 0), decay, number of updates."""
     for numels in ((1,), (16,), (3, 17), (8192,) * 16, (8193, 1)):
         optimizer = optimizer_of(numels, torch.bfloat16)
@@ -50,7 +50,7 @@ def test_audit_of_what_makes_no_other_program(launches: Compared) -> None:
     assert launches.programs("update_group") == launches.programs("update_tensor") == 1
 
 
-def test_audit_of_a_beta_of_zero(launches: Compared) -> None:
+def test_a_beta_of_zero_makes_one_more_program(launches: Compared) -> None:
     """It is compiled in: one program more of each kernel, whichever tensors and however often."""
     for betas in ((0.9, 0.9), (0.0, 0.9)):
         for numels in ((1,), (3, 17)):
@@ -62,7 +62,7 @@ def test_audit_of_a_beta_of_zero(launches: Compared) -> None:
     assert launches.programs("update_group") == launches.programs("update_tensor") == 2
 
 
-def test_audit_of_numbers_on_the_device_at_any_address(launches: Compared) -> None:
+def test_numbers_at_any_address_share_one_program(launches: Compared) -> None:
     """A part of a larger tensor begins anywhere: a number of updates, a mean square."""
     optimizer = optimizer_of((40,), torch.bfloat16, capturable=True)
     (p,) = optimizer._parameters()
@@ -75,7 +75,7 @@ def test_audit_of_numbers_on_the_device_at_any_address(launches: Compared) -> No
     assert launches.programs("update_group") == launches.programs("update_tensor") == 1
 
 
-def test_audit_of_what_does_make_another_program(launches: Compared) -> None:
+def test_an_earlier_mean_square_makes_another_program(launches: Compared) -> None:
     """A mean square of earlier micro-batches, and one of another dtype."""
     optimizer = optimizer_of((40,), torch.bfloat16)
     (p,) = optimizer._parameters()

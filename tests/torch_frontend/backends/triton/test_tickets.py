@@ -24,7 +24,7 @@ def test_every_run_does_every_item_once_and_in_time(counts: list[int], wave: int
         assert Machine(table(counts, wave), programs, resident).check() > 2 * len(counts)
 
 
-def test_three_programs_at_once() -> None:
+def test_three_resident_programs_keep_the_protocol() -> None:
     assert Machine(table([1, 1], 1), 3).check() > 1000
     assert Machine(table([2], 9), 3).check() > 1000
 

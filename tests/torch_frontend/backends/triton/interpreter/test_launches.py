@@ -162,7 +162,7 @@ def test_permuted_layouts_stay_in_place_and_a_gradient_may_lie_otherwise(dtype: 
     assert all(torch.equal(bits(results[0]), bits(other)) for other in results[1:])
 
 
-def test_addresses_that_are_not_aligned() -> None:
+def test_unaligned_addresses_give_the_same_bits() -> None:
     results = []
     for offset in (0, 1):
         memory = torch.linspace(-1, 1, 1501)

@@ -77,7 +77,7 @@ def test_of_many_tensors_those_are_updated_whose_own_gradient_is_finite(optimize
     assert unchanged(*results)
 
 
-def test_what_is_not_finite_is_skipped_one_by_one_as_the_host_would() -> None:
+def test_nonfinite_gradients_are_skipped_one_by_one_as_by_the_host() -> None:
     """A matrix, launched by itself, and vectors that share a launch."""
     found = []
     for backend, capturable in (("eager", True), ("triton", True), ("triton", False)):

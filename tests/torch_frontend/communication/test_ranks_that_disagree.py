@@ -140,7 +140,7 @@ def unguarded_step_without_backward() -> None:
     assert_ranks_equal(parameters_of(model), "a rank without a backward")
 
 
-def test_a_step_without_a_backward(ranks: Ranks) -> None:
+def test_a_rank_without_a_backward_takes_part_with_zeros(ranks: Ranks) -> None:
     ranks.run(unguarded_step_without_backward)
 
 
@@ -158,9 +158,8 @@ def another_number_of_micro_batches() -> None:
     assert_bitwise(parameters_of(model), before, "micro-batches of different updates")
 
 
-def test_another_number_of_micro_batches(ranks: Ranks) -> None:
+def test_another_number_of_micro_batches_on_one_rank_is_refused(ranks: Ranks) -> None:
     ranks.run(another_number_of_micro_batches)
-    ranks.stop()  # one rank has closed its step, the other cannot
 
 
 def last_on_one_rank() -> None:
@@ -172,7 +171,7 @@ def last_on_one_rank() -> None:
     assert_bitwise(parameters_of(model), before, "the last micro-batch on one rank only")
 
 
-def test_sync_that_differs(ranks: Ranks) -> None:
+def test_a_sync_that_differs_between_ranks_is_refused(ranks: Ranks) -> None:
     ranks.run(last_on_one_rank)
 
 
