@@ -6,28 +6,22 @@ import dataclasses
 import inspect
 import json
 import re
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 from benchmarks.live_gradients import local_paths, markdown, measure
+from tests.support.examples import ROOT, examples, run
 
 from penstock.core import combinations_page
 from penstock.parity.memory_plan.settings import Training
 from penstock.torch_frontend import StableAdamW, microbatch_blocks, release_gradients
 
-ROOT = Path(__file__).resolve().parents[1]
 GUIDE = (ROOT / "docs" / "pytorch.md").read_text()
-EXAMPLES = dict(re.findall(r"^## ([^\n]*)\n(?:(?!\n## ).)*?```python\n(.*?)```", GUIDE, re.DOTALL | re.MULTILINE))
+EXAMPLES = examples("pytorch.md")
 
 
-@pytest.mark.parametrize("section", list(EXAMPLES))
+@pytest.mark.parametrize("section", EXAMPLES)
 def test_examples_run(section: str) -> None:
-    environment = {"PYTHONPATH": str(ROOT / "src"), "PATH": "/usr/bin:/bin", "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-W", "error", "-c", EXAMPLES[section]]
-    done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
-    assert done.returncode == 0, done.stderr
+    run(section, EXAMPLES[section])
 
 
 def test_every_example_was_found() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import graphlib
 import subprocess
 import sys
@@ -35,17 +36,23 @@ MODULES = {
 }
 
 
+@functools.cache
+def tree_of(path: Path) -> ast.Module:
+    return ast.parse(path.read_text())
+
+
 def own_modules(name: str) -> set[str]:
     """The modules of this house that a module imports, at its top or in a function; not those that only type checkers see."""
     path = MODULES[name]
     package = name.split(".") if path.name == "__init__.py" else name.split(".")[:-1]
-    tree = ast.parse(path.read_text())
-    for node in ast.walk(tree):
-        if isinstance(node, ast.If) and isinstance(node.test, ast.Name) and node.test.id == "TYPE_CHECKING":
-            node.body = []
+    tree = tree_of(path)
+    guards = [
+        n for n in ast.walk(tree) if isinstance(n, ast.If) and isinstance(n.test, ast.Name) and n.test.id == "TYPE_CHECKING"
+    ]
+    for_checkers = {node for guard in guards for statement in guard.body for node in ast.walk(statement)}
     found = set()
     for node in ast.walk(tree):
-        if isinstance(node, ast.ImportFrom) and node.level:
+        if node not in for_checkers and isinstance(node, ast.ImportFrom) and node.level:
             base = ".".join([*package[: len(package) - node.level + 1], *filter(None, [node.module])])
             found |= {each for alias in node.names if (each := f"{base}.{alias.name}") in MODULES} or {base} & set(MODULES)
     return found - {name}
@@ -55,7 +62,7 @@ def imports(path: Path) -> set[str]:
     """The top-level packages and the sibling folders that a file imports, wherever in the file it does."""
     inside = path.relative_to(ROOT).parts[:-1]
     found = set()
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in ast.walk(tree_of(path)):
         if isinstance(node, ast.Import):
             found |= {alias.name.split(".")[0] for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
@@ -92,7 +99,7 @@ def documented(node: ast.ClassDef | ast.FunctionDef) -> bool:
 
 def test_a_public_method_without_a_docstring_has_one_in_what_it_implements() -> None:
     """In a protocol or base class of this house, or in PyTorch's own (forward, backward, step)."""
-    trees = [ast.parse(path.read_text()) for path in MODULES.values()]
+    trees = [tree_of(path) for path in MODULES.values()]
     classes = [node for tree in trees for node in ast.walk(tree) if isinstance(node, ast.ClassDef)]
     methods = [(each, method) for each in classes for method in each.body if isinstance(method, ast.FunctionDef)]
     described = {method.name for _, method in methods if documented(method)} | {"forward", "backward"}

@@ -8,8 +8,8 @@ import shlex
 from pathlib import Path
 
 import pytest
-from tests.guide_support import ROOT, examples, run
-from tests.portable_support import taken_apart
+from tests.support.examples import ROOT, examples, run
+from tests.support.portable_states import taken_apart
 
 from penstock.__main__ import main
 from penstock.core.portable.file import describe

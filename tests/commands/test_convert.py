@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from tests.portable_support import contents, parameter, state
+from tests.support.portable_states import contents, parameter, state
 
 from penstock.__main__ import main
 from penstock.core.portable.file import load, save

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from tests.portable_support import contents, parameter, put_together, signed, state, taken_apart, with_header
+from tests.support.portable_states import contents, parameter, put_together, signed, state, taken_apart, with_header
 
 from penstock.core.errors import InvalidArgumentError
 from penstock.core.portable.file import describe, load, save

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from safetensors import safe_open
-from tests.portable_support import KINDS, contents, parameter, put_together, state, taken_apart
+from tests.support.portable_states import KINDS, contents, parameter, put_together, state, taken_apart
 
 from penstock.core.errors import InvalidArgumentError, UnsupportedTensorError
 from penstock.core.portable.file import describe, load, save

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.portable_support import KINDS, contents, parameter, state
+from tests.support.portable_states import KINDS, contents, parameter, state
 
 from penstock.core.errors import InvalidArgumentError
 from penstock.core.portable.names import Names, Target, Transposed, inverted, parse_table, table_of

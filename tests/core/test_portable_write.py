@@ -15,7 +15,7 @@ from typing import Any, NoReturn
 
 import pytest
 import safetensors.numpy
-from tests.portable_support import contents, parameter, state
+from tests.support.portable_states import contents, parameter, state
 
 from penstock.core.errors import InvalidArgumentError, RefusedError
 from penstock.core.portable.file import load, save

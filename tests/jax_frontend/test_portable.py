@@ -12,7 +12,7 @@ import numpy as np
 import optax
 import pytest
 from tests.jax_support import TRANSFORMS, float64
-from tests.portable_support import KINDS
+from tests.support.portable_states import KINDS
 from tests.walk_support import LAYERS, STACK, TX, batch, parameters
 
 from penstock.core.errors import InvalidArgumentError, RefusedError

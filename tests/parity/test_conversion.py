@@ -14,7 +14,7 @@ import optax
 import pytest
 import torch
 from tests.jax_support import float64
-from tests.portable_support import KINDS
+from tests.support.portable_states import KINDS
 
 from penstock import jax_frontend, torch_frontend
 from penstock.core.portable.names import Transposed

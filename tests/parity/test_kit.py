@@ -4,6 +4,8 @@ import itertools
 from collections.abc import Callable, Iterator
 
 import pytest
+from tests.support.examples import examples
+from tests.support.examples import run as run_example
 
 from penstock.core.errors import InvalidArgumentError
 from penstock.parity import Row, optax_transform, register, run, torch_optimizer, unregister
@@ -12,9 +14,6 @@ from penstock.parity.cases import select as select_updates
 from penstock.parity.compare import Refusal
 from penstock.parity.sections import SECTIONS, select
 from penstock.parity.suite import run_sections
-
-from ..guide_support import examples
-from ..guide_support import run as run_example
 
 torch = pytest.importorskip("torch")
 optax = pytest.importorskip("optax")

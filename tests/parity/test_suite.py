@@ -59,7 +59,7 @@ def test_the_compiled_backend_is_within_every_bound(stored: str) -> None:
 
 
 def test_the_triton_kernels_run_in_the_interpreter_when_they_are_named() -> None:
-    """More of them is tested in `tests/torch_frontend/triton_interpreter`, which does not need a process for each step."""
+    """More of them is tested in `tests/torch_frontend/backends/triton`, which does not need a process for each step."""
     pytest.importorskip("torch")
     pytest.importorskip("triton")
     rows = run(["triton"], "B/stable_adamw/bfloat16/split/state-default", [1, 3])

@@ -7,7 +7,7 @@ import json
 import jax
 import numpy as np
 import pytest
-from tests.guide_support import ROOT, examples, run
+from tests.support.examples import ROOT, examples, run
 
 GUIDE = examples("jax.md")
 

@@ -7,8 +7,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import pytest
-from tests.guide_support import examples, run
 from tests.jax_support import assert_close, float64
+from tests.support.examples import examples, run
 from tests.walk_support import reference
 
 import penstock.jax_frontend as frontend

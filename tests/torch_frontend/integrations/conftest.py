@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
-from tests.torch_frontend.distributed.processes import Ranks
+from tests.support.ranks import Ranks
 
 
 @pytest.fixture(scope="module")

@@ -10,7 +10,8 @@ import pytest
 import torch
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState, GradientState, PartialState
-from tests.torch_frontend.integrations.tiny_llama import (
+from tests.support.rows import covering
+from tests.support.tiny_llama import (
     assert_same_losses,
     assert_same_norms,
     fp16_on_cpu,
@@ -19,7 +20,7 @@ from tests.torch_frontend.integrations.tiny_llama import (
     sequences,
     tiny_llama,
 )
-from tests.torch_support import gone
+from tests.support.torch_models import gone
 from torch import nn
 
 from penstock.core.errors import InvalidArgumentError, RefusedError
@@ -109,17 +110,16 @@ def compare(clip: float | None = None, declared: float | None = None, **settings
     return plain, released
 
 
-@pytest.mark.parametrize("precision", ["no", "bf16"])
-@pytest.mark.parametrize("steps", [1, 3])  # of 5 batches an epoch: the last group has two
-@pytest.mark.parametrize("clip", [None, 1.0])
+@pytest.mark.parametrize(
+    ("precision", "steps", "clip"),
+    covering(["no", "bf16"], [1, 3], [None, 1.0]),  # of 5 batches an epoch: the last group has two
+)
 def test_losses_and_norms_are_those_of_the_plain_optimizer(precision: str, steps: int, clip: float | None) -> None:
     compare(clip, precision=precision, steps=steps)
 
 
-@pytest.mark.parametrize("clip", [None, 1.0])
-@pytest.mark.parametrize("steps", [1, 3])
-@pytest.mark.parametrize("scale", [2.0**10, 2.0**24], ids=["no overflow", "overflow"])
-def test_fp16(clip: float | None, steps: int, scale: float) -> None:
+@pytest.mark.parametrize(("clip", "steps", "scale"), covering([None, 1.0], [1, 3], [2.0**24, 2.0**10]))
+def test_fp16_equals_the_plain_scaler_overflows_included(clip: float | None, steps: int, scale: float) -> None:
     """Accelerate makes no GradScaler on a CPU; given one, its own code does the rest."""
     plain, released = compare(clip, precision="fp16", steps=steps, scale=scale)
     assert released.accelerator.scaler.state_dict() == plain.accelerator.scaler.state_dict()
@@ -163,8 +163,7 @@ def test_micro_batches_in_the_moments_keep_one_gradient_alive() -> None:
     assert trace.losses[5:] < trace.losses[:5]
 
 
-@pytest.mark.parametrize("precision", ["no", "fp16"])
-@pytest.mark.parametrize("steps", [1, 3])
+@pytest.mark.parametrize(("precision", "steps"), covering(["no", "fp16"], [1, 3]))
 def test_resuming_equals_going_on(precision: str, steps: int, tmp_path: Path) -> None:
     """Saved between two epochs; evaluated there as well."""
     whole = prepared(released=True, precision=precision, steps=steps, max_norm=1.0)
@@ -189,7 +188,7 @@ def test_undeclared_clipping_raises() -> None:
         train(prepared(released=True, max_norm=1.0), clip=0.5)
 
 
-def test_what_cannot_be_met_is_refused() -> None:
+def test_settings_that_cannot_be_met_are_refused() -> None:
     parts = prepared(released=False, steps=2)
     with pytest.raises(InvalidArgumentError, match="prepare"):
         release_gradients(parts.accelerator, parts.model, parts.optimizer.optimizer)

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import importlib
 import re
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
-from tests.torch_frontend.integrations import tiny_llama  # noqa: F401  (no downloads)
+from tests.support import tiny_llama  # noqa: F401  (no downloads)
+
+from penstock.core.errors import MissingDependencyError
 
 ROOT = Path(__file__).resolve().parents[3]
 EXAMPLES = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "trainers.md").read_text(), re.DOTALL)
@@ -29,18 +31,13 @@ def test_there_is_an_example_for_each_framework() -> None:
         assert any(f"integrations.{framework} import" in example for example in EXAMPLES)
 
 
-def test_a_missing_framework_names_the_extra() -> None:
-    lines = ["import importlib, sys", "from penstock.core.errors import MissingDependencyError"]
+def test_a_missing_framework_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
+    integrations = "penstock.torch_frontend.integrations"
+    for name in [name for name in sys.modules if name.startswith((integrations, *(f"{each}." for each in FRAMEWORKS)))]:
+        monkeypatch.delitem(sys.modules, name)
     for framework in FRAMEWORKS:
-        lines += [
-            f"sys.modules[{framework!r}] = None",
-            f"try: importlib.import_module('penstock.torch_frontend.integrations.{framework}')",
-            "except MissingDependencyError as error: assert 'penstock[trainers]' in str(error)",
-            f"else: sys.exit({framework!r})",
-        ]
-    lines += ["import penstock.torch_frontend.integrations"]
-    environment = {"PYTHONPATH": str(ROOT / "src"), "PATH": "/usr/bin:/bin"}
-    done = subprocess.run(
-        [sys.executable, "-c", "\n".join(lines)], capture_output=True, text=True, env=environment, check=False
-    )
-    assert done.returncode == 0, done.stderr
+        monkeypatch.setitem(sys.modules, framework, None)
+    monkeypatch.setattr("penstock.torch_frontend.integrations", importlib.import_module(integrations))  # and put back
+    for framework in FRAMEWORKS:
+        with pytest.raises(MissingDependencyError, match=r"penstock\[trainers\]"):
+            importlib.import_module(f"{integrations}.{framework}")

@@ -11,7 +11,8 @@ import torch
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 from lightning.pytorch.plugins import MixedPrecision
 from lightning.pytorch.utilities import grad_norm
-from tests.torch_frontend.integrations.tiny_llama import (
+from tests.support.rows import covering, rows
+from tests.support.tiny_llama import (
     assert_same_losses,
     assert_same_norms,
     gradient_bytes,
@@ -19,7 +20,7 @@ from tests.torch_frontend.integrations.tiny_llama import (
     sequences,
     tiny_llama,
 )
-from tests.torch_support import gone
+from tests.support.torch_models import gone
 
 from penstock.core.errors import InvalidArgumentError, RefusedError
 from penstock.parity.live_gradients import LiveGradientMeter
@@ -89,29 +90,31 @@ def compare(module: dict[str, Any] | None = None, norms: float = 1e-4, **setting
     return plain, released
 
 
-@pytest.mark.parametrize(
-    "settings",
-    [
-        {"gradient_clip_val": 1.0},
-        {},
-        {"gradient_clip_val": 1.0, "accumulate_grad_batches": 4},  # of 5 batches an epoch: the last group has one
-        {"accumulate_grad_batches": 4},
-        {"gradient_clip_val": 1.0, "module": {"checkpointing": False}},
-        {"gradient_clip_val": 1.0, "module": {"checkpointing": True}},
-        {"gradient_clip_val": 1.0, "precision": "bf16-mixed", "module": {"rate": 0.01}},
-        {"gradient_clip_val": 1.0, "precision": "bf16-mixed", "accumulate_grad_batches": 4, "module": {"rate": 0.01}},
-        {"precision": "bf16-true", "module": {"rate": 0.01}, "norms": 2.0**-7},  # roundings of norms that are bfloat16
-    ],
-    ids=str,
-)
+SETTINGS = [
+    {},
+    {"gradient_clip_val": 1.0, "accumulate_grad_batches": 4},  # of 5 batches an epoch: the last group has one
+    {"gradient_clip_val": 1.0, "module": {"checkpointing": True}},
+    {"gradient_clip_val": 1.0, "precision": "bf16-mixed", "module": {"rate": 0.01}},
+    {"precision": "bf16-true", "module": {"rate": 0.01}, "norms": 2.0**-7},  # roundings of norms that are bfloat16
+]
+MORE_SETTINGS = [
+    {"gradient_clip_val": 1.0},
+    {"accumulate_grad_batches": 4},
+    {"gradient_clip_val": 1.0, "module": {"checkpointing": False}},
+    {"gradient_clip_val": 1.0, "precision": "bf16-mixed", "accumulate_grad_batches": 4, "module": {"rate": 0.01}},
+]
+
+
+@pytest.mark.parametrize("settings", rows(SETTINGS + MORE_SETTINGS, SETTINGS.__contains__), ids=str)
 def test_losses_and_norms_are_those_of_the_plain_optimizer(settings: dict[str, Any]) -> None:
     compare(**settings)
 
 
-@pytest.mark.parametrize("settings", [{"gradient_clip_val": 1.0}, {}, {"accumulate_grad_batches": 4}], ids=str)
-@pytest.mark.parametrize("scale", [2.0**10, 2.0**24], ids=["no overflow", "overflow"])
+@pytest.mark.parametrize(
+    ("settings", "scale"), covering([{"gradient_clip_val": 1.0}, {}, {"accumulate_grad_batches": 4}], [2.0**24, 2.0**10])
+)
 @pytest.mark.filterwarnings("ignore:Detected call of `lr_scheduler.step")  # when the first step is skipped, released or not
-def test_fp16(settings: dict[str, Any], scale: float) -> None:
+def test_fp16_equals_the_plain_scaler_overflows_included(settings: dict[str, Any], scale: float) -> None:
     """What precision="16-mixed" makes on a GPU."""
     plain, released = Module(rate=0.01), Module(rate=0.01)
     scales = []
@@ -215,7 +218,7 @@ class Manual(Module):
         self.automatic_optimization = False
 
 
-def test_what_cannot_be_met_is_refused() -> None:
+def test_settings_that_cannot_be_met_are_refused() -> None:
     cases = [
         (Other(), {}, {}, "SGD"),
         (Manual(), {}, {}, "automatic_optimization"),

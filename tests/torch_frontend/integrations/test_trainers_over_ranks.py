@@ -9,9 +9,10 @@ from typing import Any
 
 import pytest
 import torch.distributed as dist
-from tests.torch_frontend.distributed.processes import Ranks
+from tests.support.ranks import Ranks
+from tests.support.rows import rows
+from tests.support.tiny_llama import assert_same_losses, assert_same_norms
 from tests.torch_frontend.integrations import test_accelerate, test_lightning, test_transformers
-from tests.torch_frontend.integrations.tiny_llama import assert_same_losses, assert_same_norms
 
 from penstock.core.errors import RefusedError
 from penstock.torch_frontend.integrations.lightning import GradientRelease
@@ -71,7 +72,10 @@ def refused(train: Any, *arguments: Any) -> str:
 
 @pytest.mark.parametrize(
     ("options", "settings"),
-    [({}, {"max_grad_norm": 0.0}), ({}, {"gradient_accumulation_steps": 4}), (HOLD, {})],
+    rows(
+        [({}, {"max_grad_norm": 0.0}), ({}, {"gradient_accumulation_steps": 4}), (HOLD, {})],
+        lambda row: row[1] != {"max_grad_norm": 0.0},
+    ),
     ids=str,
 )
 def test_transformers_ddp(ranks: Ranks, tmp_path: Path, options: dict[str, Any], settings: dict[str, Any]) -> None:
@@ -80,7 +84,7 @@ def test_transformers_ddp(ranks: Ranks, tmp_path: Path, options: dict[str, Any],
 
 @pytest.mark.parametrize(
     ("clip", "steps", "wrapped"),
-    [(None, 1, True), (1.0, 3, True), (1.0, 1, False), (1.0, 3, False)],
+    rows([(None, 1, True), (1.0, 3, True), (1.0, 1, False), (1.0, 3, False)], lambda row: row[1:] in ((3, True), (1, False))),
 )
 def test_accelerate_with_and_without_ddp(ranks: Ranks, clip: float | None, steps: int, wrapped: bool) -> None:
     ranks.run(with_accelerate, clip, steps, wrapped)
@@ -88,7 +92,10 @@ def test_accelerate_with_and_without_ddp(ranks: Ranks, clip: float | None, steps
 
 @pytest.mark.parametrize(
     ("options", "settings"),
-    [({}, {}), ({}, {"accumulate_grad_batches": 4, "gradient_clip_val": 1.0}), (HOLD, {"gradient_clip_val": 1.0})],
+    rows(
+        [({}, {}), ({}, {"accumulate_grad_batches": 4, "gradient_clip_val": 1.0}), (HOLD, {"gradient_clip_val": 1.0})],
+        lambda row: row[1] != {},
+    ),
     ids=str,
 )
 def test_lightning_ddp(ranks: Ranks, options: dict[str, Any], settings: dict[str, Any]) -> None:

@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 import torch
-from tests.torch_frontend.integrations.tiny_llama import (
+from tests.support.rows import covering, rows
+from tests.support.tiny_llama import (
     assert_same_losses,
     assert_same_norms,
     fp16_on_cpu,
@@ -18,7 +19,7 @@ from tests.torch_frontend.integrations.tiny_llama import (
     sequences,
     tiny_llama,
 )
-from tests.torch_support import gone
+from tests.support.torch_models import gone
 from torch import nn
 from transformers import Trainer, TrainerCallback, TrainingArguments
 
@@ -80,22 +81,23 @@ def compare(make: Any, **settings: Any) -> tuple[Trainer, ReleaseTrainer]:
     return plain, released
 
 
-@pytest.mark.parametrize(
-    "settings",
-    [
-        {},  # max_grad_norm is 1.0
-        {"max_grad_norm": 0.0},
-        {"gradient_accumulation_steps": 4},  # 18 samples: the epoch's last group has one micro-batch, of two samples
-        {"gradient_accumulation_steps": 4, "max_grad_norm": 0.0},
-        {"bf16": True} | LOW,
-        {"bf16": True, "gradient_accumulation_steps": 4} | LOW,
-        {CHECKPOINTING: True},
-        {CHECKPOINTING: True, f"{CHECKPOINTING}_kwargs": {"use_reentrant": True}},
-        {CHECKPOINTING: True, "max_grad_norm": 0.0, "gradient_accumulation_steps": 4},
-        {"label_smoothing_factor": 0.1, "lr_scheduler_type": "cosine", "warmup_steps": 2},
-    ],
-    ids=str,
-)
+SETTINGS = [
+    {},  # max_grad_norm is 1.0
+    {"max_grad_norm": 0.0},
+    {"gradient_accumulation_steps": 4},  # 18 samples: the epoch's last group has one micro-batch, of two samples
+    {"bf16": True, "gradient_accumulation_steps": 4} | LOW,
+    {CHECKPOINTING: True, f"{CHECKPOINTING}_kwargs": {"use_reentrant": True}},
+]
+MORE_SETTINGS = [
+    {"gradient_accumulation_steps": 4, "max_grad_norm": 0.0},
+    {"bf16": True} | LOW,
+    {CHECKPOINTING: True},
+    {CHECKPOINTING: True, "max_grad_norm": 0.0, "gradient_accumulation_steps": 4},
+    {"label_smoothing_factor": 0.1, "lr_scheduler_type": "cosine", "warmup_steps": 2},
+]
+
+
+@pytest.mark.parametrize("settings", rows(SETTINGS + MORE_SETTINGS, SETTINGS.__contains__), ids=str)
 def test_losses_and_norms_are_those_of_the_plain_optimizer(make: Any, settings: dict[str, Any]) -> None:
     _, released = compare(make, **settings)
     assert released.release is not None
@@ -110,9 +112,8 @@ def test_clipping_acts_in_these_runs(make: Any) -> None:
     assert abs(logged(clipped, "loss")[-1] / logged(free, "loss")[-1] - 1) > 1e-2
 
 
-@pytest.mark.parametrize("accumulation", [1, 4])
-@pytest.mark.parametrize("scale", [2.0**10, 2.0**24], ids=["no overflow", "overflow"])
-def test_fp16(make: Any, accumulation: int, scale: float) -> None:
+@pytest.mark.parametrize(("accumulation", "scale"), covering([1, 4], [2.0**10, 2.0**24]))
+def test_fp16_equals_the_plain_scaler_overflows_included(make: Any, accumulation: int, scale: float) -> None:
     """Trainer makes no GradScaler on a CPU; given one, its own code does the rest."""
     settings = {"fp16": True, "gradient_accumulation_steps": accumulation, "max_steps": 8} | LOW
     plain, released = make(PlainTrainer, **settings), make(ReleaseTrainer, **settings)
@@ -126,7 +127,7 @@ def test_fp16(make: Any, accumulation: int, scale: float) -> None:
     assert (released.accelerator.scaler.get_scale() < scale) == (scale > 2.0**20)
 
 
-@pytest.mark.parametrize("accumulation", [1, 4])
+@pytest.mark.parametrize("accumulation", rows([1, 4], [1].__contains__))
 def test_a_skipped_step_is_closed(make: Any, accumulation: int) -> None:
     """A checkpoint that is saved then resumes as it does without release."""
     settings = {
@@ -147,7 +148,7 @@ def test_a_skipped_step_is_closed(make: Any, accumulation: int) -> None:
     assert resumed.accelerator.scaler.state_dict() == whole.accelerator.scaler.state_dict()
 
 
-@pytest.mark.parametrize("settings", [{}, {"max_grad_norm": 0.0}, {CHECKPOINTING: True}], ids=str)
+@pytest.mark.parametrize("settings", rows([{}, {"max_grad_norm": 0.0}, {CHECKPOINTING: True}], [{}].__contains__), ids=str)
 def test_one_gradient_is_alive(make: Any, settings: dict[str, Any]) -> None:
     trainer = make(ReleaseTrainer, max_steps=2, **settings)
     with LiveGradientMeter(trainer.model.named_parameters()) as meter:
@@ -210,7 +211,7 @@ def test_micro_batches_in_the_moments_keep_one_gradient_alive(make: Any) -> None
     assert meter.peak <= 2 * largest_gradient(trainer.model)
 
 
-@pytest.mark.parametrize("accumulation", [1, 4])
+@pytest.mark.parametrize("accumulation", rows([1, 4], [4].__contains__))
 def test_resuming_equals_going_on(make: Any, accumulation: int) -> None:
     """Saved in the middle, with evaluations in between."""
     settings = {
@@ -288,7 +289,7 @@ def test_clipping_of_held_gradients_is_what_it_always_was(make: Any) -> None:
     compare(make, **settings)
 
 
-def test_what_cannot_be_met_is_refused(make: Any) -> None:
+def test_settings_that_cannot_be_met_are_refused(make: Any) -> None:
     cases = [
         ({"optim": "sgd"}, {}, "optim='sgd'"),
         ({}, {"optimizers": (torch.optim.SGD(tiny_llama().parameters(), lr=0.1), None)}, "SGD"),

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from tests.torch_frontend.microbatch.models import (
+from tests.support.decoder import (
     BATCH,
     HEADS,
     LENGTH,
@@ -109,7 +109,7 @@ def test_inputs_and_shared_arguments_get_their_gradients() -> None:
 @pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")  # torch, of the forward without a graph
 @pytest.mark.parametrize("reentrant", [True, False])
 @pytest.mark.parametrize("outside", [True, False], ids=["around_the_block", "inside_the_block"])
-def test_with_activation_checkpointing(reentrant: bool, outside: bool) -> None:
+def test_blocks_under_activation_checkpointing_have_the_same_gradient(reentrant: bool, outside: bool) -> None:
     model = decoder()
     expected = gradients(model, batch())
     if outside:
@@ -122,7 +122,7 @@ def test_with_activation_checkpointing(reentrant: bool, outside: bool) -> None:
         assert_equal_gradients(gradients(model, batch()), expected)
 
 
-def test_tied_frozen_unused_and_repeated() -> None:
+def test_tied_frozen_unused_and_repeated_blocks_have_the_same_gradient() -> None:
     model = decoder(4)
     model.layers[1].wide.weight = model.layers[0].wide.weight  # tied over blocks
     model.layers[2] = model.layers[0]  # one block twice
@@ -168,7 +168,7 @@ def test_a_weight_that_is_used_in_a_block_and_outside_of_it_under_autocast() -> 
         assert (found[name] - wanted).norm() <= 8 * 2**-8 * wanted.norm(), name  # bfloat16 products, in another order
 
 
-def test_dropout_draws_the_same_numbers_again() -> None:
+def test_recomputed_dropout_draws_the_same_numbers() -> None:
     """Chunked by hand with the same seed, every chunk through all that follows: one block, so that the order is the same."""
     model = decoder(1, dropped=0.5)
     plain = copy.deepcopy(model)
@@ -239,7 +239,7 @@ def test_a_copy_is_divided_by_itself_and_hooks_on_parameters_see_one_gradient() 
     torch.testing.assert_close(seen[0], 2 * expected["layers.0.wide.weight"], rtol=1e-12, atol=1e-13)
 
 
-def test_a_compiled_forward_inside() -> None:
+def test_a_compiled_forward_inside_a_block_has_the_same_gradient() -> None:
     model = decoder(1, dtype=torch.float32)
     expected = gradients(model, batch(dtype=torch.float32))
     model.layers[0].forward = torch.compile(model.layers[0].forward, backend="aot_eager")
@@ -269,7 +269,7 @@ def test_a_changed_parameter_is_noticed_and_graphs_can_be_kept() -> None:
             gradient.sum().backward()
 
 
-def test_a_module_that_keeps_its_parameters_twice() -> None:
+def test_a_module_that_lists_its_parameters_twice_has_the_same_gradient() -> None:
     """torch.nn.LSTM has a list of them besides."""
 
     class Recurrent(nn.LSTM):
@@ -283,7 +283,7 @@ def test_a_module_that_keeps_its_parameters_twice() -> None:
         assert_equal_gradients(gradients(model, batch()), expected)
 
 
-def test_a_block_alone_is_a_block_as_well() -> None:
+def test_a_single_block_has_the_same_gradient() -> None:
     block = Block().double()
     x = batch()
     block(x).sum().backward()

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from tests.torch_frontend.microbatch.models import LENGTH, WIDTH, batch, decoder, gradients, loss_of
+from tests.support.decoder import LENGTH, WIDTH, batch, decoder, gradients, loss_of
 from torch import Tensor, nn
 
 from penstock.core.errors import InvalidArgumentError, RefusedError
@@ -38,7 +38,7 @@ class Given(nn.Module):
         (nn.ModuleDict({"a": nn.Linear(2, 2)}), {"chunks": 2}, "blocks holds a str"),
     ],
 )
-def test_arguments_out_of_range(blocks: Any, arguments: dict[str, Any], text: str) -> None:
+def test_arguments_out_of_range_are_refused(blocks: Any, arguments: dict[str, Any], text: str) -> None:
     with pytest.raises(InvalidArgumentError, match=text):
         microbatch_blocks(blocks, **arguments)
 
@@ -53,13 +53,13 @@ def test_arguments_out_of_range(blocks: Any, arguments: dict[str, Any], text: st
         (nn.LSTM(4, 4), "batch_first=False"),
     ],
 )
-def test_modules_whose_samples_are_not_independent(block: nn.Module, text: str) -> None:
+def test_modules_with_dependent_samples_are_refused(block: nn.Module, text: str) -> None:
     with pytest.raises(RefusedError, match=text):
         microbatch_blocks([nn.Linear(2, 2), block], chunks=2)
     assert "forward" not in block.__dict__
 
 
-def test_statistics_that_are_frozen_are_not_refused_until_they_move() -> None:
+def test_frozen_batch_statistics_are_accepted() -> None:
     block = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)).eval()
     with microbatch_blocks([block], chunks=2):
         block(torch.ones(4, 4)).sum().backward()
@@ -69,7 +69,7 @@ def test_statistics_that_are_frozen_are_not_refused_until_they_move() -> None:
     microbatch_blocks([nn.InstanceNorm1d(4), nn.GroupNorm(2, 4)], chunks=2).remove()
 
 
-def test_blocks_that_are_divided_already_or_inside_one_another() -> None:
+def test_divided_and_nested_blocks_are_refused() -> None:
     model = decoder()
     divided = microbatch_blocks(model.layers, chunks=2)
     for blocks in (model.layers, [model], [model.layers[1]]):
@@ -82,7 +82,7 @@ def test_blocks_that_are_divided_already_or_inside_one_another() -> None:
     assert all("forward" not in module.__dict__ for module in model.modules())
 
 
-def test_a_forward_that_was_replaced_since_stays() -> None:
+def test_a_forward_replaced_since_is_not_overwritten() -> None:
     model = decoder(2)
     divided = microbatch_blocks(model.layers, chunks=2)
     ours = model.layers[1].forward
@@ -108,7 +108,7 @@ def test_a_cache_is_refused_and_may_be_passed_whole_if_the_batched_arguments_are
         block(batch(), Cache()).sum().backward()
 
 
-def test_a_tensor_that_may_hold_the_batch_by_coincidence() -> None:
+def test_a_tensor_with_the_batch_size_by_coincidence_is_refused() -> None:
     x = batch(LENGTH)  # as many samples as positions
     table = torch.rand(LENGTH, LENGTH, dtype=torch.float64)
     block = Given(lambda x, table: torch.einsum("btd,ts->bsd", x, table))
@@ -153,7 +153,7 @@ def test_names_of_batched_arguments_are_checked() -> None:
         (lambda x, _: (x, len(x)), "different structure"),
     ],
 )
-def test_outputs_that_cannot_be_put_together(work: Any, text: str) -> None:
+def test_outputs_that_cannot_be_joined_are_refused(work: Any, text: str) -> None:
     block = Given(work)
     with microbatch_blocks([block], chunks=2), pytest.raises(RefusedError, match=text):
         block(batch())
@@ -161,7 +161,7 @@ def test_outputs_that_cannot_be_put_together(work: Any, text: str) -> None:
         block(batch())
 
 
-def test_buffers_that_change_in_forward() -> None:
+def test_buffers_that_change_in_forward_are_refused() -> None:
     class Counting(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -177,14 +177,14 @@ def test_buffers_that_change_in_forward() -> None:
 
 
 @pytest.mark.parametrize("chunks", [1, 2])
-def test_arguments_that_are_written_to(chunks: int) -> None:
+def test_arguments_written_in_place_are_refused(chunks: int) -> None:
     """Noticed in forward: in backward, the blocks behind it would be released already."""
     model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Sequential(nn.ReLU(inplace=True), nn.Linear(WIDTH, WIDTH))).double()
     with microbatch_blocks([model[1]], chunks=chunks), pytest.raises(RefusedError, match="writes to its argument in place"):
         model(batch())
 
 
-def test_tensors_from_elsewhere() -> None:
+def test_captured_tensors_that_require_a_gradient_are_refused() -> None:
     scale = torch.ones((), dtype=torch.float64, requires_grad=True)
     model = decoder()
     model.layers[1] = Given(lambda x, _: x * scale)

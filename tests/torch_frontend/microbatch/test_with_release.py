@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from tests.torch_frontend.microbatch.models import Decoder, assert_equal_gradients, batch, decoder, loss_of
+from tests.support.decoder import Decoder, assert_equal_gradients, batch, decoder, loss_of
 from torch import nn
 
 from penstock.core.errors import RefusedError

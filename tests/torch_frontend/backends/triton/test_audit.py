@@ -1,0 +1,184 @@
+"""What the compiler makes of the kernels, for GPUs that are not here: registers, spills, widths of accesses, atomics."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+import torch
+
+from penstock.torch_frontend.backends.triton.availability import interpreted
+
+pytest.importorskip("triton")
+if interpreted():
+    pytest.skip("an interpreted function cannot be compiled", allow_module_level=True)
+
+from tests.support.rows import rows
+from tests.support.triton_compilation import SCALARS, TOOLS, Audit, GPUTarget, Storage, group_kernel, tensor_kernel
+from tests.support.triton_hand_off import broken_laws
+
+from penstock.torch_frontend.backends.triton.configuration import TABLE, Configuration
+from penstock.torch_frontend.backends.triton.kernels import update_group, update_tensor
+
+for tool in ("ptxas", "cuobjdump", "nvdisasm"):
+    if not (TOOLS / tool).exists():
+        pytest.skip(f"this build of Triton has no {tool}", allow_module_level=True)
+
+FLOAT32 = Storage(torch.float32, torch.float32, torch.float32)
+FLOAT64 = Storage(torch.float64, torch.float64, torch.float64)
+BFLOAT16 = Storage(torch.bfloat16, torch.bfloat16, torch.bfloat16)
+SPLIT = Storage(torch.bfloat16, torch.bfloat16, torch.float32, "split")
+KAHAN = Storage(torch.float16, torch.float16, torch.float32, "kahan")
+TARGETS = {
+    "sm_80": GPUTarget("cuda", 80, 32),
+    "sm_90": GPUTarget("cuda", 90, 32),
+    "sm_100": GPUTarget("cuda", 100, 32),
+    "gfx942": GPUTarget("hip", "gfx942", 64),
+}
+HOPPER = TARGETS["sm_90"]
+AMD_REGISTERS = 128
+"""Four waves of 64 threads then fit on each of a compute unit's four processors."""
+
+
+def chosen_for(target: GPUTarget, storage: Storage) -> Configuration:
+    kind = target.backend
+    return TABLE.get((kind, storage.parameter)) or TABLE[kind, None]
+
+
+def threads(target: GPUTarget, storage: Storage) -> int:
+    return chosen_for(target, storage).warps * target.warp_size
+
+
+def elements_a_thread(target: GPUTarget, storage: Storage) -> int:
+    return chosen_for(target, storage).block // threads(target, storage)
+
+
+def wide_bytes(accesses: dict[int, int]) -> int:
+    return sum(width * count for width, count in accesses.items() if width >= 16)
+
+
+def expected_bytes(target: GPUTarget, storage: Storage, dtypes: list[torch.dtype]) -> int:
+    """Of one thread and one tile, if every access is 16 bytes wide."""
+    return elements_a_thread(target, storage) * sum(dtype.itemsize for dtype in dtypes)
+
+
+def compile_or_skip(kernel, storage: Storage, target: GPUTarget, *arguments, **changes) -> Audit:
+    try:
+        return kernel(storage, target, chosen_for(target, storage), *arguments, **changes)
+    except Exception as error:
+        if target.arch == 100 and re.search(r"sm_100|not supported|unsupported|ptxas", str(error), re.IGNORECASE):
+            pytest.skip(f"this compiler does not know sm_100: {error}")
+        if target.backend == "hip" and "ROCm linker" in str(error):
+            pytest.skip(f"this build of Triton has no linker for AMD: {error}")
+        raise
+
+
+def assert_good(audit: Audit, target: GPUTarget, storage: Storage) -> None:
+    assert audit.spilled == 0
+    assert audit.registers <= (chosen_for(target, storage).registers or AMD_REGISTERS)
+    assert not float_atomics(audit.assembly)
+
+
+def float_atomics(assembly: str) -> list[str]:
+    atomics = re.findall(r"\b(?:atom|red)\.\S+|\b(?:global|flat|buffer|ds)_atomic_\S+", assembly)
+    return [atomic for atomic in atomics if re.search(r"[._]b?f(?:16|32|64)", atomic)]
+
+
+def assert_wide(audit: Audit, target: GPUTarget, storage: Storage, loads: list[torch.dtype]) -> None:
+    """All that an interior tile reads and writes, in accesses of 16 bytes; nothing but tails and tables in others."""
+    if target.backend == "cuda":
+        assert wide_bytes(audit.loads) == expected_bytes(target, storage, loads)
+    else:  # there, rows of tables are read that wide as well
+        assert wide_bytes(audit.loads) >= expected_bytes(target, storage, loads)
+    assert wide_bytes(audit.stores) == expected_bytes(target, storage, storage.written)
+
+
+MANY = [
+    *[("sm_90", storage) for storage in (FLOAT32, BFLOAT16, SPLIT, KAHAN, FLOAT64)],
+    *[(name, storage) for name in ("sm_80", "sm_100", "gfx942") for storage in (FLOAT32, SPLIT, KAHAN)],
+]
+
+
+@pytest.mark.parametrize(("name", "storage"), rows(MANY, lambda row: row[0] == "sm_90" or row[1] is SPLIT), ids=str)
+def test_the_launch_for_many_tensors_is_wide_unspilled_and_in_order(name: str, storage: Storage) -> None:
+    target = TARGETS[name]
+    present = ("numbers",) if storage is FLOAT64 else ()
+    audit = compile_or_skip(group_kernel, storage, target, present)
+    assert_good(audit, target, storage)
+    assert_wide(audit, target, storage, [*storage.measured, storage.parameter, *storage.written])
+    assert broken_laws(audit.assembly, audit.arguments) == []
+
+
+ONE = [
+    ("sm_90", FLOAT32, "update"),
+    ("sm_90", SPLIT, "update"),
+    ("sm_90", SPLIT, "accumulate"),
+    ("sm_80", KAHAN, "accumulate"),
+    ("sm_100", SPLIT, "accumulate"),
+    ("sm_100", KAHAN, "accumulate"),
+    ("sm_90", SPLIT, "apply"),
+    ("sm_80", SPLIT, "update"),
+    ("sm_100", KAHAN, "update"),
+    ("gfx942", SPLIT, "update"),
+]
+
+
+@pytest.mark.parametrize(
+    ("name", "storage", "action"), rows(ONE, lambda row: row[0] in ("sm_90", "gfx942") or row[1] is KAHAN), ids=str
+)
+def test_the_launch_for_one_tensor_is_wide_unspilled_and_in_order(name: str, storage: Storage, action: str) -> None:
+    target = TARGETS[name]
+    present = {"update": (), "accumulate": ("square_before",), "apply": ("square_before",)}[action]
+    audit = compile_or_skip(tensor_kernel, storage, target, present, ACTION=action, FIRST=action == "update")
+    assert_good(audit, target, storage)
+    if action == "update":
+        assert broken_laws(audit.assembly, audit.arguments) == []
+        assert_wide(audit, target, storage, [*storage.measured, storage.parameter, *storage.written])
+    elif action == "accumulate":
+        moments = [storage.exp_avg, storage.exp_avg_sq]
+        assert wide_bytes(audit.loads) == expected_bytes(target, storage, [storage.parameter, *moments])
+        assert wide_bytes(audit.stores) == expected_bytes(target, storage, moments)
+    else:
+        assert wide_bytes(audit.loads) == expected_bytes(target, storage, storage.written)
+        assert wide_bytes(audit.stores) == expected_bytes(target, storage, [storage.parameter, storage.kept])
+
+
+@pytest.mark.parametrize(
+    ("kernel", "present", "changes"),
+    [
+        (group_kernel, (), {"PHASES": "write", "CLIP": False}),
+        (group_kernel, ("applied_ptr",), {"PHASES": "measure", "STEP_ON_DEVICE": True}),
+        (group_kernel, ("applied_ptr",), {"PHASES": "measure", "EACH": True, "STEP_ON_DEVICE": True}),
+        (group_kernel, ("applied_ptr",), {"PHASES": "write", "STEP_ON_DEVICE": True}),
+        (group_kernel, ("applied_ptr",), {"PHASES": "write", "EACH": True, "STEP_ON_DEVICE": True}),
+        (group_kernel, ("numbers",), {"STEP_ON_DEVICE": True, "MAXIMIZE": True}),
+        (tensor_kernel, ("step_ptr", "applied_ptr"), {"CLIP": False, "L2": True}),
+        (tensor_kernel, ("square_before", "numbers"), {"FIRST": False}),
+    ],
+    ids=["adamw", "measure", "measure-each", "write", "write-each", "capturable", "adam-checked", "last-micro-batch"],
+)
+def test_other_forms_of_a_launch_are_unspilled_and_in_order(kernel, present: tuple[str, ...], changes: dict) -> None:
+    audit = compile_or_skip(kernel, SPLIT, HOPPER, present, **changes)
+    assert_good(audit, HOPPER, SPLIT)
+    if changes.get("PHASES", "both") == "both":
+        assert broken_laws(audit.assembly, audit.arguments) == []
+
+
+@pytest.mark.parametrize("kernel", [update_group, update_tensor], ids=["group", "tensor"])
+def test_numbers_that_change_while_training_are_not_compiled_in(kernel) -> None:
+    """No number that changes while training: learning rate, betas, decay, number of updates, sizes."""
+    numbers = {*SCALARS, *"gmvpk", "item_count", "tensor_count", "n"}
+    parameters = {parameter.name: parameter for parameter in kernel.params}
+    assert all(parameter.do_not_specialize for name, parameter in parameters.items() if name in numbers)
+    others = {name for name, parameter in parameters.items() if not parameter.is_constexpr} - numbers
+    pointers = {"items", "tensors", "partials", "squares", "counters", "numbers", "square_before", "square_after"}
+    assert {name for name in others if not name.endswith("_ptr")} <= pointers
+
+
+def test_audit_sees_float_atomics_and_narrow_accesses() -> None:
+    """So the figures above do depend on what is compiled: here for tensors that are not aligned to 16 bytes."""
+    seen = "red.global.gpu.add.f32 atom.global.gpu.relaxed.add.u32 global_atomic_pk_add_bf16 global_atomic_add"
+    assert float_atomics(seen) == ["red.global.gpu.add.f32", "global_atomic_pk_add_bf16"]
+    audit = compile_or_skip(group_kernel, FLOAT32, HOPPER, ALIGNMENT=4)
+    assert wide_bytes(audit.loads) == wide_bytes(audit.stores) == 0
+    assert_good(audit, HOPPER, FLOAT32)

@@ -1,0 +1,162 @@
+"""Sharded parameters (DTensor) without release: the same numbers as on whole tensors."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from tests.support.rank_models import (
+    Net,
+    assert_bitwise,
+    assert_close,
+    assert_ranks_equal,
+    data,
+    ddp,
+    parameters_of,
+    sharded,
+    train,
+    whole,
+)
+from tests.support.ranks import Ranks
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import distribute_tensor
+
+from penstock.torch_frontend import Adam, AdamW, StableAdamW
+
+pytestmark = pytest.mark.xdist_group("distributed")
+
+
+def equals_ddp(rule: type, dtype: torch.dtype, backend: str, bound: float, steps: int = 6) -> None:
+    plain, parts = ddp(Net(dtype, dead=True), find_unused_parameters=True), sharded(Net(dtype, dead=True))
+    options = {"lr": 1e-2, "weight_decay": 0.1}
+    optimizer = rule(plain.parameters(), **options, backend="eager")
+    other = rule(parts.parameters(), **options, backend=backend)
+    train(plain, optimizer, range(steps))
+    train(parts, other, range(steps))
+    found = parameters_of(parts)
+    if bound == 0:
+        assert_bitwise(found, parameters_of(plain), "FSDP2 against DDP")
+    else:
+        assert_close(found, parameters_of(plain), bound, "FSDP2 against DDP")
+    assert_ranks_equal(found, "FSDP2")
+    for one, two in zip(plain.parameters(), parts.parameters(), strict=True):
+        assert optimizer.state[one].keys() == other.state[two].keys()
+        for key, value in other.state[two].items():
+            expected = optimizer.state[one][key]
+            assert value.dtype == expected.dtype, key
+            assert hasattr(value, "placements") == (key != "step"), key
+            if bound == 0:
+                assert torch.equal(whole(value), expected), key
+
+
+@pytest.mark.parametrize("rule", [AdamW, Adam], ids=lambda rule: rule.__name__)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_sharded_optimizers_without_clipping_equal_ddp_bit_for_bit(ranks: Ranks, rule: type, dtype: torch.dtype) -> None:
+    ranks.run(equals_ddp, rule, dtype, "eager", 0.0)
+
+
+def test_stable_adamw_sums_its_mean_square_over_shards(ranks: Ranks) -> None:
+    ranks.run(equals_ddp, StableAdamW, torch.float32, "eager", 1e-6)
+
+
+def the_mean_square_matters() -> None:
+    """A gradient that is large in one shard only: a mean square for each shard would be far off."""
+    plain, parts = Net(), sharded(Net())
+    optimizers = [StableAdamW(model.parameters(), lr=1e-2) for model in (plain, parts)]
+    for step in range(4):
+        for one, two in zip(plain.parameters(), parts.parameters(), strict=True):
+            gradient = torch.randn(one.shape, generator=torch.Generator().manual_seed(step))
+            gradient[: one.shape[0] // 2] *= 30.0 if step == 2 else 1.0
+            one.grad = gradient
+            two.grad = distribute_tensor(gradient, two.device_mesh, two.placements)
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    assert_close(parameters_of(parts), parameters_of(plain), 1e-6, "StableAdamW over shards")
+
+
+def test_the_mean_square_is_summed_over_uneven_shards(ranks: Ranks) -> None:
+    ranks.run(the_mean_square_matters)
+
+
+def masters(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+    """The float32 that a bfloat16 parameter and its split compensation stand for."""
+    kept = [whole(optimizer.state[p]["compensation"]).int() for p in model.parameters()]
+    high = [whole(p).view(torch.int16).int() << 16 for p in model.parameters()]
+    return [(one + other).view(torch.float32) for one, other in zip(high, kept, strict=True)]
+
+
+def given_gradients(models: list[torch.nn.Module], seed: int) -> None:
+    """The same on every rank, whole or in parts."""
+    generator = torch.Generator().manual_seed(seed)
+    for same in zip(*(model.parameters() for model in models), strict=True):
+        gradient = (torch.randn(same[0].shape, generator=generator) * 4**seed).to(same[0].dtype)
+        for p in same:
+            parts = hasattr(p, "placements")
+            p.grad = distribute_tensor(gradient, p.device_mesh, p.placements) if parts else gradient.clone()
+
+
+def steps_from_unrounded_moments(backend: str) -> None:
+    plain, parts = Net(torch.bfloat16), sharded(Net(torch.bfloat16))
+    optimizers = [StableAdamW(plain.parameters(), lr=1e-2), StableAdamW(parts.parameters(), lr=1e-2, backend=backend)]
+    for step in range(3):
+        given_gradients([plain, parts], step)
+        for optimizer in optimizers:
+            optimizer.step()
+    assert_close(masters(parts, optimizers[1]), masters(plain, optimizers[0]), 1e-6, f"{backend}: shards in bfloat16")
+
+
+@pytest.mark.parametrize("backend", ["eager", "compiled"])
+def test_the_moments_are_rounded_once_as_those_of_a_whole_tensor(ranks: Ranks, backend: str) -> None:
+    """After the step, not before it, which would leave three digits of its direction."""
+    ranks.run(steps_from_unrounded_moments, backend)
+
+
+def nothing_is_cut(rule: type, backend: str) -> None:
+    """Replicas of shards, each of which is the whole."""
+    over = init_device_mesh("cpu", (2, 1), mesh_dim_names=("replicas", "shards"))
+    plain, parts = Net(torch.bfloat16), fully_shard(Net(torch.bfloat16), mesh=over)
+    optimizers = [rule(model.parameters(), lr=1e-2, backend=backend) for model in (plain, parts)]
+    for step in range(3):
+        given_gradients([plain, parts], step)
+        for optimizer in optimizers:
+            optimizer.step()
+    assert_bitwise(masters(parts, optimizers[1]), masters(plain, optimizers[0]), backend)
+
+
+def test_where_nothing_is_cut_shards_get_the_bits_of_whole_tensors(ranks: Ranks) -> None:
+    ranks.run(nothing_is_cut, StableAdamW, "eager")
+
+
+def one_collective_a_step() -> int:
+    model = sharded(Net())
+    optimizer = StableAdamW(model.parameters(), lr=1e-2)
+    (model(data(0)) ** 2).mean().backward()
+    counted, original = [], torch.distributed.all_reduce
+    torch.distributed.all_reduce = lambda *a, **k: (counted.append(1), original(*a, **k))[1]
+    try:
+        optimizer.step()
+    finally:
+        torch.distributed.all_reduce = original
+    return len(counted)
+
+
+def test_a_step_needs_one_collective(ranks: Ranks) -> None:
+    assert ranks.run(one_collective_a_step) == [1, 1]
+
+
+def skips_on_every_rank() -> None:
+    model = sharded(Net())
+    optimizer = AdamW(model.parameters(), lr=1e-2, on_nonfinite="skip")
+    before = parameters_of(model)
+    (model(data(0)) ** 2).mean().backward()
+    last = next(iter(model.parameters())).grad
+    if torch.distributed.get_rank() == 1:
+        last.to_local()[0] = float("inf")
+    optimizer.step()
+    assert optimizer.skipped == 1
+    assert_bitwise(parameters_of(model), before, "a step with an infinity in one shard")
+
+
+def test_an_infinity_in_one_shard_skips_the_step_on_all(ranks: Ranks) -> None:
+    ranks.run(skips_on_every_rank)

@@ -1,0 +1,129 @@
+"""Saving and loading: training resumes bit for bit, and a state that does not fit changes nothing."""
+
+from __future__ import annotations
+
+import copy
+import io
+
+import pytest
+import torch
+from tests.support.torch_models import (
+    OPTIMIZERS,
+    batches,
+    layers,
+    loss_of,
+    snapshot,
+    train,
+    unchanged,
+)
+from torch.optim.lr_scheduler import CosineAnnealingLR
+
+from penstock.core.errors import InvalidArgumentError, RefusedError
+from penstock.torch_frontend import Adam, AdamW, StableAdamW, release_gradients
+
+
+def test_state_dict_in_the_middle_of_a_step_raises() -> None:
+    for accumulation in (None, "hold", "state"):
+        model = layers()
+        optimizer = AdamW(model.parameters())
+        release_gradients(model, optimizer, accumulation=accumulation)
+        whole = copy.deepcopy(optimizer.state_dict())
+        loss_of(model, batches(1)[0]).backward()
+        with pytest.raises(RefusedError, match=r"state_dict\(\) in the middle of a step.*optimizer\.step\(\)"):
+            optimizer.state_dict()
+        with pytest.raises(RefusedError, match=r"load_state_dict\(\) in the middle of a step"):
+            optimizer.load_state_dict(whole)
+        optimizer.step()
+        assert optimizer.state_dict()["state"]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("optimizer_class", OPTIMIZERS)
+def test_released_training_resumes_bit_for_bit(optimizer_class, dtype: torch.dtype) -> None:
+    """Through torch.save and a weights_only load; every state dtype is kept; a schedule goes on."""
+
+    def build():
+        model = layers(dtype=dtype)
+        optimizer = optimizer_class(model.parameters(), lr=1e-2, betas=(0.9, 0.999), weight_decay=0.1)
+        release_gradients(model, optimizer)
+        return model, optimizer, CosineAnnealingLR(optimizer, 20)
+
+    given = batches(12, dtype=dtype)
+    model, optimizer, scheduler = build()
+    train(model, optimizer, given[:5], after_step=scheduler.step)
+    saved = io.BytesIO()
+    torch.save([x.state_dict() for x in (model, optimizer, scheduler)], saved)
+    train(model, optimizer, given[5:], after_step=scheduler.step)
+    saved.seek(0)
+    resumed = build()
+    for part, state in zip(resumed, torch.load(saved, weights_only=True), strict=True):
+        part.load_state_dict(state)
+    for p, q in zip(model.parameters(), resumed[0].parameters(), strict=True):
+        ours, theirs = optimizer.state[p], resumed[1].state[q]
+        assert {key: value.dtype for key, value in ours.items()} == {key: value.dtype for key, value in theirs.items()}
+    train(*resumed[:2], given[5:], after_step=resumed[2].step)
+    assert unchanged(snapshot(model, optimizer), snapshot(*resumed[:2]))
+
+
+def test_settings_changed_after_a_load_are_used() -> None:
+    """The hooks look groups up live: lr = 0 and weight_decay = 0 after load_state_dict freeze the weights."""
+    model = layers()
+    optimizer = StableAdamW(model.parameters(), lr=1e-2)
+    release_gradients(model, optimizer)
+    train(model, optimizer, batches(2))
+    optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    for group in optimizer.param_groups:
+        group["lr"] = group["weight_decay"] = 0.0
+    before = [p.detach().clone() for p in model.parameters()]
+    train(model, optimizer, batches(2))
+    assert all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
+
+
+def test_a_state_that_does_not_fit_changes_nothing() -> None:
+    model = layers(2)
+    optimizer = StableAdamW(model.parameters())
+    train(model, optimizer, batches(1))
+    before = snapshot(model, optimizer)
+    foreign = torch.optim.AdamW(model.parameters())
+    train(layers(2), foreign, batches(1))
+    loss_of(model, batches(1)[0]).backward()
+    foreign.step()
+    model.zero_grad()
+    before = snapshot(model, optimizer)
+    wrong_shape, incomplete, fewer = (copy.deepcopy(optimizer.state_dict()) for _ in range(3))
+    wrong_shape["state"][0]["exp_avg"] = torch.ones(3)
+    del incomplete["state"][1]["exp_avg_sq"]
+    del fewer["param_groups"][0]["params"][0]
+    for bad, said in [
+        (foreign.state_dict(), r"another optimizer"),
+        (wrong_shape, r"exp_avg of parameter 0 of group 0 has shape \(3,\)"),
+        (incomplete, r"lacks exp_avg_sq"),
+        (fewer, r"3 parameters"),
+        ({"param_groups": [], "state": {}}, r"0 parameter groups"),
+        ({}, r"no 'param_groups'"),
+    ]:
+        with pytest.raises(InvalidArgumentError, match=said):
+            optimizer.load_state_dict(bad)
+        assert unchanged(before, snapshot(model, optimizer))
+
+
+def test_a_state_of_another_precision_or_rule_is_refused() -> None:
+    def stepped(optimizer_class, dtype=torch.float32, **arguments):
+        model = layers(2, dtype=dtype)
+        optimizer = optimizer_class(model.parameters(), **arguments)
+        train(model, optimizer, batches(1, dtype=dtype))
+        return optimizer
+
+    wide, low = stepped(StableAdamW), stepped(StableAdamW, torch.bfloat16)
+    with pytest.raises(InvalidArgumentError, match=r"compensation of parameter 0.*bfloat16.*int16"):
+        low.load_state_dict(wide.state_dict())
+    with pytest.raises(InvalidArgumentError, match=r"compensation of parameter 0.*int16.*float32"):
+        wide.load_state_dict(low.state_dict())
+    with pytest.raises(InvalidArgumentError, match=r"decouple_lr=True.*adam"):
+        stepped(Adam).load_state_dict(stepped(StableAdamW, decouple_lr=True, weight_decay=1e-5).state_dict())
+    with pytest.raises(InvalidArgumentError, match="another optimizer"):
+        wide.load_state_dict(torch.optim.AdamW(layers(2).parameters()).state_dict())
+    bad = copy.deepcopy(wide.state_dict())
+    bad["param_groups"][0]["lr"] = -1.0
+    with pytest.raises(InvalidArgumentError, match=r"lr=-1\.0"):
+        wide.load_state_dict(bad)

@@ -1,0 +1,134 @@
+"""Every cell of the table of combinations: refused with its sentence, or trained and compared with the plain loop.
+
+The cells of the Triton backend are visited in a process of Triton's interpreter, and only they.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from tests.support.torch_models import batches, layers, loss_of
+from torch import nn
+
+from penstock.core.combinations import Combination, Kind, Verdict, table
+from penstock.core.errors import RefusedError
+from penstock.torch_frontend import StableAdamW, release_gradients
+from penstock.torch_frontend.backends.triton.availability import interpreted
+
+HERE = [(c, verdict) for c, verdict in table() if (c.backend == "triton") == interpreted() and c.communication == "local"]
+"""The others: tests/torch_frontend/communication."""
+
+LAYERS, BATCHES = (2, 3) if interpreted() else (3, 6)
+MAX_NORM = 0.05
+MICRO_BATCHES = 3
+LEARNING_RATE = 1e-2
+
+
+def identify(cell: tuple[Combination, Verdict]) -> str:
+    c = cell[0]
+    return "-".join((c.clipping, c.loss_scaling, c.accumulation, c.communication, c.compensation, c.backend))
+
+
+def build(c: Combination) -> tuple[nn.Module, StableAdamW]:
+    dtype = torch.float32 if c.compensation == "none" else torch.bfloat16
+    model = layers(LAYERS, dtype=dtype)
+    return model, StableAdamW(model.parameters(), lr=LEARNING_RATE, compensation=c.compensation, backend=c.backend)
+
+
+def scaler_of(c: Combination) -> torch.amp.GradScaler:
+    return torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=2, enabled=c.loss_scaling != "none")
+
+
+def set_up(c: Combination, model: nn.Module, optimizer: StableAdamW, scaler: torch.amp.GradScaler):
+    return release_gradients(
+        model,
+        optimizer,
+        max_norm=None if c.clipping == "none" else MAX_NORM,
+        clipping="per_tensor" if c.clipping == "per_tensor" else "exact",
+        accumulation=None if c.accumulation == "none" else c.accumulation,
+        scaler=scaler,
+    )
+
+
+def run(model: nn.Module, optimizer: StableAdamW, scaler, count: int, guard: Callable, clip: Callable) -> None:
+    """The loop that everybody writes; `clip` is what a plain one does about clipping."""
+    for i, batch in enumerate(batches(BATCHES, dtype=next(model.parameters()).dtype)):
+        scaler.scale(guard(loss_of(model, batch) / count)).backward()
+        if (i + 1) % count == 0:
+            scaler.unscale_(optimizer)
+            clip()
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad()
+
+
+def train_both_ways(c: Combination, micro_batches: int) -> tuple[nn.Module, nn.Module, Callable[[int], None]]:
+    """A plain run, a released one, and a function that goes on with the released one, with as many micro-batches."""
+    plain, optimizer = build(c)
+    scaler = scaler_of(c)
+    run(plain, optimizer, scaler, micro_batches, lambda loss: loss, lambda: clip_plainly(c, plain))
+    model, optimizer = build(c)
+    scaler = scaler_of(c)
+    release = set_up(c, model, optimizer, scaler)
+
+    def released(count: int) -> None:
+        run(model, optimizer, scaler, count, release.guard, lambda: None)
+
+    released(micro_batches)
+    return plain, model, released
+
+
+def clip_plainly(c: Combination, model: nn.Module) -> None:
+    parameters = list(model.parameters())
+    if c.clipping == "global_norm":
+        torch.nn.utils.clip_grad_norm_(parameters, MAX_NORM)
+    elif c.clipping == "per_tensor":
+        for parameter in parameters:
+            torch.nn.utils.clip_grad_norm_([parameter], MAX_NORM)
+
+
+def assert_within_one_rounding_a_step(a: torch.Tensor, b: torch.Tensor) -> None:
+    """What goes into each of six steps (gradient or moments) is rounded once differently.
+
+    So each step, of about lr, is off by two such factors, and may send the parameter to the neighbouring number.
+    """
+    eps = torch.finfo(a.dtype).eps
+    torch.testing.assert_close(a, b, rtol=6 * eps, atol=6 * LEARNING_RATE * 2 * eps)
+
+
+@pytest.mark.parametrize("cell", [cell for cell in HERE if cell[1].kind is Kind.REFUSED], ids=identify)
+def test_a_refused_cell_is_refused_before_anything_changes(cell) -> None:
+    c, verdict = cell
+    model, optimizer = build(c)
+    with pytest.raises(RefusedError) as raised:
+        set_up(c, model, optimizer, scaler_of(c))
+    assert str(raised.value) == verdict.why
+    assert optimizer.release is None
+    loss_of(model, batches(1, dtype=next(model.parameters()).dtype)[0]).backward()
+    assert all(p.grad is not None for p in model.parameters())  # no hook was left behind
+
+
+@pytest.mark.parametrize("cell", [cell for cell in HERE if cell[1].kind is Kind.EXACT], ids=identify)
+def test_an_exact_cell_equals_the_plain_loop(cell) -> None:
+    c, _ = cell
+    plain, model, _ = train_both_ways(c, 1 if c.accumulation == "none" else MICRO_BATCHES)
+    for a, b in zip(plain.parameters(), model.parameters(), strict=True):
+        if c.clipping == "none":
+            assert torch.equal(a, b)
+        else:  # the norm is taken in float32 instead of the gradient's dtype, and in another order
+            assert_within_one_rounding_a_step(a, b)
+
+
+@pytest.mark.parametrize("cell", [cell for cell in HERE if cell[1].kind is Kind.APPROXIMATE], ids=identify)
+def test_an_approximate_cell_is_exact_with_one_micro_batch_and_trains_with_several(cell) -> None:
+    c, _ = cell
+    plain, model, go_on = train_both_ways(c, 1)
+    for a, b in zip(plain.parameters(), model.parameters(), strict=True):
+        # step() applies moments that were rounded to their dtype in between.
+        assert_within_one_rounding_a_step(a, b)
+    before = loss_of(model, batches(1, dtype=next(model.parameters()).dtype)[0])
+    for _ in range(5):
+        go_on(MICRO_BATCHES)
+    assert loss_of(model, batches(1, dtype=next(model.parameters()).dtype)[0]) < before

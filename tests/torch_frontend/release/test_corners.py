@@ -1,0 +1,338 @@
+"""Corners of autograd and of modules: each keeps the plain loop's numbers, or raises before anything wrong is done."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import threading
+import warnings
+
+import pytest
+import torch
+from tests.support.rows import rows
+from tests.support.torch_models import batches, gone, layers, loss_of, same_parameters, snapshot, train, unchanged
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from penstock.core.errors import RefusedError
+from penstock.parity.live_gradients import LiveGradientMeter
+from penstock.torch_frontend import AdamW, StableAdamW, release_gradients
+
+
+def two_ways(released_too, **arguments):
+    """What `released_too(model, optimizer, guard)` makes of a plain model and of a released one."""
+    models = [layers(), layers()]
+    for number, model in enumerate(models):
+        optimizer = StableAdamW(model.parameters(), lr=1e-2)
+        release = release_gradients(model, optimizer, **arguments) if number else None
+        released_too(model, optimizer, release.guard if release else lambda loss: loss)
+    return models
+
+
+# -- checkpointing ------------------------------------------------------------------------------------------------------
+
+CALLS = {
+    "a module": lambda layer: layer,
+    "its bound method": lambda layer: layer.forward,
+    "a partial": lambda layer: functools.partial(layer.__call__),
+    "a closure": lambda layer: lambda x: layer(x),
+}
+
+
+@pytest.mark.parametrize("call", CALLS.values(), ids=CALLS)
+@pytest.mark.parametrize("below", [False, True])
+def test_reentrant_checkpoints_of_a_layer_used_twice_raise_before_the_first_wrong_update(call, below: bool) -> None:
+    """Its gradient comes in two parts; `below`: the layer is used once without a checkpoint, nearer to the input."""
+    model = layers(2)
+    optimizer = AdamW(model.parameters())
+    release = release_gradients(model, optimizer)
+    before = snapshot(model[0], optimizer)
+    x = batches(1)[0].requires_grad_()
+    x = model[0](x) if below else checkpoint(call(model[0]), x, use_reentrant=True)
+    for layer in (model[0], model[1]):
+        x = checkpoint(call(layer), x, use_reentrant=True)
+    with pytest.raises(RefusedError, match=r"'0\.0\.\w+'.*in several parts.*use_reentrant=False"):
+        x.pow(2).mean().backward()
+    assert unchanged(before, snapshot(model[0], optimizer))
+    optimizer.zero_grad()
+    assert release.ledger.live == 0
+    train(model, optimizer, batches(1))
+
+
+def test_reentrant_checkpoints_of_a_layer_used_twice_raise_in_the_measuring_pass() -> None:
+    model = layers(2)
+    optimizer = AdamW(model.parameters())
+    release = release_gradients(model, optimizer, max_norm=1.0)
+    before = snapshot(model, optimizer)
+    x = batches(1)[0].requires_grad_()
+    for layer in (model[0], model[1], model[0]):
+        x = checkpoint(layer, x, use_reentrant=True)
+    with pytest.raises(RefusedError, match="in several parts"):
+        release.guard(x.pow(2).mean()).backward()
+    assert unchanged(before, snapshot(model, optimizer))
+    assert gone(model.parameters())
+
+
+@pytest.mark.parametrize("arguments", [{"accumulation": "hold"}, {}, {"max_norm": 1e9}], ids=["hold", "release", "guard"])
+def test_a_layer_used_twice_in_checkpoints_equals_the_plain_loop(arguments) -> None:
+    """Without reentrance always; with it where gradients are held."""
+
+    def trained(reentrant: bool):
+        def run(model, optimizer, guard) -> None:
+            for batch in batches(3):
+                x = batch.clone().requires_grad_()
+                for layer in (model[0], model[1], model[0]):
+                    x = checkpoint(layer, x, use_reentrant=reentrant)
+                guard(x.pow(2).mean()).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+
+        return run
+
+    assert same_parameters(*two_ways(trained(False), **arguments))
+    if "accumulation" in arguments:
+        assert same_parameters(*two_ways(trained(True), **arguments))
+
+
+# -- hooks that are lost ------------------------------------------------------------------------------------------------
+
+
+def test_to_empty_after_set_up_is_refused() -> None:
+    with torch.device("meta"):
+        model = nn.Linear(8, 8)
+    optimizer = AdamW(model.parameters())
+    release_gradients(model, optimizer)
+    model.to_empty(device="cpu")
+    nn.init.ones_(model.weight)
+    nn.init.ones_(model.bias)
+    model(batches(1)[0]).pow(2).mean().backward()
+    before = [p.detach().clone() for p in model.parameters()]
+    with pytest.raises(RefusedError, match=r"replaced after release_gradients.*to_empty"):
+        optimizer.step()
+    assert all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
+
+
+def test_a_swapped_module_is_refused() -> None:
+    model = layers()
+    optimizer = AdamW(model.parameters())
+    release_gradients(model, optimizer)
+    model[1] = layers(1)[0]
+    loss_of(model, batches(1)[0]).backward()
+    with pytest.raises(RefusedError, match=r"'1\.0\.weight'.*replaced"):
+        optimizer.step()
+
+
+def test_a_copy_trains_alike_and_leaves_the_original_alone() -> None:
+    model = layers()
+    optimizer = StableAdamW(model.parameters(), lr=1e-2)
+    release_gradients(model, optimizer)
+    train(model, optimizer, batches(2))
+    other, its_optimizer = copy.deepcopy((model, optimizer))
+    assert its_optimizer.release is None
+    before = snapshot(model, optimizer)
+    train(other, its_optimizer, batches(3))
+    assert unchanged(before, snapshot(model, optimizer))
+    train(model, optimizer, batches(3))
+    assert same_parameters(model, other)
+
+
+def test_no_copy_is_made_in_the_middle_of_a_step() -> None:
+    """The copy would take the published norm for a gradient."""
+    model = layers()
+    optimizer = StableAdamW(model.parameters(), lr=1e-2)
+    release_gradients(model, optimizer)
+    loss_of(model, batches(1)[0]).backward()
+    with pytest.raises(RefusedError, match=r"copy.*in the middle of a step"):
+        copy.deepcopy((model, optimizer))
+    optimizer.step()
+    copy.deepcopy((model, optimizer))
+
+
+def test_release_again_after_remove_continues_bit_for_bit() -> None:
+    """Taking release off and putting it on again, also between two optimizers, goes on with the same numbers."""
+
+    def run(model, optimizer, guard) -> None:
+        train(model, optimizer, batches(2), loss=guard)
+        if optimizer.release:
+            optimizer.release.remove()
+            model.load_state_dict(model.state_dict(), assign=False)
+            release_gradients(model, optimizer)
+        train(model, optimizer, batches(2))
+
+    assert same_parameters(*two_ways(run))
+
+
+# -- autograd -----------------------------------------------------------------------------------------------------------
+
+
+def test_concurrent_backwards_raise_and_leave_every_parameter_updated_once_at_most() -> None:
+    """One of the threads is told; no update is made twice or half."""
+    model = layers(6, 32)
+    plain = copy.deepcopy(model)
+    optimizer = AdamW(model.parameters(), lr=1e-2)
+    release_gradients(model, optimizer)
+    losses = [loss_of(model, batch) for batch in batches(2, 32)]
+    start, outcomes = threading.Barrier(2), []
+
+    def backward(loss: torch.Tensor) -> None:
+        start.wait()
+        try:
+            loss.backward()
+            outcomes.append(None)
+        except RuntimeError as error:
+            outcomes.append(error)
+
+    threads = [threading.Thread(target=backward, args=(loss,)) for loss in losses]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    errors = [outcome for outcome in outcomes if outcome is not None]
+    assert errors  # a second backward, or a parameter modified in place under the other's graph
+    assert all(isinstance(error, RefusedError) or "modified by an inplace operation" in str(error) for error in errors)
+    assert all(float(optimizer.state[p]["step"]) == 1 for p in model.parameters() if optimizer.state[p])
+    optimizer.zero_grad()
+    for p, q in zip(model.parameters(), plain.parameters(), strict=True):
+        p.data.copy_(q)
+    train(model, optimizer, batches(2, 32))
+
+
+def test_create_graph_equals_the_plain_loop_and_keeps_no_graph() -> None:
+    def run(model, optimizer, guard) -> None:
+        for batch in batches(3):
+            with warnings.catch_warnings():
+                warnings.filterwarnings("ignore", message="Using backward.. with create_graph=True")
+                loss_of(model, batch).backward(create_graph=True)
+            assert not optimizer.release or gone(model.parameters())
+            optimizer.step()
+            optimizer.zero_grad()
+        assert all(p.grad_fn is None and p.is_leaf for p in model.parameters())
+        assert not any(x.requires_grad for state in optimizer.state.values() for x in state.values() if torch.is_tensor(x))
+
+    assert same_parameters(*two_ways(run))
+
+
+@pytest.mark.filterwarnings("ignore:Using backward.. with create_graph=True")
+@pytest.mark.parametrize("skips", [False, True])
+@pytest.mark.parametrize("arguments", [{}, {"max_norm": 1.0, "clipping": "per_tensor"}])
+def test_norms_under_create_graph_hold_no_graph(arguments, skips: bool) -> None:
+    model = layers()
+    optimizer = AdamW(model.parameters(), on_nonfinite="skip" if skips else "propagate")
+    release = release_gradients(model, optimizer, **arguments)
+    loss_of(model, batches(1)[0]).backward(create_graph=True)
+    assert not any(square.requires_grad for square in release._pipeline.context.squares.values())
+    assert not release.last_norm.requires_grad
+
+
+@pytest.mark.parametrize("arguments", [{}, {"max_norm": 1e9}, {"max_norm": 1e9, "keep_bytes": 500}])
+def test_a_compiled_model_is_compiled_once_and_equals_itself_without_release(arguments) -> None:
+    compilations = []
+
+    def backend(graph, inputs):
+        from torch._dynamo.backends.common import aot_autograd
+        from torch._functorch.aot_autograd import make_boxed_func
+
+        compilations[-1] += 1
+        return aot_autograd(fw_compiler=lambda g, _: make_boxed_func(g.forward))(graph, inputs)
+
+    def run(model, optimizer, guard) -> None:
+        compilations.append(0)
+        torch._dynamo.reset()
+        compiled = torch.compile(model, backend=backend)
+        for batch in batches(4):
+            guard(compiled(batch).pow(2).mean()).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+    assert same_parameters(*two_ways(run, **arguments))
+    assert compilations == [1, 1]
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # of torch, without release too
+@pytest.mark.filterwarnings("ignore:.*Function.* should not be instantiated")  # by the compiler, which traces a Function
+@pytest.mark.parametrize("arguments", [{}, {"max_norm": 1e9}], ids=["release", "guard"])
+def test_a_compiled_function_may_call_backward(arguments) -> None:
+    """Which the compiler leaves to the engine, and so all that release asks of the engine."""
+
+    def run(model, optimizer, guard) -> None:
+        torch._dynamo.reset()
+
+        @torch.compile(backend="aot_eager")
+        def train_on(batch: torch.Tensor) -> torch.Tensor:
+            loss = loss_of(model, batch)
+            guard(loss).backward()
+            return loss
+
+        for batch in batches(3):
+            train_on(batch)
+            optimizer.step()
+            optimizer.zero_grad()
+
+    assert same_parameters(*two_ways(run, **arguments))
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # of torch, without release too
+@pytest.mark.parametrize("arguments", rows([{}, {"max_norm": 1e9}], [{}].__contains__), ids=["release", "guard"])
+def test_compiled_autograd_equals_the_plain_loop(arguments) -> None:
+    norms = []
+
+    def run(model, optimizer, guard) -> None:
+        torch._dynamo.reset()
+        for batch in batches(3):
+            with torch._dynamo.compiled_autograd._enable(torch.compile(backend="eager")):
+                guard(loss_of(model, batch)).backward()
+            assert not optimizer.release or gone(model.parameters())
+            norms.append(torch.nn.utils.clip_grad_norm_(model.parameters(), 1e9))
+            optimizer.step()
+            optimizer.zero_grad()
+
+    assert same_parameters(*two_ways(run, **arguments))
+    torch.testing.assert_close(norms[:3], norms[3:])
+
+
+def test_a_loss_without_released_parameters_and_an_empty_step_do_nothing() -> None:
+    model = layers()
+    optimizer = AdamW(model.parameters())
+    release = release_gradients(model, optimizer, max_norm=1.0)
+    x = torch.ones(3, requires_grad=True)
+    release.guard(x.sum()).backward()
+    assert torch.equal(x.grad, torch.ones(3))
+    assert float(release.last_norm) == 0.0
+    before = snapshot(model, optimizer)
+    optimizer.step()
+    optimizer.zero_grad()
+    assert unchanged(before, snapshot(model, optimizer))
+
+
+# -- memory -------------------------------------------------------------------------------------------------------------
+
+LAYER_BYTES = (32 * 32 + 32) * 4
+EVERY_PATH = {
+    "release": ({}, 1),
+    "guard": ({"max_norm": 1.0}, 1),
+    "guard, two layers kept": ({"max_norm": 1.0, "keep_bytes": 2 * LAYER_BYTES}, 3),
+    "scaler": ({"scaler": torch.amp.GradScaler("cpu", init_scale=2.0)}, 1),
+    "per tensor": ({"max_norm": 1.0, "clipping": "per_tensor"}, 1),
+    "state": ({"accumulation": "state"}, 1),
+    "hold": ({"accumulation": "hold"}, 8),
+    "hold, last micro-batch": ({"accumulation": "hold", "sync": lambda: True}, 1),
+}
+
+
+@pytest.mark.parametrize(("arguments", "layers_alive"), EVERY_PATH.values(), ids=EVERY_PATH)
+def test_the_live_gradients_measured_are_those_of_the_ledger(arguments, layers_alive: int) -> None:
+    model = layers(8, 32)
+    optimizer = StableAdamW(model.parameters())
+    scaler = arguments.get("scaler") or torch.amp.GradScaler("cpu", enabled=False)
+    with (
+        LiveGradientMeter(model.named_parameters()) as measured,
+        release_gradients(model, optimizer, **arguments) as release,
+    ):
+        for batch in batches(3, 32):
+            scaler.scale(release.guard(loss_of(model, batch))).backward()
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad()
+            assert release.ledger.live == 0
+    assert (layers_alive - 1) * LAYER_BYTES < measured.peak <= layers_alive * LAYER_BYTES
+    assert release.ledger.peak == measured.peak

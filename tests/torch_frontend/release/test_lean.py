@@ -1,0 +1,123 @@
+"""What is not asked for is not on the way: counts of calls, hooks and bytes of a released gradient."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import pytest
+import torch
+from benchmarks.release_overhead.calls import calls_per_gradient
+from tests.support.torch_models import OPTIMIZERS, batches, layers, loss_of
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from penstock.torch_frontend import AdamW, StableAdamW, release_gradients
+from penstock.torch_frontend.backends import eager
+
+CALLS = 30
+
+
+@pytest.mark.parametrize("optimizer_class", [AdamW, StableAdamW])
+def test_a_released_gradient_takes_few_calls(optimizer_class) -> None:
+    assert calls_per_gradient(optimizer_class) <= CALLS
+
+
+def calls_of(parameters: int, groups: int, releases: int) -> float:
+    """Python calls a gradient of one model, beside other releases."""
+    made = []
+    for _ in range(releases):
+        model = nn.ParameterList([nn.Parameter(torch.ones(4)) for _ in range(parameters)])
+        chunks = [{"params": list(model)[start::groups]} for start in range(groups)]
+        optimizer = AdamW(chunks)
+        made.append((model, optimizer, release_gradients(model, optimizer)))
+    model, optimizer, _ = made[0]
+    counted = 0
+
+    def count(frame: Any, event: str, _: Any) -> None:
+        nonlocal counted
+        counted += event == "call" and "penstock" in frame.f_globals.get("__name__", "")
+
+    for _ in range(3):
+        loss = sum(p.sum() for p in model)
+        counted = 0
+        sys.setprofile(count)
+        try:
+            loss.backward()
+        finally:
+            sys.setprofile(None)
+        optimizer.step()
+    return counted / parameters
+
+
+def test_calls_a_gradient_do_not_grow_with_the_model_its_groups_or_other_releases() -> None:
+    few = calls_of(parameters=20, groups=1, releases=1)
+    assert calls_of(parameters=200, groups=1, releases=1) <= few
+    assert calls_of(parameters=2000, groups=20, releases=1) <= few  # settings are validated once a group and pass
+    assert calls_of(parameters=20, groups=1, releases=5) == few
+
+
+@pytest.mark.parametrize("arguments", [{}, {"max_norm": 1.0}, {"accumulation": "hold"}, {"accumulation": "state"}])
+def test_one_hook_a_parameter(arguments) -> None:
+    model = layers()
+    release_gradients(model, AdamW(model.parameters()), **arguments)
+    assert all(len(p._post_accumulate_grad_hooks) == 1 and not p._backward_hooks for p in model.parameters())
+
+
+class LargestAllocation(TorchDispatchMode):
+    """The bytes of the largest storage that an operation has made."""
+
+    largest = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None) -> Any:
+        given = {x.untyped_storage()._cdata for x in tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)}
+        result = func(*args, **(kwargs or {}))
+        for x in tree_leaves(result):
+            if isinstance(x, torch.Tensor) and x.untyped_storage()._cdata not in given:
+                self.largest = max(self.largest, x.untyped_storage().nbytes())
+        return result
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("optimizer_class", OPTIMIZERS)
+def test_no_temporary_is_as_large_as_a_large_tensor(optimizer_class, dtype: torch.dtype, monkeypatch) -> None:
+    monkeypatch.setattr(eager, "PIECE", 64)
+    piece = 64 * torch.get_num_threads()
+    p = nn.Parameter(torch.ones(100 * piece, dtype=dtype))
+    optimizer = optimizer_class([p], backend="eager")
+    release_gradients(nn.ParameterList([p]), optimizer)
+    p.sum().backward()
+    optimizer.step()
+    loss = p.float().sum()
+    gradient = torch.full_like(p, 0.1)
+    with LargestAllocation() as made:
+        optimizer._update(p, gradient, measure=True)
+    assert 0 < made.largest <= 2 * 4 * piece
+    del loss
+
+
+def test_a_step_of_small_tensors_is_one_call_of_each_operation() -> None:
+    """However many tensors there are."""
+    counts = []
+    for count in (4, 40):
+        model = layers(count)
+        optimizer = AdamW(model.parameters())
+        loss_of(model, batches(1)[0]).backward()
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+            optimizer.step()
+        counts.append({e.key: e.count for e in profile.key_averages() if e.key.startswith("aten::_foreach")})
+    assert counts[0] == counts[1]
+    assert max(counts[0].values()) <= 5
+
+
+@pytest.mark.parametrize("arguments", [{}, {"accumulation": "state"}, {"accumulation": "hold"}], ids=str)
+def test_between_updates_no_gradient_and_no_moment_in_another_dtype_is_kept(arguments) -> None:
+    model = layers(dtype=torch.bfloat16)
+    optimizer = StableAdamW(model.parameters(), backend="eager")
+    release_gradients(model, optimizer, **arguments)
+    loss_of(model, batches(1, dtype=torch.bfloat16)[0]).backward()
+    optimizer.step()
+    for p in model.parameters():
+        piece = optimizer._slot(p).plan
+        assert (piece.gradient, piece.upcast_gradient, piece.upcast_exp_avg, piece.upcast_exp_avg_sq) == (None,) * 4

@@ -1,0 +1,135 @@
+"""Backward passes out of the ordinary: shared and unused parameters, gradients that are not finite, failures, checkpoints."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from tests.support.torch_models import batches, layers, loss_of, same_parameters, snapshot, train, unchanged
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from penstock.core.errors import NonFiniteGradientError
+from penstock.torch_frontend import AdamW, StableAdamW, release_gradients
+from penstock.torch_frontend.release import owner_of
+
+
+def test_tied_reused_frozen_and_unused_parameters() -> None:
+    class Odd(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.embedding = nn.Embedding(11, 6)
+            self.block = nn.Linear(6, 6)
+            self.frozen = nn.Linear(6, 6)
+            self.unused = nn.Linear(6, 6)
+            self.head = nn.Linear(6, 11, bias=False)
+            self.head.weight = self.embedding.weight
+            for p in self.frozen.parameters():
+                p.requires_grad_(False)
+
+        def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+            x = self.block(self.block(self.embedding(tokens)))
+            return self.head(self.frozen(x))
+
+    models = []
+    for released in (False, True):
+        torch.manual_seed(0)
+        model = Odd()
+        optimizer = StableAdamW(model.parameters(), lr=1e-2)
+        if released:
+            release_gradients(model, optimizer)
+        for i in range(6):
+            if i == 3:  # unfrozen while training: released from the next step() on
+                for p in model.frozen.parameters():
+                    p.requires_grad_(True)
+            model(torch.arange(5)).pow(2).mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        models.append(model)
+        if released:
+            assert all(owner_of(p) is optimizer.release._pipeline for p in model.frozen.parameters())
+        assert optimizer.state[model.embedding.weight]["step"] == 6
+        assert not optimizer.state[model.unused.weight]
+    assert same_parameters(*models)
+
+
+def test_non_finite_gradients_are_skipped_one_by_one_and_counted() -> None:
+    model = layers(3)
+    optimizer = StableAdamW(model.parameters(), on_nonfinite="skip")
+    release = release_gradients(model, optimizer)
+    train(model, optimizer, batches(1))
+    before = {name: p.detach().clone() for name, p in model.named_parameters()}
+    model[1][0].weight.register_hook(lambda g: g * float("nan"))
+    train(model, optimizer, batches(1))
+    changed = {name for name, p in model.named_parameters() if not torch.equal(p, before[name])}
+    assert changed == set(before) - {"1.0.weight"}
+    assert (release.skipped, optimizer.skipped) == (1, 1)
+    assert optimizer.state[model[1][0].weight]["step"] == 1
+
+
+def test_a_backward_that_fails_can_be_recovered_from() -> None:
+    model = layers(3)
+    optimizer = AdamW(model.parameters())
+    release_gradients(model, optimizer)
+    fail = {"now": True}
+
+    def hook(gradient: torch.Tensor) -> None:
+        if fail["now"]:
+            raise MemoryError("planted")
+
+    model[1][0].weight.register_hook(hook)
+    with pytest.raises(MemoryError, match="planted"):
+        loss_of(model, batches(1)[0]).backward()
+    fail["now"] = False
+    optimizer.zero_grad()
+    train(model, optimizer, batches(2))
+
+
+def test_exact_non_finite_handling_needs_the_guard() -> None:
+    model = layers(3)
+    optimizer = StableAdamW(model.parameters(), on_nonfinite="raise")
+    release = release_gradients(model, optimizer, max_norm=float("inf"))
+    before = snapshot(model, optimizer)
+    model[0][0].weight.register_hook(lambda g: g * float("inf"))  # the last gradient to arrive
+    with pytest.raises(NonFiniteGradientError):
+        release.guard(loss_of(model, batches(1)[0])).backward()
+    assert unchanged(before, snapshot(model, optimizer))
+
+
+def test_held_gradients_are_judged_together_as_a_plain_step_does() -> None:
+    models = [layers(), layers()]
+    optimizers = [StableAdamW(m.parameters(), lr=1e-2, on_nonfinite="skip") for m in models]
+    release_gradients(models[1], optimizers[1], accumulation="hold")
+    for model, optimizer in zip(models, optimizers, strict=True):
+        train(model, optimizer, batches(1))
+        handle = model[1][0].weight.register_hook(lambda g: g * float("inf"))
+        train(model, optimizer, batches(1))
+        handle.remove()
+        train(model, optimizer, batches(1))
+        assert optimizer.skipped == 1
+    assert same_parameters(*models)
+    model = layers()
+    optimizer = AdamW(model.parameters(), on_nonfinite="raise")
+    release_gradients(model, optimizer, accumulation="hold")
+    model[0][0].weight.register_hook(lambda g: g * float("inf"))
+    before = snapshot(model, optimizer)
+    with pytest.raises(NonFiniteGradientError):
+        train(model, optimizer, batches(1))
+    assert unchanged(before, snapshot(model, optimizer))
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+@pytest.mark.parametrize("head", [False, True])
+def test_passes_inside_the_pass_of_reentrant_checkpointing_are_no_second_backward(reentrant: bool, head: bool) -> None:
+    models = [layers(), layers()]
+    optimizers = [StableAdamW(m.parameters(), lr=1e-2) for m in models]
+    release_gradients(models[1], optimizers[1])
+    for model, optimizer in zip(models, optimizers, strict=True):
+        for batch in batches(3):
+            x = batch.clone().requires_grad_()
+            for layer in model[:-1]:
+                x = checkpoint(layer, x, use_reentrant=reentrant)
+            x = model[-1](x) if head else checkpoint(model[-1], x, use_reentrant=reentrant)
+            x.pow(2).mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    assert same_parameters(*models)
