@@ -11,10 +11,15 @@ split  (p, k) = the bits of x        bfloat16 p and int16 k together are exactly
 
 `split` rounds ties away from zero, so that the remainder fits 16 bits; everything else rounds to nearest, ties to even.
 float32 and float64 parameters are never compensated.
+
+A user may write a parameter (clamp, prune, project), and k is then the remainder of another number. `load` ignores k where p is
+zero or infinite, and a kahan k above half a spacing of p: it reads a number within half a spacing of what was written. (So
+split reads float32 numbers that round to zero or infinity in bfloat16, below 4.6e-41 and above 3.39e38, as these.)
 """
 
 from __future__ import annotations
 
+import math
 from typing import NamedTuple
 
 from .array_ops import Array, ArrayOps
@@ -25,6 +30,7 @@ COMPENSATIONS = ("auto", "none", "kahan", "split")
 
 _HALF = 0x8000  # half of a bfloat16 spacing, in units of the float32 bit pattern
 _HIGH_BITS = -0x10000  # 0xFFFF0000 as an int32
+_BELOW_HALF = 1.0 - 2.0**-12  # times half a spacing of p: rounds to p; times the next number above half: does not
 
 
 class Stored(NamedTuple):
@@ -65,14 +71,18 @@ def compensation_dtype(compensation: str, parameter_dtype: str) -> str | None:
 
 
 def load(ops: ArrayOps, compensation: str, stored: Stored) -> Array:
-    """Return the number that (p, k) represents, in the compute dtype."""
+    """Return the number that (p, k) represents, in the compute dtype. A k that cannot be p's is ignored."""
     parameter, remainder = stored
-    upcast = ops.cast(parameter, compute_dtype(ops.dtype_name(parameter)))
+    dtype, xp = ops.dtype_name(parameter), ops.xp
+    upcast = ops.cast(parameter, compute_dtype(dtype))
     if compensation == "none":
         return upcast
     if compensation == "kahan":
-        return upcast + ops.cast(remainder, "float32")
-    return ops.bitcast(ops.bitcast(upcast, "int32") + ops.cast(remainder, "int32"), "float32")
+        wanted = ops.cast(remainder, "float32")
+        return xp.where(ops.round_to(upcast + wanted * _BELOW_HALF, dtype) == upcast, upcast + wanted, upcast)
+    number = ops.bitcast(ops.bitcast(upcast, "int32") + ops.cast(remainder, "int32"), "float32")
+    magnitude = xp.abs(upcast)
+    return xp.where((magnitude > 0) & (magnitude < math.inf), number, upcast)
 
 
 def store(ops: ArrayOps, compensation: str, x: Array, parameter_dtype: str) -> Stored:

@@ -24,17 +24,52 @@ def there_and_back(x: np.ndarray, compensation: str, dtype: str) -> tuple[np.nda
 def test_split_keeps_every_bit(bits: list[int]) -> None:
     x = np.array(bits, np.uint32).view(np.float32)
     back, stored = there_and_back(x, "split", "bfloat16")
-    number = ~np.isnan(x)
-    assert np.array_equal(back.view(np.uint32)[number], x.view(np.uint32)[number])
+    number, shown = ~np.isnan(x), stored.parameter.astype(np.float32)
+    expected = np.where((shown == 0) | np.isinf(shown), shown, x)  # what rounds to zero or infinity is that
+    assert np.array_equal(back.view(np.uint32)[number], expected.view(np.uint32)[number])
     assert np.all(np.isnan(back[~number]))
     assert np.all(np.isnan(stored.parameter[~number].astype(np.float32)))
     assert stored.compensation.dtype == np.int16
 
 
-def test_split_keeps_half_way_cases_and_the_ends_of_the_range() -> None:
-    bits = [0x3F808000, 0x3F818000, 0xBF808000, 0x7F7FFFFF, 0xFF7FFFFF, 0x7F800000, 0xFF800000, 0x00000001, 0x80000000]
+def test_split_keeps_ties_and_the_ends_of_the_range() -> None:
+    bits = [0x3F808000, 0x3F818000, 0xBF808000, 0x7F7F7FFF, 0xFF7F7FFF, 0x7F800000, 0xFF800000, 0x00008000, 0x80000000]
     x = np.array(bits, np.uint32).view(np.float32)
     assert np.array_equal(there_and_back(x, "split", "bfloat16")[0].view(np.uint32), x.view(np.uint32))
+
+
+@pytest.mark.parametrize(("dtype", "compensation"), PAIRS)
+def test_a_written_parameter_is_read_within_half_a_spacing(dtype: str, compensation: str) -> None:
+    """A remainder from before the user wrote p changes it by half a spacing at most, and zeros and infinities not at all."""
+    rng, size = np.random.default_rng(0), 100_000
+
+    def numbers(low: int) -> np.ndarray:
+        return (rng.normal(size=size) * 2.0 ** rng.integers(low, 12, size)).astype(np.float32)
+
+    stale = compensations.store(numpy_ops, compensation, numbers(-12), dtype)
+    written = numbers(-24).astype(numpy_dtype(dtype))
+    written[: size // 2] = np.resize([0.0, -0.0, np.inf, -np.inf, 1.0], size // 2)
+    read = compensations.load(numpy_ops, compensation, compensations.Stored(written, stale.compensation))
+    shown = written.astype(np.float32)
+    exact = (shown == 0) | np.isinf(shown)
+    assert np.array_equal(read[exact], shown[exact])
+    digits, smallest = {"bfloat16": (8, -133), "float16": (11, -24)}[dtype]
+    exponent = np.floor(np.log2(np.abs(shown[~exact]).astype(np.float64)))
+    half_spacing = 2.0 ** np.maximum(exponent - digits, smallest - 1)
+    assert np.all(np.abs(read[~exact].astype(np.float64) - shown[~exact]) <= half_spacing)
+
+
+@pytest.mark.parametrize(("dtype", "digits"), [("bfloat16", 8), ("float16", 11)])
+def test_kahan_uses_every_remainder_of_its_own(dtype: str, digits: int) -> None:
+    """Remainders that round to half a spacing, and those next to powers of two, are used like all others."""
+    rng = np.random.default_rng(0)
+    neighbours = 1.0 + 2.0 ** (1 - digits) * np.arange(8)
+    near_ties = (neighbours[:, None] + 2.0**-digits * (1 + np.array([-1.0, 1.0]) * 2.0**-13)).ravel()
+    below_one = 1.0 - 2.0 ** -(digits + 1) * rng.random(1000)
+    x = np.concatenate([near_ties, neighbours, below_one, rng.normal(size=10_000)]).astype(np.float32)
+    back, stored = there_and_back(x, "kahan", dtype)
+    assert stored.compensation is not None
+    assert np.array_equal(back, stored.parameter.astype(np.float32) + stored.compensation.astype(np.float32))
 
 
 @given(st.lists(st.floats(-1e4, 1e4, width=32), min_size=1, max_size=50))

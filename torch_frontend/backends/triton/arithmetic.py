@@ -92,9 +92,13 @@ def load_parameter(p, k, COMPENSATION: tl.constexpr, COMPUTE: tl.constexpr):
     """The number that p and its compensation k represent: `core.compensation.load`."""
     if COMPENSATION == "split":
         high = p.to(tl.int16, bitcast=True).to(tl.int32) << 16
-        return (high + k.to(tl.int32)).to(tl.float32, bitcast=True)
+        magnitude = high & 0x7FFFFFFF
+        number = tl.where((magnitude > 0) & (magnitude < 0x7F800000), high + k.to(tl.int32), high)
+        return number.to(tl.float32, bitcast=True)
     elif COMPENSATION == "kahan":
-        return p.to(COMPUTE) + k.to(COMPUTE)
+        upcast, remainder = p.to(COMPUTE), k.to(COMPUTE)
+        nearest = (upcast + remainder * (1.0 - 2.0**-12)).to(p.dtype).to(COMPUTE)
+        return tl.where(nearest == upcast, upcast + remainder, upcast)
     else:
         return p.to(COMPUTE)
 
