@@ -20,9 +20,18 @@ from .stages import count_skipped, rescale_
 @torch.no_grad()
 def close_step(pipeline: Pipeline) -> None:
     """Carry out optimizer.step(): use the pending gradients, and close the step. Refusals come before any change."""
+    try:
+        _close_step(pipeline)
+    except RefusedError:
+        pipeline.context.refused = True
+        raise
+
+
+def _close_step(pipeline: Pipeline) -> None:
     step = pipeline.step
     if step.strict:
         step.check_settings()
+        step.check_markers()
     if len(step.released) < len(step.members) or not step.members:
         step.refresh()
         pipeline.hooks.check(step.without_gradient())
@@ -134,12 +143,13 @@ def discard_step(pipeline: Pipeline) -> None:
     Gradients that were averaged over processes are used, as the other processes have used them.
 
     Raises:
-        RefusedError: step() was not called, and a gradient that is not finite was used. The step is closed.
+        RefusedError: step() was not called after a backward that has updated parameters. The step is closed.
     """
     step = pipeline.step
-    propagates = pipeline.optimizer.on_nonfinite == "propagate"
-    norm = pipeline.last_norm if step.strict and propagates and step.released else None
-    overflow_was_used = norm is not None and not bool(torch.isfinite(norm))
+    norm = pipeline.last_norm if step.strict and step.released else None
+    finite = norm is None or bool(torch.isfinite(norm))
+    overflow_was_used = not finite and pipeline.optimizer.on_nonfinite == "propagate"
+    no_step = finite and bool(step.released) and step.completed and not pipeline.context.refused
     pipeline.end_failed_pass()
     if not pipeline.single_process:
         pipeline.flush()
@@ -161,6 +171,13 @@ def discard_step(pipeline: Pipeline) -> None:
             "parameters hold infinities or NaNs. Go back to a checkpoint, and declare the torch.amp.GradScaler, as "
             "release_gradients(scaler=...) with release.guard(loss), or construct the optimizer with on_nonfinite='skip'."
         )
+    if no_step:
+        raise RefusedError(
+            "optimizer.zero_grad() without optimizer.step(): backward() has updated the parameters already. A step cannot be "
+            "skipped after it, and a loss that is meant for another model trains this one, too. Run a backward that is not "
+            "meant to update the parameters inside release.paused(), and call optimizer.step() after each other one. The step "
+            "is closed now."
+        )
 
 
 def close(pipeline: Pipeline) -> None:
@@ -168,5 +185,5 @@ def close(pipeline: Pipeline) -> None:
     pipeline.step.close()
     pipeline.communication.end_step()
     pipeline.held_average.close()
-    pipeline.context.norm, pipeline.context.finite = None, True
+    pipeline.context.norm, pipeline.context.finite, pipeline.context.refused = None, True, False
     pipeline.attach()

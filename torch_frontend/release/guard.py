@@ -145,6 +145,7 @@ def two_passes(pipeline: Pipeline, loss: Tensor, seed: Tensor, keep_bytes: int) 
             _second_pass(loss, seed, [*left_over, *others] if measured.kept else None)
         for parameter in list(measured.kept):
             pipeline.deliver([parameter])
+    step.completed = True
 
 
 @contextlib.contextmanager

@@ -42,6 +42,7 @@ class MarkerContext:
         norm: of all gradients, unscaled and before clipping, where guard() has measured it.
         finite: whether the whole gradient was finite, as far as that is known.
         judged: guard() has looked at the whole gradient of this step.
+        refused: an error has told the user that this step cannot go on.
         after_refusal: called after a refusal, to drop the other gradients of that backward.
     """
 
@@ -66,9 +67,11 @@ class MarkerContext:
         self.finite = True
         self.after_refusal: Callable[[], None] = lambda: None
         self.judged = False
+        self.refused = False
 
     def refuse(self, marker: ReleasedGradient, operation: str) -> RefusedError:
         """Return the error for an operation that would change a used gradient, or needs its elements."""
+        self.refused = True
         return RefusedError(
             f"{self.describe(marker.key)}: its gradient was used and freed during backward(), and {operation} comes too late. "
             "Gradients that are clipped, scaled or changed after backward() must be declared: clipping as "
@@ -79,6 +82,7 @@ class MarkerContext:
 
     def second_gradient(self, marker: ReleasedGradient) -> RefusedError:
         """Return the error for a second gradient of a parameter that was updated in this step."""
+        self.refused = True
         return RefusedError(
             f"{self.describe(marker.key)}: a second backward() before optimizer.step(): it was already updated in this step. "
             "Call optimizer.step() after each backward; or add the losses up and call backward() once; or "

@@ -102,6 +102,7 @@ class Release:
         """Leave gradients in `.grad` in this context, as without release; step() uses them, and zero_grad() discards them."""
         pipeline = self._pipeline
         pipeline.step.clear_markers()
+        pipeline.step.markers_cleared = True
         pipeline.paused += 1
         pipeline.compose()
         try:

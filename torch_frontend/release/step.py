@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ...core.errors import RefusedError
 from ...core.release import Decision, Event, Ledger, Policy, Status, decide
-from ..autograd.passes import is_nested, pass_number
+from ..autograd.passes import at_end_of_pass, is_nested, pass_number, weakly
 from ..autograd.reentrant import still_to_come
 from ..communication.protocol import RoundKind
 from ..communication.shards import distribute_like, is_released, local, shard_of
@@ -72,6 +72,8 @@ class Step:
         watched_pass: number of the pass that updates parameters and at whose end a callback runs; None without one.
         pass_id: number of the running pass; this object itself before the first.
         still_expected: parameters of which the running pass will deliver another gradient.
+        completed: the backward that released gradients in this step has reached its end.
+        markers_cleared: paused() has cleared the markers of this step.
 
     Args:
         one_pass: a step has one backward, which uses every gradient.
@@ -94,6 +96,7 @@ class Step:
         self.watched_pass: int | None = None
         self.pass_id: Any = self
         self.still_expected: set[Tensor] = set()
+        self.completed = self.markers_cleared = False
         self._status: dict[int, Status] = {}  # of parameters that are neither idle nor released
         self.settings = UsedSettings(optimizer.rule)
         self._one_pass = one_pass
@@ -145,6 +148,25 @@ class Step:
         self.pass_id = now
         if not nested and not measures:
             self._top = now
+            if self.strict:
+                self.completed = False
+                at_end_of_pass(weakly(self._pass_ended))
+
+    def _pass_ended(self) -> None:
+        self.completed = True
+
+    def check_markers(self) -> None:
+        """Raise `RefusedError` if user code has cleared markers of this step, whose gradients were used already."""
+        if self.markers_cleared or self.policy is Policy.STATE:
+            return
+        for member in self.released.values():
+            if member.parameter.grad is None and member.placeholder is not None:
+                raise RefusedError(
+                    f"{self.context.describe(member.key)}: its gradient was cleared before optimizer.step(), by "
+                    "model.zero_grad() or p.grad = None, and backward() had updated the parameter with it. Call "
+                    "optimizer.step() before gradients are cleared; run a backward that is not meant to update the parameters "
+                    "inside release.paused(). optimizer.zero_grad() closes this step."
+                )
 
     def check_not_partial(self, parameter: Tensor, *, seen: bool) -> None:
         """Raise `RefusedError` if only a part of the parameter's gradient has come, which would be used as the whole."""
@@ -227,6 +249,7 @@ class Step:
             self.contaminated.add(id(parameter))
         elif not is_released(parameter.grad):
             self.free(parameter)
+        self.context.refused = True
         self.context.after_refusal()
 
     def remove_from_ledger(self) -> None:
@@ -254,6 +277,7 @@ class Step:
         self._status = dict.fromkeys(kept, Status.ACCUMULATED)
         self.settings, self._top, self.pass_id = UsedSettings(self.optimizer.rule), None, self
         self.still_expected = set()
+        self.completed = self.markers_cleared = False
 
     def abandon(self) -> None:
         """Forget a step that an exception has cut short."""

@@ -161,7 +161,11 @@ def test_zero_grad_leaves_no_gradient_in_the_ledger(how: str) -> None:
         else:
             with pytest.raises(RuntimeError, match=r"second backward|inplace"):
                 losses[1].backward()
-    optimizer.zero_grad()
+    if how == "a failed backward":
+        optimizer.zero_grad()
+    else:  # the first backward has updated the parameters, and no step() followed
+        with pytest.raises(RefusedError, match=r"without optimizer.step\(\)"):
+            optimizer.zero_grad()
     assert all(parameter.grad is None for parameter in model.parameters())
     assert release.ledger.live == 0
     train(model, optimizer, batches(2))

@@ -191,6 +191,7 @@ def test_concurrent_backwards_raise_and_leave_every_parameter_updated_once_at_mo
     assert errors  # a second backward, or a parameter modified in place under the other's graph
     assert all(isinstance(error, RefusedError) or "modified by an inplace operation" in str(error) for error in errors)
     assert all(float(optimizer.state[p]["step"]) == 1 for p in model.parameters() if optimizer.state[p])
+    optimizer.step()
     optimizer.zero_grad()
     for p, q in zip(model.parameters(), plain.parameters(), strict=True):
         p.data.copy_(q)

@@ -1,0 +1,111 @@
+"""A backward under release has updated parameters: a loop that then leaves the step out is told so."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from tests.support.torch_models import batches, layers, same_parameters
+from torch import Tensor, nn
+
+from penstock.core.errors import RefusedError
+from penstock.torch_frontend import AdamW, Release, release_gradients
+
+WITHOUT_STEP = r"zero_grad\(\) without optimizer.step\(\).*release.paused\(\)"
+CLEARED = r"parameter '.*': its gradient was cleared before optimizer.step\(\).*release.paused\(\)"
+
+
+def released(**arguments: object) -> tuple[nn.Module, AdamW, Release]:
+    model = layers()
+    optimizer = AdamW(model.parameters(), lr=1e-2)
+    return model, optimizer, release_gradients(model, optimizer, **arguments)
+
+
+def loss_of(model: nn.Module) -> Tensor:
+    return model(batches(1)[0]).pow(2).mean()
+
+
+@pytest.mark.parametrize("arguments", [{}, {"max_norm": 1.0}, {"accumulation": "hold", "sync": lambda: True}], ids=str)
+def test_zero_grad_after_backward_without_step_raises_once(arguments: dict[str, object]) -> None:
+    model, optimizer, release = released(**arguments)
+    release.guard(loss_of(model)).backward()
+    with pytest.raises(RefusedError, match=WITHOUT_STEP):
+        optimizer.zero_grad()
+    optimizer.zero_grad()
+    release.guard(loss_of(model)).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def test_a_generator_loss_through_a_released_discriminator_raises() -> None:
+    """The textbook loop: the generator's loss goes back through the discriminator, whose gradients are then cleared."""
+    generator, (discriminator, optimizer, release) = layers(), released()
+    for pause in (True, False):
+        loss = loss_of(nn.Sequential(generator, discriminator))
+        if pause:
+            before = [p.clone() for p in discriminator.parameters()]
+            with release.paused():
+                loss.backward()
+            optimizer.zero_grad()
+            assert all(torch.equal(p, old) for p, old in zip(discriminator.parameters(), before, strict=True))
+        else:
+            loss.backward()
+            with pytest.raises(RefusedError, match=WITHOUT_STEP):
+                optimizer.zero_grad()
+
+
+CLEARINGS: dict[str, Callable[[nn.Module], None]] = {
+    "model.zero_grad()": lambda model: model.zero_grad(),
+    "p.grad = None": lambda model: setattr(next(model.parameters()), "grad", None),
+}
+
+
+@pytest.mark.parametrize("clear", CLEARINGS.values(), ids=CLEARINGS)
+def test_gradients_cleared_before_step_raise_in_step(clear: Callable[[nn.Module], None]) -> None:
+    model, optimizer, _ = released()
+    loss_of(model).backward()
+    clear(model)
+    with pytest.raises(RefusedError, match=CLEARED):
+        optimizer.step()
+    optimizer.zero_grad()
+    loss_of(model).backward()
+    optimizer.step()
+
+
+def test_a_failed_backward_is_closed_by_zero_grad() -> None:
+    model, optimizer, _ = released()
+
+    def fail(*_: object) -> None:
+        raise ValueError("planted")
+
+    output = model[0](batches(1)[0])
+    output.register_hook(fail)
+    with pytest.raises(ValueError, match="planted"):
+        model[1:](output).pow(2).mean().backward()
+    optimizer.zero_grad()
+
+
+def test_a_refused_second_backward_is_closed_by_zero_grad() -> None:
+    model, optimizer, _ = released()
+    loss_of(model).backward()
+    with pytest.raises(RefusedError, match="second backward"):
+        loss_of(model).backward()
+    optimizer.zero_grad()
+
+
+def test_a_step_with_a_paused_backward_in_it_is_a_plain_step() -> None:
+    (model, optimizer, release), plain = released(), layers()
+    reference = AdamW(plain.parameters(), lr=1e-2)
+    for paused in (True, False, True):
+        loss_of(model).backward()
+        loss_of(plain).backward()
+        optimizer.step()
+        reference.step()
+        optimizer.zero_grad()
+        reference.zero_grad()
+        if paused:
+            with release.paused():
+                loss_of(model).backward()
+            optimizer.zero_grad()
+    assert same_parameters(model, plain)
