@@ -1,4 +1,4 @@
-"""The model of the JAX benchmarks: a decoder of equal layers with a tied head, stacked for loops or unrolled."""
+"""The model of the JAX benchmarks: a decoder of equal layers with a tied head; the layers are stacked or a list."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ EPSILON = 1e-6
 class Decoder:
     """The sizes of a decoder and of its batch.
 
-    layers, width, heads: of the transformer; the feed-forward layers are four times as wide.
-    context, vocabulary: tokens of a sequence, and how many different ones there are.
+    layers, width, heads: of the transformer; the width of the feed-forward layers is 4 * width.
+    context, vocabulary: number of tokens in a sequence, and of different tokens.
     """
 
     layers: int = 16
@@ -31,7 +31,7 @@ class Decoder:
     vocabulary: int = 256
 
     def params(self, key: Array, *, stacked: bool = True, dtype: Any = jnp.float32) -> Params:
-        """Initial parameters: {"outer": ..., "layers": ...}, the layers stacked along a leading axis, or a list of them."""
+        """Return initial parameters {"outer": ..., "layers": ...}: layers stacked along a leading axis, or a list of them."""
         outer, layers = jax.random.split(key)
         embedding = jax.random.normal(outer, (self.vocabulary, self.width), dtype) * self.width**-0.5
         keys = jax.random.split(layers, self.layers)
@@ -48,14 +48,14 @@ class Decoder:
         return made | {"attention_scale": jnp.ones(d, dtype), "feed_forward_scale": jnp.ones(d, dtype)}
 
     def batch(self, key: Array, rows: int) -> Array:
-        """Token numbers, [rows, context + 1]."""
+        """Return random tokens, [rows, context + 1]."""
         return jax.random.randint(key, (rows, self.context + 1), 0, self.vocabulary)
 
     def embed(self, outer: Params, batch: Array) -> Array:
         return outer["embedding"][batch[:, :-1]] * math.sqrt(self.width)
 
     def layer(self, params: Params, x: Array) -> Array:
-        """One block: x += attention(norm(x)), x += gelu(norm(x) up) down. x: [rows, context, width]."""
+        """Apply one block: x += attention(norm(x)), x += gelu(norm(x) up) down. x: [rows, context, width]."""
         rows, context, width = x.shape
         head = width // self.heads
         projected = normalized(x, params["attention_scale"]) @ params["query_key_value"]
@@ -67,22 +67,22 @@ class Decoder:
         return x + jax.nn.gelu(normalized(x, params["feed_forward_scale"]) @ params["up"]) @ params["down"]
 
     def loss(self, outer: Params, x: Array, batch: Array) -> Array:
-        """The mean cross entropy of predicting each next token, in nats."""
+        """Return the mean cross entropy of predicting each next token, in nats."""
         logits = normalized(x, outer["scale"]) @ outer["embedding"].T
         return -jnp.take_along_axis(jax.nn.log_softmax(logits), batch[:, 1:, None], axis=-1).mean()
 
     @property
     def stack(self) -> LayerStack:
-        """The model as the reverse walk takes it; called, it scans over its layers."""
+        """The model for the reverse walk; calling it scans over its layers."""
         return LayerStack(self.embed, self.layer, self.loss)
 
     @property
     def rematerialised(self) -> LayerStack:
-        """The same with layers that are recomputed going backward."""
+        """`stack` with layers that are recomputed in backward."""
         return LayerStack(self.embed, jax.checkpoint(self.layer), self.loss)
 
     def unrolled(self, params: Params, batch: Array) -> Array:
-        """The loss of a model whose layers are a list."""
+        """Return the loss of a model whose layers are a list."""
         x = self.embed(params["outer"], batch)
         for layer in params["layers"]:
             x = self.layer(layer, x)
@@ -90,5 +90,5 @@ class Decoder:
 
 
 def normalized(x: Array, scale: Array) -> Array:
-    """x over its root mean square along the last axis, times scale."""
+    """Return x divided by its root mean square along the last axis, times scale."""
     return x * jax.lax.rsqrt(jnp.square(x).mean(axis=-1, keepdims=True) + EPSILON) * scale

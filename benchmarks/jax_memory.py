@@ -1,8 +1,8 @@
-r"""Peak memory of training steps in JAX, as XLA's memory analysis of the compiled program tells it. Nothing is run.
+r"""Peak memory of training steps in JAX, from XLA's memory analysis of the compiled programs, which are not run.
 
     peak = (arguments + temporaries + outputs - aliased) / (bytes of the parameters)
 
-Parameters and the two moments of Adam are 3.00; what is above that are gradients, copies and activations.
+Parameters and the two moments of Adam are 3.00; the rest is gradients, copies and activations.
 """
 
 from __future__ import annotations
@@ -40,9 +40,9 @@ Step = Any
 class Method:
     """A way to train.
 
-    make: the optimizer and the model to a jitted step. rows: of the batch. stacked: whether the layers are.
-    layered: the state is that of the reverse walk, each layer's by itself. every: optax.MultiSteps around the optimizer.
-    own: for penstock's optimizers only.
+    make: takes the optimizer and the model, returns a jitted step. rows: of the batch. stacked: the layers are stacked.
+    layered: the state is that of the reverse walk, with a layer axis. every: number of steps of optax.MultiSteps around the
+    optimizer. own: for penstock's optimizers only.
     """
 
     name: str
@@ -55,7 +55,7 @@ class Method:
 
 
 def plain(loss: Callable[..., Any], tx: optax.GradientTransformation, *, donated: bool = True) -> Step:
-    """What everyone writes: gradient, update, apply."""
+    """Return the usual step: gradient, update, apply_updates."""
 
     def step(state: Any, batch: Any) -> Any:
         params, opt_state, _ = state
@@ -67,7 +67,7 @@ def plain(loss: Callable[..., Any], tx: optax.GradientTransformation, *, donated
 
 
 def accumulated(loss: Callable[..., Any], tx: optax.GradientTransformation) -> Step:
-    """Gradients of micro-batches added up in a loop, then one update."""
+    """Return a step that adds up gradients of micro-batches in a loop, and updates once."""
 
     def step(state: Any, batch: Any) -> Any:
         params, opt_state, _ = state
@@ -86,23 +86,23 @@ def accumulated(loss: Callable[..., Any], tx: optax.GradientTransformation) -> S
 
 
 def clipping(tx: optax.GradientTransformation, clip: Callable[[Any], Any]) -> optax.GradientTransformation:
-    """tx on clipped gradients, the state as without."""
+    """Return `tx` applied to clipped gradients, with the state of `tx`."""
     return optax.GradientTransformation(tx.init, lambda grads, state, params: tx.update(clip(grads), state, params))
 
 
 def by_optax(grads: Any) -> Any:
-    """optax.clip_by_global_norm."""
+    """Clip with optax.clip_by_global_norm."""
     return optax.clip_by_global_norm(1.0).update(grads, optax.EmptyState())[0]
 
 
 def by_hand(grads: Any) -> Any:
-    """The formula, as most loops have it."""
+    """Clip by the global norm in plain jax.numpy, as many training loops do."""
     norm = jnp.sqrt(sum(jnp.sum(leaf * leaf) for leaf in jax.tree.leaves(grads)))
     return jax.tree.map(lambda leaf: leaf * jnp.minimum(1.0, 1.0 / norm), grads)
 
 
 def own_loop(tx: optax.GradientTransformation, model: Decoder) -> Step:
-    """`release_layers` in a scan."""
+    """Return a step with `release_layers` in a scan."""
 
     def loss_fn(outer: Any, layers: ReleasedLayers, batch: Any) -> Any:
         x = model.embed(outer, batch)
@@ -154,13 +154,18 @@ METHODS = (
 
 
 def bytes_of(tree: Any) -> int:
-    """Of all arrays of a tree."""
+    """Return the bytes of all arrays of a tree."""
     return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))
 
 
 def peak(lowered: jax.stages.Lowered) -> dict[str, int]:
-    """Bytes of a computation's arguments, outputs, temporaries, what is aliased, and all together."""
-    analysis: Any = lowered.compile().memory_analysis()
+    """Return the bytes of a computation's arguments, temporaries, outputs and aliased buffers, and its peak."""
+    return peak_of(lowered.compile())
+
+
+def peak_of(compiled: jax.stages.Compiled) -> dict[str, int]:
+    """Return `peak` of a compiled computation."""
+    analysis: Any = compiled.memory_analysis()
     parts = {
         "arguments": analysis.argument_size_in_bytes,
         "temporaries": analysis.temp_size_in_bytes,
@@ -172,7 +177,7 @@ def peak(lowered: jax.stages.Lowered) -> dict[str, int]:
 
 @dataclasses.dataclass(frozen=True)
 class ShardedDecoder(Decoder):
-    """A decoder whose activations keep their rows on their devices, so that weights are gathered layer by layer (FSDP)."""
+    """A decoder whose activations stay sharded by rows, so that weights are gathered layer by layer (FSDP)."""
 
     def embed(self, outer: Any, batch: Any) -> Any:
         return lax.with_sharding_constraint(super().embed(outer, batch), over_devices(0))
@@ -182,12 +187,12 @@ class ShardedDecoder(Decoder):
 
 
 def over_devices(axis: int) -> NamedSharding:
-    """One axis of an array over all devices."""
+    """Return the sharding of one axis of an array over all devices."""
     return NamedSharding(Mesh(np.array(jax.devices()), ("data",)), PartitionSpec(*[None] * axis, "data"))
 
 
 def spread(tree: Any, stacked: bool) -> Any:
-    """Abstract arrays, each with its largest axis but the layer axis over all devices."""
+    """Return a tree of abstract arrays, with the largest axis of each except the layer axis sharded over all devices."""
 
     def one(path: Any, leaf: Any) -> Any:
         first = int(stacked and "layers" in jax.tree_util.keystr(path))
@@ -199,11 +204,15 @@ def spread(tree: Any, stacked: bool) -> Any:
     return jax.tree_util.tree_map_with_path(one, tree)
 
 
-def measure(method: Method, optimizer: str, model: Decoder) -> dict[str, float]:
-    """Peak bytes of one step on one device, in units of the bytes of its share of the parameters, and its parts in bytes."""
+def transform_of(method: Method, optimizer: str) -> Any:
+    """Return the transform of this name, in optax.MultiSteps if the method has it."""
     tx: Any = OPTIMIZERS[optimizer]
-    if method.every > 1:
-        tx = optax.MultiSteps(tx, method.every).gradient_transformation()
+    return tx if method.every == 1 else optax.MultiSteps(tx, method.every).gradient_transformation()
+
+
+def measure(method: Method, optimizer: str, model: Decoder) -> dict[str, float]:
+    """Return the peak bytes of one step on one device, relative to the bytes of its share of the parameters, and its parts."""
+    tx = transform_of(method, optimizer)
     key = jax.random.key(0)
     params = jax.eval_shape(lambda: model.params(key, stacked=method.stacked))
     state = jax.eval_shape(lambda params: init_train_state(tx, params, None if method.layered else False), params)

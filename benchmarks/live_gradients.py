@@ -1,13 +1,12 @@
-"""How much gradient is alive at most on every path, measured by storage, beside the release's own ledger.
+"""Peak bytes of live gradients on every path, measured by storage, next to the release's own ledger.
 
     python -m benchmarks.live_gradients [--write docs/live_gradients.md]
 
-Bytes and not times: the figures are the same on every machine. Two processes are started for the distributed paths.
+The figures are bytes and not times, and the same on every machine. Two processes are started for the distributed paths.
 """
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import dataclasses
 import tempfile
@@ -18,18 +17,18 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as multiprocessing
-from rich.console import Console
 from rich.table import Table
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
+from benchmarks.support import parser_of, print_tables
 from penstock.parity.live_storages import LiveStorageMeter
 from penstock.parity.memory_plan.plan import InPlaceKernels
 from penstock.torch_frontend import AdamW, microbatch_blocks, release_gradients
 
-LAYERS, WIDTH, BATCH, MICRO_BATCHES, RANKS = 16, 512, 8, 4, 2  # a layer fills a bucket
+LAYERS, WIDTH, BATCH, MICRO_BATCHES, RANKS = 16, 512, 8, 4, 2  # so that a layer fills a bucket of DDP
 ONE = WIDTH * WIDTH * 4
 """Bytes of one layer's gradient."""
 
@@ -38,8 +37,8 @@ ONE = WIDTH * WIDTH * 4
 class Route:
     """One way of training.
 
-    settings: of release_gradients; None: without release. micro_batches: backwards in a step. chunks: of microbatch_blocks.
-    wrap: makes the model distributed.
+    settings: of release_gradients; None: without release. micro_batches: backward passes in a step. chunks: of
+    microbatch_blocks. wrap: makes the model distributed.
     """
 
     name: str
@@ -50,7 +49,7 @@ class Route:
 
 
 class Row(NamedTuple):
-    """Bytes alive at most: measured, and by the ledger (None without release)."""
+    """Peak bytes of live gradients: measured, and by the ledger (None without release)."""
 
     name: str
     measured: int
@@ -100,9 +99,9 @@ def distributed_paths() -> list[Route]:
 
 
 def measure(path: Route) -> Row:
-    """Two steps of equal layers whose activations are small, updated by kernels that allocate nothing.
+    """Measure two steps of equal layers with small activations, updated by kernels that allocate nothing.
 
-    Whatever is then of a gradient's size, besides parameters and optimizer state, is a gradient or a copy of one.
+    Every storage of a gradient's size that is neither parameter nor optimizer state is then a gradient or a copy of one.
     """
     torch.manual_seed(0)
     plain = nn.Sequential(*(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(LAYERS)))
@@ -111,7 +110,7 @@ def measure(path: Route) -> Row:
     release = None if path.settings is None else release_gradients(model, optimizer, **path.settings)
     scaler = None if path.settings is None else path.settings.get("scaler")
     for parameter in model.parameters():
-        optimizer._slot(parameter)  # its state, which would otherwise come to be with its first update
+        optimizer._slot(parameter)  # creates its state, which its first update would otherwise do
     optimizer._backend = InPlaceKernels()
     there = [*model.parameters(), *(x for state in optimizer.state.values() for x in state.values() if isinstance(x, Tensor))]
     there = [tensor.to_local() if hasattr(tensor, "to_local") else tensor for tensor in there]
@@ -134,7 +133,7 @@ def measure(path: Route) -> Row:
 
 
 def measure_all() -> list[Row]:
-    """Every path; the distributed ones on two processes."""
+    """Measure every path, the distributed ones on two processes."""
     with tempfile.TemporaryDirectory() as directory:
         context = multiprocessing.get_context("spawn")
         answers = context.Queue()
@@ -160,7 +159,7 @@ def _rank(rank: int, meeting: str, answers: Any) -> None:
 
 
 def markdown(rows: Sequence[Row]) -> str:
-    """The page of the documentation."""
+    """Return the page of the documentation."""
     lines = [
         "# Live gradients, path by path",
         "",
@@ -200,14 +199,14 @@ def _layers(nbytes: int | None) -> str:
 
 def main() -> None:
     """Measure, print, and write the page if asked to."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("--write", type=Path, metavar="FILE", help="write the page there")
     arguments = parser.parse_args()
     rows = measure_all()
     table = Table("path", "measured", "ledger", title="most gradient alive, layers")
     for row in rows:
         table.add_row(row.name, _layers(row.measured), _layers(row.ledger))
-    Console().print(table)
+    print_tables([table])
     if arguments.write:
         arguments.write.write_text(markdown(rows))
 

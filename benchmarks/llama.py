@@ -1,4 +1,4 @@
-"""The Llama of 290 million parameters in 182 tensors that several benchmarks train, and a tiny one to try them with."""
+"""The Llama of 290 million parameters in 182 tensors that several benchmarks train, and a tiny one for tests of them."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ TINY = LlamaShape(layers=2, width=32, heads=2, hidden=64, vocabulary=128)
 
 
 def tied_llama(shape: LlamaShape, *, dtype: torch.dtype = torch.float32, checkpointing: bool = False) -> Llama:
-    """A seeded model whose logits use the embedding's weights."""
+    """Return a seeded model whose logits use the embedding's weights."""
     torch.manual_seed(0)
     model = Llama(shape, dtype=dtype, checkpointing=checkpointing)
     model.head.logits.weight = model.embedding.weight
@@ -22,6 +22,6 @@ def tied_llama(shape: LlamaShape, *, dtype: torch.dtype = torch.float32, checkpo
 
 
 def tokens(shape: LlamaShape, sequence: int = 64, seed: int = 0) -> Tensor:
-    """One row of random tokens, [1, sequence + 1]."""
+    """Return one row of seeded random tokens, [1, sequence + 1]."""
     generator = torch.Generator().manual_seed(seed)
     return torch.randint(0, shape.vocabulary, (1, sequence + 1), generator=generator)

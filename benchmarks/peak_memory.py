@@ -2,15 +2,13 @@
 
     python -m benchmarks.peak_memory --framework jax [--layers 16] [--width 512] [--devices 1] [--method PATTERN]
 
-Without --output the result goes to benchmarks/results/peak_memory_jax.json when nothing was left out or changed. The
-parameters and Adam's two moments are the floor, 3.00. With several (virtual) devices, parameters, moments and the batch are
-spread over all of them as in FSDP, and the figures are those of one device and its share of the parameters.
+Without --output, the result of all methods on the default model is written to benchmarks/results/peak_memory_jax.json.
+Parameters and Adam's two moments are the floor, 3.00. With several (virtual) devices, parameters, moments and the batch are
+sharded over all of them as in FSDP, and the figures are those of one device and its share of the parameters.
 """
 
 from __future__ import annotations
 
-import argparse
-import fnmatch
 import os
 from pathlib import Path
 from typing import Any
@@ -19,16 +17,15 @@ from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
-from benchmarks.record import write_result
-
-RESULTS = Path(__file__).parent / "results"
+from benchmarks.support import RESULTS, matching, parser_of, print_tables, write_result
 
 
 def measure_jax(model: Any, patterns: list[str]) -> dict[str, dict[str, dict[str, float]]]:
-    """method -> optimizer -> figures."""
+    """Return method -> optimizer -> figures."""
     from benchmarks import jax_memory
 
-    chosen = [method for method in jax_memory.METHODS if any(fnmatch.fnmatchcase(method.name, p) for p in patterns)]
+    methods = {method.name: method for method in jax_memory.METHODS}
+    chosen = [methods[name] for name in matching(methods, patterns)]
     own = {"adamw", "stable_adamw"}
     pairs = [(method, name) for method in chosen for name in jax_memory.OPTIMIZERS if name in own or not method.own]
     found: dict[str, dict[str, dict[str, float]]] = {}
@@ -39,7 +36,7 @@ def measure_jax(model: Any, patterns: list[str]) -> dict[str, dict[str, dict[str
 
 def main() -> None:
     """Measure, print a table, write the figures."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("--framework", choices=["jax"], default="jax")
     parser.add_argument("--layers", type=int, default=16)
     parser.add_argument("--width", type=int, default=512)
@@ -62,7 +59,7 @@ def main() -> None:
     for name, by_optimizer in figures.items():
         cells = [by_optimizer.get(optimizer) for optimizer in optimizers]
         table.add_row(name, *("-" if cell is None else f"{cell['peak_over_parameters']:.2f}" for cell in cells))
-    Console().print(table)
+    print_tables([table])
     output = arguments.output
     if output is None and arguments.method is None and model == Decoder():  # equal only to its own class
         output = RESULTS / f"peak_memory_{arguments.framework}.json"

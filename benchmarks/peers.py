@@ -1,4 +1,4 @@
-"""Gradient release as others do it: PyTorch's tutorial, and optimi."""
+"""Gradient release by others: PyTorch's tutorial, and optimi."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 
 
 def release_in_torch_hooks(model: nn.Module, make: Callable[[list[Tensor]], Optimizer]) -> None:
-    """One optimizer a parameter, stepped in the parameter's own hook.
+    """Give each parameter an optimizer of its own, which is stepped in the parameter's hook.
 
     Source: https://pytorch.org/tutorials/intermediate/optimizer_step_in_backward_tutorial.html
     """
@@ -27,7 +27,7 @@ def release_in_torch_hooks(model: nn.Module, make: Callable[[list[Tensor]], Opti
 
 
 def optimi() -> ModuleType | None:
-    """The package optimi, or None where it is not installed."""
+    """Return the package optimi, or None if it is not installed."""
     try:
         return importlib.import_module("optimi")
     except ModuleNotFoundError:
@@ -35,14 +35,14 @@ def optimi() -> ModuleType | None:
 
 
 def optimi_optimizer(name: str, parameters: Any, **settings: Any) -> Optimizer:
-    """An optimizer of optimi's without its Triton kernels, which are for GPUs."""
+    """Return an optimizer of optimi, without its Triton kernels, which need a GPU."""
     package = optimi()
     assert package is not None
     return getattr(package, name)(parameters, triton=False, **settings)
 
 
 def release_by_optimi(model: nn.Module, name: str, **settings: Any) -> Optimizer:
-    """optimi's optimizer of that name, stepped in hooks by its own gradient release."""
+    """Return optimi's optimizer of this name under its own gradient release."""
     package = optimi()
     assert package is not None
     optimizer = optimi_optimizer(name, model.parameters(), gradient_release=True, **settings)

@@ -2,17 +2,16 @@
 
     python -m benchmarks.resident [--rows PATTERN ...] [--dtypes NAME ...] [--quick] [--out FILE]
 
-One process a row: 3 steps of one row of 64 tokens with activation checkpointing. What is above the model counts from its
-first forward on, when all libraries are imported, so that they and their scratch are not in it. TorchDynamo is one of them:
-constructing any torch.optim.Optimizer imports it. The last row is what the rest of the compiler takes (importing Inductor,
-compiling with an empty cache, running), measured by a step of two small tensors; it is printed beside the rows that compile.
-Needs about 6 GB.
+Each row runs in a process of its own: 3 steps of one row of 64 tokens with activation checkpointing. Memory is measured above
+that after the model's first forward, when all libraries are imported, so that they and their scratch do not count.
+TorchDynamo is one of them: constructing any torch.optim.Optimizer imports it. The last row is the memory of the rest of the
+compiler (importing Inductor, compiling with an empty cache, running), measured by a step of two small tensors; the table also
+gives the rows that compile without it. Needs about 6 GB.
 """
 
 from __future__ import annotations
 
 import argparse
-import fnmatch
 import json
 import re
 import sys
@@ -28,27 +27,25 @@ from rich.progress import track
 from rich.table import Table
 from torch import nn
 
-from benchmarks.child import run_child
-from benchmarks.goals import Goal, goals_table, ratio
 from benchmarks.llama import LLAMA_290M, TINY, tied_llama, tokens
 from benchmarks.peers import optimi, release_by_optimi, release_in_torch_hooks
-from benchmarks.record import write_result
+from benchmarks.support import RESULTS, Goal, goals_table, matching, parser_of, print_tables, ratio, run_child, write_result
 from penstock.torch_frontend import AdamW, release_gradients
 
-RESULT = Path(__file__).parent / "results" / "resident.json"
+RESULT = RESULTS / "resident.json"
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 STEPS, LR = 3, 1e-4
 RUNTIME = "the compiler's runtime"
 IN_HOOKS, OURS = "torch AdamW fused in hooks", "penstock AdamW release, default"
 AT_MOST = 1.03
-"""Of our release by default over torch's in hooks, in fp32."""
+"""Goal for the ratio of the default release to torch's AdamW in hooks, in fp32."""
 
 Close = Callable[[], None]
-"""What the loop calls after backward()."""
+"""The calls of the training loop after backward()."""
 
 
 def closing(optimizer: torch.optim.Optimizer) -> Close:
-    """step() and zero_grad()."""
+    """Return a function that calls step() and zero_grad()."""
 
     def close() -> None:
         optimizer.step()
@@ -58,13 +55,13 @@ def closing(optimizer: torch.optim.Optimizer) -> Close:
 
 
 def torch_in_hooks(model: nn.Module) -> Close:
-    """The tutorial's loop calls nothing after backward()."""
+    """Put torch's AdamW into hooks; the tutorial's loop calls nothing after backward()."""
     release_in_torch_hooks(model, lambda parameters: torch.optim.AdamW(parameters, lr=LR, fused=True))
     return lambda: None
 
 
 def released(backend: str) -> Callable[[nn.Module], Close]:
-    """Our AdamW under release."""
+    """Return a function that puts a model under release with penstock's AdamW."""
 
     def attach(model: nn.Module) -> Close:
         optimizer = AdamW(model.parameters(), lr=LR, backend=backend)
@@ -75,7 +72,7 @@ def released(backend: str) -> Callable[[nn.Module], Close]:
 
 
 def by_optimi(model: nn.Module) -> Close:
-    """optimi's AdamW under its own release; with Kahan summation where the parameters are bf16."""
+    """Put a model under optimi's own release with its AdamW; with Kahan summation for bf16 parameters."""
     low = next(model.parameters()).dtype is torch.bfloat16
     return closing(release_by_optimi(model, "AdamW", lr=LR, kahan_sum=low))
 
@@ -92,7 +89,7 @@ ROWS: dict[str, Callable[[nn.Module], Close]] = {
 
 
 def status(field: str) -> int:
-    """Bytes of "VmRSS" (resident now) or "VmHWM" (the most so far) of this process."""
+    """Return the bytes of "VmRSS" (resident now) or "VmHWM" (peak) of this process."""
     found = re.search(rf"^{field}:\s+(\d+) kB$", Path("/proc/self/status").read_text(), re.MULTILINE)
     if found is None:
         raise RuntimeError(f"/proc/self/status has no {field}; this benchmark needs Linux.")
@@ -100,7 +97,7 @@ def status(field: str) -> int:
 
 
 def measure_row(name: str, dtype: torch.dtype, *, quick: bool) -> dict[str, Any]:
-    """Train in this process, which has done nothing else before. Bytes."""
+    """Train in this process, which must be fresh; return figures in bytes."""
     shape = TINY if quick or name == RUNTIME else LLAMA_290M
     model = tied_llama(shape, dtype=dtype, checkpointing=True)
     with torch.no_grad():
@@ -125,7 +122,7 @@ def measure_row(name: str, dtype: torch.dtype, *, quick: bool) -> dict[str, Any]
 
 
 def train_two_tensors(dtype: torch.dtype) -> None:
-    """One compiled step that needs no memory to speak of."""
+    """Take one compiled step whose tensors need almost no memory."""
     model = nn.Linear(8, 8, dtype=dtype)
     optimizer = AdamW(model.parameters(), lr=LR, backend="compiled")
     model(torch.ones(2, 8, dtype=dtype)).sum().backward()
@@ -133,10 +130,9 @@ def train_two_tensors(dtype: torch.dtype) -> None:
 
 
 def measure(patterns: list[str], dtypes: list[str], *, quick: bool) -> dict[str, dict[str, dict[str, Any]]]:
-    """dtype -> row -> figures; the compiler's runtime is measured where a row has compiled."""
-    chosen = [name for name in ROWS if any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns)]
+    """Return dtype -> row -> figures; the compiler's runtime is measured if a row has compiled."""
     found: dict[str, dict[str, dict[str, Any]]] = {dtype: {} for dtype in dtypes}
-    pairs = [(dtype, name) for dtype in dtypes for name in chosen]
+    pairs = [(dtype, name) for dtype in dtypes for name in matching(ROWS, patterns)]
     for dtype, name in track(pairs, "training", console=Console(stderr=True), transient=True):
         found[dtype][name] = child(name, dtype, quick=quick)
     for dtype, rows in found.items():
@@ -152,40 +148,38 @@ def measure(patterns: list[str], dtypes: list[str], *, quick: bool) -> dict[str,
 
 
 def child(name: str, dtype: str, *, quick: bool) -> dict[str, Any]:
-    """A row, measured in a process of its own, with nothing in the compiler's cache."""
+    """Measure a row in a process of its own, with an empty compiler cache."""
     arguments = ["--row", name, "--dtypes", dtype, *(["--quick"] if quick else [])]
     with tempfile.TemporaryDirectory() as cache:
         return run_child("benchmarks.resident", *arguments, TORCHINDUCTOR_CACHE_DIR=cache)
 
 
 def goals(found: dict[str, dict[str, dict[str, Any]]]) -> list[Goal]:
-    """In fp32, by default, no more than torch's."""
+    """Return the goal: in fp32 and by default, no more memory than torch's AdamW in hooks."""
     rows = found.get("fp32", {})
     ours, theirs = (rows.get(name, {}).get("multiples") for name in (OURS, IN_HOOKS))
     return [Goal(f"fp32: {OURS} / {IN_HOOKS}", AT_MOST, ratio(ours, theirs))]
 
 
 def tables(found: dict[str, dict[str, dict[str, Any]]]) -> list[Table]:
-    """One a dtype; P: bytes of the parameters."""
+    """Return a table for each dtype; P: bytes of the parameters."""
     made = []
     for dtype, rows in found.items():
         table = Table("row", "above the model (MB)", "P", "P without the compiler's runtime", title=f"peak RSS, {dtype}")
         for name, row in rows.items():
-            multiples, apart = (row.get(key) for key in ("multiples", "multiples_without_runtime"))
-            cells = ("" if figure is None else f"{figure:.2f}" for figure in (multiples, apart))
+            figures = [row.get(key) for key in ("multiples", "multiples_without_runtime")]
+            cells = ("" if figure is None else f"{figure:.2f}" for figure in figures)
             table.add_row(name, f"{row['above_model_bytes'] / 1e6:.0f}", *cells)
         made.append(table)
     return made
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Measure, print tables, and write the figures; with --row, the child's part."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    """Measure, print tables, and write the figures; with --row, measure one row in this process."""
+    parser = parser_of(__doc__)
     parser.add_argument("--rows", nargs="+", default=["*"], metavar="PATTERN", help="as 'penstock*'")
     parser.add_argument("--dtypes", nargs="+", choices=DTYPES, default=list(DTYPES))
-    parser.add_argument(
-        "--quick", action="store_true", help="a tiny model: to see that all of it runs; the figures mean nothing"
-    )
+    parser.add_argument("--quick", action="store_true", help="a tiny model, to test the benchmark; the figures mean nothing")
     parser.add_argument("--out", type=Path, default=RESULT)
     parser.add_argument("--row", choices=[*ROWS, RUNTIME], help=argparse.SUPPRESS)
     given = parser.parse_args(arguments)
@@ -194,10 +188,7 @@ def main(arguments: list[str] | None = None) -> None:
         return
     found = measure(given.rows, given.dtypes, quick=given.quick)
     reached = goals(found)
-    console = Console(width=None if sys.stdout.isatty() else 120)
-    for table in tables(found):
-        console.print(table)
-    console.print(goals_table(reached, "goals"))
+    print_tables([*tables(found), goals_table(reached)])
     settings = {"steps": STEPS, "tokens": 64, "quick": given.quick, **vars(TINY if given.quick else LLAMA_290M)}
     write_result(given.out, {"settings": settings, "rows": found, "goals": [goal.as_json() for goal in reached]})
 

@@ -1,13 +1,12 @@
-"""Time of one optimizer step on this machine, as a ratio to torch's AdamW(fused=True), all interleaved in one run.
+"""Time of one optimizer step on this machine, as a ratio to torch's AdamW(fused=True), all measured in turns in one run.
 
     python -m benchmarks.step_time [--elements N] [--tensors N] [--dtype float32] [--rounds N] [--output FILE]
 
-The floor for StableAdamW is 36/28 = 1.286 of AdamW's: it reads the gradient and the second moment a second time.
+The floor for StableAdamW is 36/28 = 1.286 times AdamW's, because it reads the gradient and the second moment twice.
 """
 
 from __future__ import annotations
 
-import argparse
 import statistics
 import time
 from collections.abc import Callable
@@ -19,7 +18,7 @@ from rich.table import Table
 from torch import nn
 
 from benchmarks import peers
-from benchmarks.record import write_result
+from benchmarks.support import parser_of, print_tables, write_result
 from penstock.torch_frontend import AdamW, StableAdamW
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -27,7 +26,7 @@ BASELINE = "torch AdamW(fused=True)"
 
 
 def candidates(dtype: torch.dtype) -> dict[str, Callable[[list[nn.Parameter]], torch.optim.Optimizer]]:
-    """Every optimizer that is timed: torch's own, this package's on each backend, and installed peers."""
+    """Return the optimizers to time: torch's own, this package's on each backend, and installed peers."""
     found: dict[str, Callable[[list[nn.Parameter]], torch.optim.Optimizer]] = {
         BASELINE: lambda p: torch.optim.AdamW(p, fused=True),
         "torch AdamW(foreach=True)": lambda p: torch.optim.AdamW(p, foreach=True),
@@ -46,7 +45,7 @@ def candidates(dtype: torch.dtype) -> dict[str, Callable[[list[nn.Parameter]], t
 
 
 def measure(elements: int, tensors: int, dtype: torch.dtype, rounds: int) -> dict[str, dict[str, float]]:
-    """Median seconds of a step of each candidate, and the median over rounds of its ratio to the baseline's."""
+    """Return for each candidate the median milliseconds of a step, and the median over rounds of the ratio to the baseline."""
     generator = torch.Generator().manual_seed(0)
     steps = {}
     for name, make in candidates(dtype).items():
@@ -73,8 +72,8 @@ def measure(elements: int, tensors: int, dtype: torch.dtype, rounds: int) -> dic
 
 
 def main() -> None:
-    """Measure, print a table, and write the figures if asked to."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    """Measure, print a table, and write the figures if --output is given."""
+    parser = parser_of(__doc__)
     parser.add_argument("--elements", type=int, default=20_000_000)
     parser.add_argument("--tensors", type=int, default=50)
     parser.add_argument("--dtype", choices=DTYPES, default="float32")
@@ -85,7 +84,7 @@ def main() -> None:
     table = Table("optimizer", "median step (ms)", f"ratio to {BASELINE}", title=f"{arguments.elements:,} {arguments.dtype}")
     for name, row in figures.items():
         table.add_row(name, f"{row['median_ms']:.2f}", f"{row['ratio_to_fused_adamw']:.2f}")
-    Console().print(table)
+    print_tables([table])
     if arguments.output:
         settings = {"elements": arguments.elements, "tensors": arguments.tensors, "dtype": arguments.dtype}
         write_result(arguments.output, {"settings": settings | {"rounds": arguments.rounds}, "figures": figures})

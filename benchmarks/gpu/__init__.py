@@ -1,1 +1,1 @@
-"""What only a GPU can tell: correctness, determinism and speed of the Triton kernels on the device, in one run."""
+"""Checks and measurements that need a GPU: correctness, determinism and speed of the Triton kernels, in one run."""

@@ -1,12 +1,11 @@
 """Every check and measurement that needs a GPU, in under eight minutes: python -m benchmarks.gpu --out DIR [--dry] [...]
 
-Each section's figures are written to DIR/gpu.json as soon as they are there, with versions, device and command, so that a
-run that is cut short leaves what it has. `--dry` runs the same code small on the CPU, the kernels in Triton's interpreter.
+DIR/gpu.json is written after each section, with versions, device and command, so that an interrupted run leaves the figures
+of the sections before. `--dry` runs the same code on small tensors on the CPU, with the kernels in Triton's interpreter.
 """
 
 from __future__ import annotations
 
-import argparse
 import faulthandler
 import os
 import sys
@@ -15,13 +14,15 @@ import traceback
 from pathlib import Path
 from typing import Any
 
+from benchmarks.support import parser_of, write_result
+
 STUCK_SECONDS = 420
-"""After so long a section is stuck: the process ends with a traceback, and the results that were there stay."""
+"""Largest time of a section; after it the process ends with a traceback, and the results of earlier sections stay."""
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run the sections; 1 if one of them failed or a law of the kernels is broken."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    """Run the sections; return 1 if one of them failed or a law of the kernels is broken."""
+    parser = parser_of(__doc__)
     parser.add_argument("--out", type=Path, required=True, metavar="DIR")
     parser.add_argument("--dry", action="store_true", help="small, on the CPU, in Triton's interpreter")
     parser.add_argument("--sections", nargs="+", metavar="NAME", help="only these")
@@ -30,11 +31,10 @@ def main(arguments: list[str] | None = None) -> int:
     if given.dry:
         os.environ["TRITON_INTERPRET"] = "1"  # before anything imports Triton
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # JAX would take the memory that PyTorch needs
-    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # for matrix products that give the same bits again
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # for deterministic matrix products
 
     import torch
 
-    from benchmarks.record import write_result
     from penstock.parity.backends.triton_interpreter import correct_interpreter
 
     from . import sections
@@ -52,7 +52,7 @@ def main(arguments: list[str] | None = None) -> int:
     for name in given.sections or found:
         started = time.perf_counter()
         print(f"{name} ...", flush=True)
-        if name not in ("jax", "parity"):  # kernels that wait for each other for ever would take the results before with them
+        if name not in ("jax", "parity"):  # a deadlock of the kernels must not lose the results of earlier sections
             faulthandler.dump_traceback_later(STUCK_SECONDS, exit=True)
         try:
             result["sections"][name] = found[name](setting)

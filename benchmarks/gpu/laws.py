@@ -1,4 +1,4 @@
-"""Sections that are right or wrong: bounds against float64, the same bits on every repeat, on every grid and from release."""
+"""Sections that check laws: bounds against float64, and the same bits on every repeat, on every grid and under release."""
 
 from __future__ import annotations
 
@@ -32,9 +32,9 @@ BEYOND = 2**31 + 4099
 
 
 def parity(setting: Setting) -> dict[str, Any]:
-    """`penstock parity` on the device, all its sections, both frameworks: everything within its bounds.
+    """Run all sections of `penstock parity` on the device, for both frameworks: every figure is within its bound.
 
-    torch.compile takes many seconds a case there, so its backend joins with --full-parity only.
+    The compiled backend takes part only with --full-parity, because torch.compile takes many seconds for each case.
     """
     names = ["triton"] if setting.dry else ["triton", "eager", *(["compiled"] if setting.full_parity else [])]
     here = [TorchBackend(name, setting.device) for name in names]
@@ -61,7 +61,7 @@ def parity(setting: Setting) -> dict[str, Any]:
 
 
 def soak(setting: Setting) -> dict[str, Any]:
-    """The same clipped step a thousand times from the same start: every bit the same each time, and on other grids."""
+    """Repeat one clipped step a thousand times from the same start: every bit is the same each time, and on other grids."""
     results: dict[str, Any] = {"repeats": setting.few(1000)}
     kind = ("cpu" if setting.dry else "cuda", None)
     chosen = TABLE[kind]
@@ -104,7 +104,7 @@ def soak(setting: Setting) -> dict[str, Any]:
 
 
 def beyond_32_bits(setting: Setting) -> dict[str, Any]:
-    """A tensor of more than 2^31 elements: its last elements are updated as its first, in each kind of launch."""
+    """Update a tensor of more than 2^31 elements: all elements are right, in each kind of launch."""
     n = 1000 if setting.dry else BEYOND
     right: dict[str, int] = {}
     for optimizer_class in (AdamW, StableAdamW):
@@ -123,10 +123,10 @@ def beyond_32_bits(setting: Setting) -> dict[str, Any]:
 
 
 def one_tensor(setting: Setting) -> dict[str, Any]:
-    """The launches that release makes, in every specialisation, against the specification in numpy.
+    """Compare the launches of release, in every specialisation, with the specification in numpy.
 
-    Three updates of one tensor: at once; two micro-batches into the moments and a third with the step; one into the moments
-    and the step after it. Gradients shrink, so that nothing is clipped, and the bound is a few roundings of each.
+    Three updates of one tensor: one update; two accumulated micro-batches and an update with a third; one accumulated
+    micro-batch and apply. Gradients shrink, so that nothing is clipped, and the bound is a few roundings.
     """
     broken, worst = [], {}
     for dtype, compensation in STORED:
@@ -144,7 +144,7 @@ STORED = [(getattr(torch, dtype), compensation) for dtype in PARAMETER_DTYPES fo
 
 
 def _largest_ratio(setting: Setting, optimizer_class: Any, dtype: torch.dtype, compensation: str, n: int) -> float:
-    """The largest error of parameter and moments in parts of the bound: 8 roundings of the dtype."""
+    """Return the largest error of parameter and moments, divided by the bound: 8 roundings of the dtype."""
     generator = torch.Generator().manual_seed(n)
     start = torch.randn(n, generator=generator).to(dtype)
     gradients = [(torch.randn(n, generator=generator) * 0.5**i).to(dtype) for i in range(6)]
@@ -152,9 +152,9 @@ def _largest_ratio(setting: Setting, optimizer_class: Any, dtype: torch.dtype, c
     optimizer = optimizer_class([p], lr=1e-2, betas=BETAS, weight_decay=0.1, compensation=compensation, backend="triton")
     backend, current = optimizer._backend, hyperparameters(optimizer.param_groups[0])
     state = optimizer._slot(p).state
-    kept = to_numpy(state["compensation"]) if compensation != "none" else None
-    expected = TensorState(to_numpy(state["exp_avg"]), to_numpy(state["exp_avg_sq"]), kept)
-    wide = to_numpy(p)
+    stored = to_numpy(state["compensation"]) if compensation != "none" else None
+    expected = TensorState(to_numpy(state["exp_avg"]), to_numpy(state["exp_avg_sq"]), stored)
+    parameter = to_numpy(p)
     for t, given in enumerate((gradients[:1], gradients[1:4], gradients[4:5]), 1):
         slot, corrections = optimizer._slot(p), bias_corrections(current, t, np)
         common = (numpy_ops, optimizer.rule, current)
@@ -163,15 +163,16 @@ def _largest_ratio(setting: Setting, optimizer_class: Any, dtype: torch.dtype, c
                 g, first, last = gradient.to(setting.device), i == 0, i == len(given) - 1 and t < 3
                 launch = backend.update if last else backend.accumulate
                 launch(slot, g, first=first)
+                arguments = (*common, corrections, compensation, parameter)
                 if last:
-                    wide, expected = update(*common, corrections, compensation, wide, to_numpy(gradient), expected, first=first)
+                    parameter, expected = update(*arguments, to_numpy(gradient), expected, first=first)
                 else:
-                    expected = accumulate(*common, corrections, compensation, wide, to_numpy(gradient), expected, first=first)
+                    expected = accumulate(*arguments, to_numpy(gradient), expected, first=first)
             if t == 3:
                 backend.apply(slot)
-                wide, expected = apply(*common, compensation, wide, expected)
+                parameter, expected = apply(*common, compensation, parameter, expected)
         slot.state["step"] += 1
-    pairs = [(p, wide, dtype)]
+    pairs = [(p, parameter, dtype)]
     pairs += [(state[name], getattr(expected, name), state[name].dtype) for name in ("exp_avg", "exp_avg_sq")]
     ratios = []
     for got, right, kind in pairs:
@@ -181,7 +182,7 @@ def _largest_ratio(setting: Setting, optimizer_class: Any, dtype: torch.dtype, c
 
 
 def _update_alone(optimizer: Any, p: torch.nn.Parameter) -> None:
-    """As release updates a tensor."""
+    """Update one tensor as release does."""
     assert p.grad is not None
     with torch.no_grad():
         optimizer._backend.update(optimizer._slot(p), p.grad, first=True)
@@ -189,7 +190,7 @@ def _update_alone(optimizer: Any, p: torch.nn.Parameter) -> None:
 
 
 def graph(setting: Setting) -> dict[str, Any]:
-    """A captured step, replayed: the bits of steps that are launched one by one, and the time of a replay."""
+    """Replay a captured step: it gives the bits of steps that are launched one by one; and the time of a replay."""
     if setting.dry:
         return {"left_out": "a CPU has no CUDA graphs"}
     results = []
@@ -199,7 +200,7 @@ def graph(setting: Setting) -> dict[str, Any]:
             parameters, lr=torch.tensor(1e-3, device=setting.device), betas=BETAS, capturable=True, backend="triton"
         )
         stream = torch.cuda.Stream()
-        stream.wait_stream(torch.cuda.current_stream())  # parameters and gradients are still being made there
+        stream.wait_stream(torch.cuda.current_stream())  # which initialises parameters and gradients
         with torch.cuda.stream(stream):
             for _ in range(3):
                 optimizer.step()
@@ -231,7 +232,7 @@ def _restore(memory: list[Tensor], start: list[Tensor]) -> None:
 
 
 def _differing(memory: list[Tensor], expected: list[Tensor]) -> Tensor:
-    """How many elements differ in any bit. Step counts are left out: on the CPU they are not restored."""
+    """Return the number of elements that differ in any bit; without step counts, which are not restored on the CPU."""
     pairs = [(_bits(x), _bits(y)) for x, y in zip(memory, expected, strict=True) if x.dim()]
     return torch.stack([(x != y).sum() for x, y in pairs]).sum()
 

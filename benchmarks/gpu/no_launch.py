@@ -1,6 +1,6 @@
-"""Triton without a device: kernels are compiled for a GPU and everything happens until they are launched; nothing is launched.
+"""Triton without a device: kernels are compiled for a GPU, and launches are recorded instead of made.
 
-For tests of what is launched with which arguments, and for the time that the host takes. Tensors are on the CPU.
+For tests of launches and their arguments. Tensors are on the CPU.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ from penstock.torch_frontend.backends.triton.configuration import TABLE
 
 TARGET = GPUTarget("cuda", 90, 32)
 LAUNCH_SETTINGS = 9
-"""Positional arguments of a launcher before those of the kernel: grid, stream, function, metadata and hooks."""
+"""Number of a launcher's arguments before those of the kernel: grid, stream, function, metadata and hooks."""
 
-REMEMBERED = 1000
-"""Launches that are noted at most: a measurement makes many."""
+RECORDED = 1000
+"""Largest number of launches that are recorded."""
 
 
 class Launched(NamedTuple):
-    """A launch that did not happen.
+    """A recorded launch.
 
-    source: what was compiled; by it the program is known.
+    source: the source of the compiled program, which identifies it.
     grid: numbers of programs.
     arguments: of the kernel, and in later versions of Triton its constants.
     """
@@ -42,7 +42,7 @@ class Launched(NamedTuple):
 
 
 class Utilities:
-    """What Triton asks of a driver to load a program."""
+    """The functions of a driver with which Triton loads a program."""
 
     launch = None
 
@@ -51,35 +51,35 @@ class Utilities:
         self._loaded = (1, 1, 64, 0, *((1024,) if "n_max_threads" in handles else ()))
 
     def load_binary(self, name: str, kernel: bytes, shared: int, device: int) -> tuple[int, ...]:
-        """Module, function, registers, spills and, in later versions, threads at most."""
+        """Return module, function, registers, spills and, in later versions, the largest number of threads."""
         return self._loaded
 
     def get_device_properties(self, device: int) -> dict[str, int]:
-        """Those of an H100 that matter."""
+        """Return the properties of an H100 that Triton reads."""
         return {"max_shared_mem": 232448}
 
 
 class NoDevice:
-    """A driver that notes launches in `launched`."""
+    """A driver that records launches in `launched`."""
 
     def __init__(self) -> None:
-        self.launched: collections.deque[Launched] = collections.deque(maxlen=REMEMBERED)
+        self.launched: collections.deque[Launched] = collections.deque(maxlen=RECORDED)
         self.utils = Utilities()
 
     def get_current_target(self) -> GPUTarget:
-        """The GPU that is compiled for."""
+        """Return the GPU to compile for."""
         return TARGET
 
     def get_current_device(self) -> int:
-        """The only one."""
+        """Return the number of the only device."""
         return 0
 
     def get_current_stream(self, device: int) -> int:
-        """The default stream."""
+        """Return the number of the default stream."""
         return 0
 
     def launcher_cls(self, source: Any, metadata: Any) -> Any:
-        """A launcher of a compiled kernel."""
+        """Return a launcher of a compiled kernel."""
 
         def launch(*given: Any) -> None:
             self.launched.append(Launched(source, given[:3], given[LAUNCH_SETTINGS:]))
@@ -89,7 +89,7 @@ class NoDevice:
 
 @contextlib.contextmanager
 def without_launching() -> Iterator[collections.deque[Launched]]:
-    """Note all launches of the kernels instead of making them. Programs are compiled afresh, or taken from Triton's files."""
+    """Record all launches of the kernels instead of making them; programs are compiled, or loaded from Triton's cache."""
     pretended = NoDevice()
     active = "_active" if hasattr(driver, "_active") else "active"
     with contextlib.ExitStack() as stack:
@@ -104,7 +104,7 @@ def without_launching() -> Iterator[collections.deque[Launched]]:
 
 
 def _fresh_caches(kernel: Any) -> dict[str, Any]:
-    """In which Triton looks for a compiled program; up to Triton 3.2 the binder of arguments is apart."""
+    """Return empty caches of compiled programs by attribute; up to Triton 3.2 the argument binder is an attribute too."""
     if hasattr(kernel, "device_caches"):
         return {"device_caches": collections.defaultdict(kernel.create_binder)}
     return {"cache": collections.defaultdict(dict), "binder": None}

@@ -1,4 +1,4 @@
-"""The sections, in the order in which they run: what is needed most first."""
+"""The sections in the order in which they run, the most important first."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where the sections run, the sizes they have there, and how time is taken."""
+"""The device and the sizes with which the sections run, and measurement of time."""
 
 from __future__ import annotations
 
@@ -18,24 +18,27 @@ SHAPES: dict[str, list[int]] = {
     "1B": [2048 * 2048] * 64 + [2048 * 8192] * 48 + [128256 * 2048] + [2048] * 33,
     "7B": [4096 * 4096] * 128 + [4096 * 11008] * 96 + [32000 * 4096] * 2 + [4096] * 65,
 }
-"""Elements of the parameters of GPT-2, and of models like those of 1 and 7 billion parameters."""
+"""Numbers of elements of the parameters of GPT-2, and of models with 1 and 7 billion parameters."""
 
 COPIED_ELEMENTS, FILLER_BYTES = 2**30, 2**29
-"""Of the copy whose bandwidth is the floor, and of what keeps the device busy before a measurement."""
+"""Size of the copy whose bandwidth defines the floor, and of the work that precedes a measurement."""
 
 DRY_SHAPES = {"124M": [130, 3], "1B": [200], "7B": [5]}
 
 
 @dataclasses.dataclass(frozen=True)
 class Storage:
-    """How the parameters of a model are kept, and what a step has to move at least."""
+    """The dtype and compensation of a model's parameters."""
 
     name: str
     dtype: torch.dtype
     compensation: str
 
     def floor_bytes(self, elements: int) -> int:
-        """g is read; m, v, p and k are read and written. Moments have the parameter's dtype."""
+        """Return the bytes that a step moves at least: g is read; m, v, p and k are read and written.
+
+        The moments have the parameter's dtype.
+        """
         size = self.dtype.itemsize
         return elements * (size + 2 * (3 * size + (2 if self.compensation == "split" else 0)))
 
@@ -46,12 +49,12 @@ STORAGES = (
     Storage("bf16+split", torch.bfloat16, "split"),
 )
 BETAS = (0.9, 0.99)
-"""With which a bfloat16 second moment decays, so that every optimizer keeps its states in the parameter's dtype."""
+"""Betas with which a bfloat16 second moment decays, so that every optimizer stores its state in the parameter's dtype."""
 
 
 @dataclasses.dataclass
 class Setting:
-    """The device; `dry`: the CPU, and everything small; `seconds` that the whole run may take."""
+    """The device and its sizes. dry: the CPU with small sizes. seconds: time limit of the whole run."""
 
     dry: bool
     full_parity: bool = False
@@ -60,16 +63,16 @@ class Setting:
 
     @property
     def out_of_time(self) -> bool:
-        """Whether what is not needed most should be left out."""
+        """Whether the time limit is reached, so that optional measurements should be left out."""
         return time.monotonic() - self._started > self.seconds
 
     @property
     def device(self) -> str:
-        """Of the parameters."""
+        """The device of the parameters."""
         return "cpu" if self.dry else "cuda"
 
     def description(self) -> dict[str, Any]:
-        """What the device is."""
+        """Return the device's name and properties."""
         if self.dry:
             return {"name": "cpu, Triton's interpreter"}
         properties = torch.cuda.get_device_properties(0)
@@ -83,15 +86,15 @@ class Setting:
         }
 
     def shapes(self, model: str) -> list[int]:
-        """Elements of a model's parameters."""
+        """Return the numbers of elements of a model's parameters."""
         return (DRY_SHAPES if self.dry else SHAPES)[model]
 
     def few(self, count: int) -> int:
-        """A number of repetitions."""
+        """Return a number of repetitions: `count`, or at most 1 in a dry run."""
         return min(count, 1) if self.dry else count
 
     def parameters(self, numels: list[int], dtype: torch.dtype) -> list[nn.Parameter]:
-        """Parameters of about 1 with gradients of about 0.02, the same at each call."""
+        """Return seeded normal parameters with gradients of standard deviation 0.02; the same ones at each call."""
         generator = torch.Generator(self.device).manual_seed(0)
         made = []
         for numel in numels:
@@ -105,17 +108,17 @@ class Setting:
             torch.cuda.synchronize()
 
     def clean_up(self) -> None:
-        """Give memory back, that of the filler too: a peak that is measured afterwards is without it."""
+        """Free cached memory, including the filler's, so that it is not part of a peak measured later."""
         self.__dict__.pop("_filler", None)
         gc.collect()
         if not self.dry:
             torch.cuda.empty_cache()
 
     def device_ms(self, run: Callable[[], Any], repetitions: int = 20) -> float:
-        """Median milliseconds that the device works on `run`.
+        """Return the median milliseconds that the device works on `run`.
 
-        Before each, the device is kept busy for longer than the host needs to launch it, as a backward pass does; so this
-        is the work, and not the wait for launches.
+        The device is kept busy before each run for longer than the host needs to launch it, as in a backward pass, so that
+        the time does not include waiting for launches.
         """
         for _ in range(self.few(3)):
             run()
@@ -137,7 +140,7 @@ class Setting:
         return statistics.median(taken)
 
     def wall_ms(self, run: Callable[[], Any], repetitions: int = 20) -> dict[str, float]:
-        """Milliseconds of `run` when it is called over and over: in all, and until the host has launched it."""
+        """Return the milliseconds of `run`, called repeatedly: in total, and until the host has launched it."""
         repetitions = self.few(repetitions)
         for _ in range(self.few(3)):
             run()
@@ -156,7 +159,7 @@ class Setting:
 
     @functools.cached_property
     def bandwidth(self) -> float:
-        """Bytes read and written by a copy in a second."""
+        """Bytes per second that a copy reads and writes."""
         elements = 2**12 if self.dry else COPIED_ELEMENTS
         source, target = (torch.zeros(elements, device=self.device) for _ in range(2))
         return 2 * source.nbytes / (1e-3 * self.device_ms(lambda: target.copy_(source)))

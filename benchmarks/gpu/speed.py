@@ -1,4 +1,4 @@
-"""Sections that are fast or slow: steps against the bandwidth floor and peers, what the launch settings do, release."""
+"""Sections that measure speed: steps against the bandwidth floor and peers, launch configurations, and release."""
 
 from __future__ import annotations
 
@@ -11,27 +11,28 @@ from typing import Any
 import torch
 from torch import nn
 
+from benchmarks.support import failure
 from penstock.torch_frontend import AdamW, StableAdamW, release_gradients
 from penstock.torch_frontend.backends.triton.configuration import TABLE
 
 from .setting import BETAS, STORAGES, Setting, Storage
 
 GOALS = {"1B": (1.15, 1.1), "124M": (1.10, 4.0)}
-"""By model: the largest ratio to the floor, and the least speed-up over optimi, that StableAdamW is meant to have."""
+"""Goals for StableAdamW by model: the largest ratio to the floor, and the least speed-up over optimi."""
 
 TRANSFORMER = (2048, 16, 512, 8)
-"""Width, layers, length and batch of the model that is trained plain and released."""
+"""Width, layers, length and batch of the model that is trained with and without release."""
 
 Make = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
 
 
 def bandwidth(setting: Setting) -> dict[str, Any]:
-    """What a copy of 4 GiB moves."""
+    """Measure the bandwidth of a copy of 4 GiB."""
     return {"copy_bytes_per_second": setting.bandwidth}
 
 
 def penstock_optimizers(storage: Storage) -> dict[str, Make]:
-    """The two that are measured against the floor."""
+    """Return this package's optimizers."""
     arguments: dict[str, Any] = {"betas": BETAS, "compensation": storage.compensation, "backend": "triton"}
     return {
         "penstock StableAdamW": lambda p: StableAdamW(p, lr=1e-3, **arguments),
@@ -40,7 +41,7 @@ def penstock_optimizers(storage: Storage) -> dict[str, Make]:
 
 
 def peers(storage: Storage) -> tuple[dict[str, Make], dict[str, str]]:
-    """torch's fused AdamW, and the others that are installed, each as its documentation constructs it; why others are not."""
+    """Return torch's fused AdamW and the installed peers, constructed as in their documentation; and why others are absent."""
     absent: dict[str, str] = {}
     found: dict[str, Make] = {"torch AdamW(fused=True)": lambda p: torch.optim.AdamW(p, lr=1e-3, betas=BETAS, fused=True)}
     kahan = storage.compensation != "none"
@@ -61,7 +62,7 @@ def peers(storage: Storage) -> tuple[dict[str, Make], dict[str, str]]:
 
 
 def step_time(setting: Setting) -> dict[str, Any]:
-    """Every optimizer on every model and storage, side by side; a peer that fails says why."""
+    """Time every optimizer on every model and storage; a row of a peer that fails says why."""
     rows: list[dict[str, Any]] = []
     absent: dict[str, str] = {}
     for model in ("124M", "1B", "7B"):
@@ -81,7 +82,7 @@ def step_time(setting: Setting) -> dict[str, Any]:
                     row["ratio_to_floor"] = row["device_ms"] / floor_ms
                     row["ratio_to_floor_back_to_back"] = row["back_to_back_ms"] / floor_ms
                 except Exception as error:  # a peer that cannot, or a model that does not fit
-                    row["failed"] = f"{type(error).__name__}: {' '.join(str(error).split()[:30])}"
+                    row["failed"] = failure(error)
                 step = None
                 setting.clean_up()
                 rows.append(row)
@@ -94,9 +95,9 @@ def step_time(setting: Setting) -> dict[str, Any]:
 
 
 def goals(rows: list[dict[str, Any]]) -> dict[str, Any]:
-    """What the kernels are meant to reach: by model and storage the ratio to the floor, and to optimi's StableAdamW.
+    """Return figures and goals by model and storage: the ratio to the floor, and the speed-up over optimi's StableAdamW.
 
-    Whole steps back to back, launches included, which is what a loop without a backward pass would see.
+    Times are those of whole steps called repeatedly, launches included, as in a loop without a backward pass.
     """
     found: dict[str, Any] = {}
     times = {(row["model"], row["storage"], row["optimizer"]): row for row in rows if "back_to_back_ms" in row}
@@ -114,7 +115,7 @@ def goals(rows: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def configurations(setting: Setting) -> dict[str, Any]:
-    """Eviction hints on and off, sizes of waves, of items, and numbers of programs: what the table should say."""
+    """Time steps with other eviction hints, wave sizes, item sizes and numbers of programs than the table's."""
     kind = ("cpu" if setting.dry else "cuda", None)
     chosen = TABLE[kind]
     cache = setting.description().get("cache_bytes") or 2**16
@@ -151,12 +152,12 @@ def configurations(setting: Setting) -> dict[str, Any]:
 
 
 def release(setting: Setting) -> dict[str, Any]:
-    """A transformer in bfloat16, plain and released: time of a step, and peak of allocated bytes."""
+    """Measure a transformer in bfloat16 with and without release: time of a step, and peak of allocated bytes."""
     width, layers, length, batch = (16, 2, 4, 2) if setting.dry else TRANSFORMER
     found: dict[str, Any] = {"width": width, "layers": layers, "tokens": length * batch}
     losses = {}
     torch.use_deterministic_algorithms(True, warn_only=True)  # so that two runs can be compared
-    torch.utils.deterministic.fill_uninitialized_memory = False  # it would take time
+    torch.utils.deterministic.fill_uninitialized_memory = False  # filling would take time
     for name in ("plain", "released"):
         torch.manual_seed(0)
         layer = nn.TransformerEncoderLayer(width, max(1, width // 64), 4 * width, dropout=0.0, batch_first=True)

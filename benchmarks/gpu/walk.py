@@ -1,4 +1,4 @@
-"""JAX on the device: what its compiler makes of the reverse walk there, and of the steps beside it; memory and time."""
+"""JAX on the device: memory, compiled programs and time of the reverse walk and of other steps."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ import re
 import statistics
 import time
 from typing import Any
+
+from benchmarks.support import failure
 
 from .setting import Setting
 
@@ -15,12 +17,12 @@ SCHEDULER = "xla_gpu_enable_latency_hiding_scheduler"
 
 
 def jax_steps(setting: Setting) -> dict[str, Any]:
-    """Every step of `benchmarks.jax_memory` in float32 and bfloat16, the fences of the walk, and XLA's scheduler on and off.
+    """Measure every step of `benchmarks.jax_memory` in two dtypes, the walk's fences, and XLA's scheduler on and off.
 
-    Of each: the peak that XLA's analysis tells, in units of the parameters' bytes (with Adam's moments 3 is the floor);
-    copies of whole stacks and conditionals in the compiled program, of which each waits for the host; the milliseconds of a
-    step. The allocator's peak only ever grows in a process, so the steps run in the order of their peaks; one that a step
-    before it exceeded says nothing and is left out.
+    For each: the peak by XLA's analysis, relative to the parameters' bytes (the floor with Adam's moments is 3); the numbers
+    of copies of whole stacks and of conditionals, each of which waits for the host, in the compiled program; the milliseconds
+    of a step. The allocator's peak never decreases within a process, so the steps run in the order of their peaks, and a
+    figure that an earlier step exceeded is left out.
     """
     import jax.numpy as jnp
 
@@ -52,7 +54,7 @@ def jax_steps(setting: Setting) -> dict[str, Any]:
                 made, found = _compiled(job["method"], model, dtype, job.get("options", {}))
                 compiled.append((made, job["method"], row | found))
             except Exception as error:  # a compiler may not know an option
-                rows.append(row | {"failed": f"{type(error).__name__}: {' '.join(str(error).split()[:30])}"})
+                rows.append(row | {"failed": failure(error)})
         for made, method, row in sorted(compiled, key=lambda entry: entry[2]["peak"]):
             rows.append(row | _run(made, method, model, dtype, setting.few(ROUNDS)))
             setting.clean_up()
@@ -65,7 +67,7 @@ def jax_steps(setting: Setting) -> dict[str, Any]:
 
 
 def two_passes(tx: Any, model: Any) -> Any:
-    """Clipped by the norm of a first backward pass, which a barrier over all parameters ought to keep apart from a second."""
+    """Return a step that clips by the norm of a first backward pass, with a barrier between it and the second."""
     import jax
     import jax.numpy as jnp
     import optax
@@ -85,7 +87,7 @@ def two_passes(tx: Any, model: Any) -> Any:
 
 
 def _like(name: str, make: Any = None) -> Any:
-    """The method of that name, made in another way."""
+    """Return the method of this name, with another `make` if given."""
     import dataclasses
 
     from benchmarks.jax_memory import METHODS
@@ -95,16 +97,13 @@ def _like(name: str, make: Any = None) -> Any:
 
 
 def _arguments(method: Any, model: Any, dtype: Any) -> tuple[Any, Any, Any]:
-    """The optimizer, and functions that make state and batch."""
+    """Return the optimizer, and functions that make state and batch."""
     import jax
-    import optax
 
-    from benchmarks.jax_memory import OPTIMIZERS
+    from benchmarks.jax_memory import transform_of
     from penstock.jax_frontend import init_train_state
 
-    tx: Any = OPTIMIZERS["stable_adamw"]
-    if method.every > 1:
-        tx = optax.MultiSteps(tx, method.every).gradient_transformation()
+    tx = transform_of(method, "stable_adamw")
     key = jax.random.key(0)
 
     def state() -> Any:
@@ -117,16 +116,14 @@ def _arguments(method: Any, model: Any, dtype: Any) -> tuple[Any, Any, Any]:
 def _compiled(method: Any, model: Any, dtype: Any, options: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
     import jax
 
-    from benchmarks.jax_memory import bytes_of
+    from benchmarks.jax_memory import bytes_of, peak_of
 
     tx, state, batch = _arguments(method, model, dtype)
     abstract = jax.eval_shape(state)
     started = time.perf_counter()
     made = method.make(tx, model).lower(abstract, jax.eval_shape(batch)).compile(compiler_options=options or None)
     seconds = time.perf_counter() - started
-    analysis = made.memory_analysis()
-    peak = analysis.argument_size_in_bytes + analysis.temp_size_in_bytes
-    peak += analysis.output_size_in_bytes - analysis.alias_size_in_bytes
+    peak = peak_of(made)["peak"]
     text = made.as_text()
     stack = rf"\[{model.layers},\d+[\d,]*\]\S* copy(?:-start)?\("
     return made, {
@@ -140,12 +137,12 @@ def _compiled(method: Any, model: Any, dtype: Any, options: dict[str, Any]) -> t
 
 
 def _first(analysis: Any) -> dict[str, Any]:
-    """Older versions give a list, with an entry a device."""
+    """Return the first device's cost analysis; older versions of JAX return a list over devices."""
     return (analysis[0] if isinstance(analysis, list) else analysis) or {}
 
 
 def _run(made: Any, method: Any, model: Any, dtype: Any, rounds: int) -> dict[str, Any]:
-    """The median of some steps, and the allocator's peak if this is what raised it."""
+    """Return the median milliseconds of a step, and the allocator's peak if these steps raised it."""
     import jax
 
     try:
@@ -164,7 +161,7 @@ def _run(made: Any, method: Any, model: Any, dtype: Any, rounds: int) -> dict[st
             found["allocator_peak"] = after
         return found
     except Exception as error:
-        return {"failed": f"{type(error).__name__}: {' '.join(str(error).split()[:30])}"}
+        return {"failed": failure(error)}
 
 
 def _allocated() -> int | None:

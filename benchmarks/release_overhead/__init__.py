@@ -1,1 +1,1 @@
-"""Host time of plain and released steps beside the peers', Python calls a gradient, JAX's update, and the first step."""
+"""Host time of plain and released steps and of peers, Python calls per gradient, JAX's update, and the first step."""

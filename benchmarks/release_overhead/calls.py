@@ -1,4 +1,4 @@
-"""Python calls of this package's own functions for a released gradient: counted, and the same on every machine."""
+"""Number of Python calls of this package's functions per released gradient, which is the same on every machine."""
 
 from __future__ import annotations
 
@@ -10,19 +10,19 @@ from typing import Any, NamedTuple
 
 import penstock.core
 import penstock.torch_frontend
-from benchmarks.goals import Goal
+from benchmarks.support import Goal
 
 from .modes import LR, OPTIMIZERS
 from .workloads import WORKLOADS, Workload, loss_of
 
 FOLDERS = tuple(f"{Path(package.__path__[0])}/" for package in (penstock.core, penstock.torch_frontend))
-"""Where the package's functions are defined, as code objects name it."""
+"""The folders of the package's functions, as in `co_filename` of code objects."""
 
 MOST_CALLS = 30
 
 
 class Calls(NamedTuple):
-    """Of one backward under release. per_gradient: calls / parameters. functions, files: how many different ones."""
+    """Counts of one backward pass under release. per_gradient: calls / parameters. functions, files: distinct ones."""
 
     per_gradient: float
     functions: int
@@ -30,12 +30,12 @@ class Calls(NamedTuple):
 
 
 def count_calls(optimizer_class: type, *, workload: Workload = WORKLOADS["small"], **release_settings: Any) -> Calls:
-    """Calls between the start and the end of the third backward(): state and hooks are there by then.
+    """Count the calls during the third backward(), when state and hooks exist.
 
     Args:
         optimizer_class: of penstock.torch_frontend, on the default backend.
         workload: the model.
-        release_settings: of release_gradients; the loss is guarded where they ask for it.
+        release_settings: of release_gradients; the loss is always passed through guard().
     """
     model, batch = workload.model(), workload.batch()
     optimizer = optimizer_class(model.parameters(), lr=LR)
@@ -49,7 +49,7 @@ def count_calls(optimizer_class: type, *, workload: Workload = WORKLOADS["small"
     for number in range(3):
         loss = release.guard(loss_of(model, batch))
         before = sys.getprofile()
-        if number == 2:  # autograd runs the hooks of CPU tensors in the thread that calls backward()
+        if number == 2:  # autograd runs hooks of CPU tensors in the thread that calls backward()
             sys.setprofile(notice)
         try:
             loss.backward()
@@ -62,17 +62,17 @@ def count_calls(optimizer_class: type, *, workload: Workload = WORKLOADS["small"
 
 
 def calls_per_gradient(optimizer_class: type, **release_settings: Any) -> float:
-    """Python calls of ours in one backward under release, divided by the number of parameters; see `count_calls`."""
+    """Return `count_calls(...).per_gradient`."""
     return count_calls(optimizer_class, **release_settings).per_gradient
 
 
 def measure(workload: Workload) -> dict[str, dict[str, float]]:
-    """Of the base path, by rule."""
+    """Return the counts of the default path, by rule."""
     return {rule: count_calls(kind, workload=workload)._asdict() for rule, kind in OPTIMIZERS.items()}
 
 
 def goals(found: dict[str, dict[str, float]]) -> list[Goal]:
-    """At most so many calls."""
+    """Return the goals: at most `MOST_CALLS` calls per gradient."""
     return [
         Goal(f"Python calls of ours for a gradient, {rule}", MOST_CALLS, row["per_gradient"]) for rule, row in found.items()
     ]

@@ -1,13 +1,12 @@
-"""Seconds of the first plain step() of a Llama of 182 tensors, with and without a compiler, one process each.
+"""Seconds of the first plain step() of a Llama of 182 tensors, with and without a compiler, each in its own process.
 
     python -m benchmarks.release_overhead.first_step BACKEND [--quick]
 
-prints one line of JSON; `measure` runs it with an empty compiler cache, and again with the one that this left.
+prints one line of JSON; `measure` runs it with an empty compiler cache, and again with the cache of that run.
 """
 
 from __future__ import annotations
 
-import argparse
 import json
 import sys
 import tempfile
@@ -16,17 +15,16 @@ from typing import Any
 
 import torch
 
-from benchmarks.child import run_child
-from benchmarks.goals import Goal
 from benchmarks.llama import LLAMA_290M, TINY, tied_llama
+from benchmarks.support import Goal, parser_of, run_child
 from penstock.torch_frontend import AdamW
 
 GOALS = {"cold": 15.0, "warm": 8.0}
-"""Seconds with backend="compiled"; by default there is to be no compiler."""
+"""Seconds with backend="compiled"; the goal for the default backend is that nothing is compiled."""
 
 
 def first_step(backend: str, *, quick: bool) -> dict[str, Any]:
-    """Construct AdamW and step twice, in this process, which has not compiled anything before."""
+    """Construct AdamW and step twice in this process, which must not have compiled anything before."""
     model = tied_llama(TINY if quick else LLAMA_290M)
     parameters = list(model.parameters())
     for parameter in parameters:
@@ -39,20 +37,20 @@ def first_step(backend: str, *, quick: bool) -> dict[str, Any]:
     return {
         "tensors": len(parameters),
         "backend": optimizer.backend,
-        "first_s": times[1] - times[0],  # with the constructor, which may try the compiler
+        "first_s": times[1] - times[0],  # including the constructor, which may test the compiler
         "second_s": times[2] - times[1],
         "graphs": graphs(),
     }
 
 
 def graphs() -> int:
-    """Number of graphs that this process has compiled."""
+    """Return the number of graphs that this process has compiled."""
     utilities = sys.modules.get("torch._dynamo.utils")
     return 0 if utilities is None else int(utilities.counters["stats"]["unique_graphs"])
 
 
 def measure(*, quick: bool) -> dict[str, Any]:
-    """Cold and warm, by backend; only the default one, cold, if quick."""
+    """Return figures by backend with a cold and a warm cache; only of the default one with a cold cache if quick."""
     found: dict[str, Any] = {}
     for name, backend in ({"default": "auto"} if quick else {"default": "auto", "compiled": "compiled"}).items():
         with tempfile.TemporaryDirectory() as cache:
@@ -63,7 +61,7 @@ def measure(*, quick: bool) -> dict[str, Any]:
 
 
 def goals(found: dict[str, Any]) -> list[Goal]:
-    """No graphs by default, and few seconds where the compiler was asked for."""
+    """Return the goals: no graphs by default, and few seconds with the compiled backend."""
     compiled = [
         Goal(f"first step, compiled, {state}, seconds", seconds, found.get(f"compiled, {state}", {}).get("first_s"))
         for state, seconds in GOALS.items()
@@ -72,8 +70,8 @@ def goals(found: dict[str, Any]) -> list[Goal]:
 
 
 def main() -> None:
-    """The child's part."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    """Measure in this process, and print JSON."""
+    parser = parser_of(__doc__)
     parser.add_argument("backend")
     parser.add_argument("--quick", action="store_true")
     arguments = parser.parse_args()

@@ -1,15 +1,14 @@
-"""Host time of plain and released steps in one process: torch's, optimi's, and ours in every backend and mode."""
+"""Host time of plain and released steps in one process: torch's, optimi's, and penstock's in every backend and mode."""
 
 from __future__ import annotations
 
-import fnmatch
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 
-from benchmarks.goals import Goal, ratio
 from benchmarks.peers import optimi, optimi_optimizer, release_by_optimi, release_in_torch_hooks
+from benchmarks.support import Goal, matching, ratio
 
 from .modes import LR, MODES, OPTIMIZERS, Mode, bare_rows, mode_rows, plain, released, row_name, unreleased
 from .timing import Row, Timed, figures, interleave
@@ -18,7 +17,7 @@ from .workloads import Workload, loss_of
 IN_HOOKS = "torch AdamW fused in hooks"
 BACKENDS = {"default": "auto", "eager": "eager", "compiled": "compiled"}
 
-GOALS = {  # (row, the row that it is compared with, at most so many times as long)
+GOALS = {  # (row, the row that it is compared with, largest ratio)
     "small": [
         ("penstock AdamW release, default", "optimi AdamW release", 0.85),
         ("penstock AdamW release, default", IN_HOOKS, 0.8),
@@ -33,11 +32,11 @@ GOALS = {  # (row, the row that it is compared with, at most so many times as lo
     ],
 }
 MODE_GOAL = 1.5
-"""Of every mode, a gradient and pass, over the base path of the same rule."""
+"""Largest ratio of every mode to the default path of the same rule, per gradient and pass."""
 
 
 def torch_rows() -> list[Row]:
-    """torch.optim.AdamW, plain and by PyTorch's tutorial."""
+    """Return the rows of torch.optim.AdamW, plain and in hooks as in PyTorch's tutorial."""
 
     def in_hooks(workload: Workload) -> Timed:
         model, batch = workload.model(), workload.batch()
@@ -52,14 +51,14 @@ def torch_rows() -> list[Row]:
 
 
 def optimi_rows() -> list[Row]:
-    """optimi's optimizers, plain and by its own release; none where it is not installed."""
+    """Return the rows of optimi's optimizers, plain and under its own release; none if it is not installed."""
 
     def releases(rule: str) -> Row:
         def start(workload: Workload) -> Timed:
             model, batch = workload.model(), workload.batch()
             optimizer = release_by_optimi(model, rule, lr=LR)
 
-            def step() -> None:  # optimi's guide keeps both calls in the loop, for schedulers
+            def step() -> None:  # both calls stay in the loop in optimi's guide, for schedulers
                 loss_of(model, batch).backward()
                 optimizer.step()
                 optimizer.zero_grad()
@@ -75,7 +74,7 @@ def optimi_rows() -> list[Row]:
 
 
 def our_rows(*, modes: bool, compiled: bool) -> list[Row]:
-    """Plain and released on every backend, and every mode of release on the default one."""
+    """Return penstock's rows: plain and released on every backend, and every mode of release on the default one."""
 
     def plainly(rule: str, name: str, backend: str) -> Row:
         return plain(f"penstock {rule} plain, {name}", lambda p: OPTIMIZERS[rule](p, lr=LR, backend=backend))
@@ -88,16 +87,16 @@ def our_rows(*, modes: bool, compiled: bool) -> list[Row]:
 
 
 def select(rows: list[Row], patterns: Sequence[str]) -> list[Row]:
-    """The rows whose names match a pattern, and those that they are compared with."""
+    """Return the rows whose names match a pattern, and those that they are compared with."""
     by_name = {row.name: row for row in rows}
-    chosen = {name for name in by_name for pattern in patterns if fnmatch.fnmatchcase(name, pattern)}
+    chosen = set(matching(by_name, patterns))
     chosen |= {base for name in chosen if (base := by_name[name].base) is not None}
     chosen |= {needed for name in chosen for needed in by_name[name].less}
     return [row for row in rows if row.name in chosen]
 
 
 def measure(workload: Workload, rounds: int, *, patterns: Sequence[str] = ("*",), compiled: bool = True) -> dict[str, Any]:
-    """Every row of one model, and the model's goals."""
+    """Time the rows of one model."""
     rows = [*bare_rows(modes=workload.modes), *torch_rows(), *optimi_rows()]
     rows = select([*rows, *our_rows(modes=workload.modes, compiled=compiled)], patterns)
     threads = torch.get_num_threads()
@@ -110,19 +109,19 @@ def measure(workload: Workload, rounds: int, *, patterns: Sequence[str] = ("*",)
 
 
 def goals(workload: Workload, rows: dict[str, dict[str, float]]) -> list[Goal]:
-    """What this model's rows are to reach."""
-    # Small tensors are all overhead, what is added to the backward pass; of larger ones the whole training step counts.
-    key, said = ("over_ms", "") if workload.modes else ("step_ms", ", whole step")
+    """Return the goals for this model's rows."""
+    # Small tensors are nearly all overhead, so their goals are for "over"; those of larger ones for the whole training step.
+    key, label = ("over_ms", "") if workload.modes else ("step_ms", ", whole step")
     found = [
-        Goal(f"{workload.name}{said}: {row} / {over}", at_most, ratio(*(rows.get(name, {}).get(key) for name in (row, over))))
+        Goal(f"{workload.name}{label}: {row} / {over}", at_most, ratio(*(rows.get(name, {}).get(key) for name in (row, over))))
         for row, over, at_most in GOALS.get(workload.name, [])
     ]
     for rule in OPTIMIZERS if workload.modes else ():
         for mode in MODES:
-            name, alone = row_name(rule, mode.name), unreleased(mode)
+            name, without = row_name(rule, mode.name), unreleased(mode)
             row = rows.get(name, {})
             found.append(Goal(f"{workload.name}: {name} / default", MODE_GOAL, row.get("ratio_to_base")))
-            if alone in rows and name in rows:  # what release adds to it, and what it costs by itself, are two figures
-                added = (row["over_ms"] - rows[alone]["over_ms"]) / row["over_ms"] * row["ratio_to_base"]
+            if without in rows and name in rows:  # the part of the overhead that release adds
+                added = (row["over_ms"] - rows[without]["over_ms"]) / row["over_ms"] * row["ratio_to_base"]
                 found.append(Goal(f"{workload.name}: {name}, over the same without release / default", MODE_GOAL, added))
     return found

@@ -1,9 +1,9 @@
-"""make_update on many small leaves beside optax.adamw that was jitted and donated by hand, in turns.
+"""make_update on many small leaves and optax.adamw, jitted and donated by hand, timed in turns.
 
-Where a process happens to have its programs and arrays moves the ratio of two of them by up to a sixth either way, all through
-its life. So the ratio is the median over processes.
+The memory locations of programs and arrays, which differ between processes, change the ratio of two updates by up to a sixth
+in either direction. So the ratio is the median over several processes.
 
-    python -m benchmarks.release_overhead.jax_update LEAVES ROUNDS    # one of them: prints JSON
+    python -m benchmarks.release_overhead.jax_update LEAVES ROUNDS    # one process: prints JSON
 """
 
 from __future__ import annotations
@@ -21,8 +21,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from benchmarks.child import run_child
-from benchmarks.goals import Goal
+from benchmarks.support import Goal, run_child
 from penstock.jax_frontend import adamw, make_update, stable_adamw
 
 LEAVES, WIDTH, LR, WARM_UP, PROCESSES = (150, 1500), 16, 1e-3, 3, 5
@@ -33,7 +32,7 @@ Update = Callable[[Any, Any, Any], tuple[Any, Any]]
 
 
 def by_hand(tx: optax.GradientTransformation) -> Update:
-    """What a user would write: (grads, state, params) -> (params, state), all three donated."""
+    """Return the update that a user would write: (grads, state, params) -> (params, state), all three donated."""
 
     def update(grads: Any, state: Any, params: Any) -> tuple[Any, Any]:
         updates, state = tx.update(grads, state, params)
@@ -43,22 +42,22 @@ def by_hand(tx: optax.GradientTransformation) -> Update:
 
 
 def measure(leaves: int, rounds: int, processes: int = PROCESSES) -> dict[str, dict[str, Any]]:
-    """Medians over processes: milliseconds of an update by candidate, seconds of the first one, and the ratio to the baseline.
+    """Return medians over processes by candidate: milliseconds of an update, seconds of the first, ratio to the baseline.
 
-    "ratios" are those of the processes.
+    "ratios" has the ratio in each process.
     """
     module = "benchmarks.release_overhead.jax_update"
     found = [run_child(module, str(leaves), str(rounds)) for _ in range(processes)]
-    together: dict[str, dict[str, Any]] = {}
+    medians: dict[str, dict[str, Any]] = {}
     for name in found[0]:
         rows = [one[name] for one in found]
-        together[name] = {key: statistics.median(row[key] for row in rows) for key in rows[0]}
-        together[name]["ratios"] = [row["ratio"] for row in rows]
-    return together
+        medians[name] = {key: statistics.median(row[key] for row in rows) for key in rows[0]}
+        medians[name]["ratios"] = [row["ratio"] for row in rows]
+    return medians
 
 
 def measure_here(leaves: int, rounds: int) -> dict[str, dict[str, float]]:
-    """The same, of this process."""
+    """Return the figures of this process."""
     transforms: dict[str, tuple[Callable[[Any], Any], Any]] = {
         BASELINE: (by_hand, optax.adamw(LR)),
         "make_update(optax.adamw)": (make_update, optax.adamw(LR)),
@@ -67,11 +66,11 @@ def measure_here(leaves: int, rounds: int) -> dict[str, dict[str, float]]:
     }
     key = jax.random.key(0)
     params = {f"leaf {number}": jax.random.normal(jax.random.fold_in(key, number), (WIDTH, WIDTH)) for number in range(leaves)}
-    copied = jax.jit(lambda tree: jax.tree.map(jnp.copy, tree))  # what is donated must be new each time
+    copied = jax.jit(lambda tree: jax.tree.map(jnp.copy, tree))  # donated arrays must be new each time
     updates = {name: make(tx) for name, (make, tx) in transforms.items()}
     states = {name: (copied(params), tx.init(params)) for name, (_, tx) in transforms.items()}
     taken: dict[str, list[float]] = {name: [] for name in updates}
-    with warnings.catch_warnings():  # by hand no output takes the gradients' buffers, of which jax warns when it compiles
+    with warnings.catch_warnings():  # the update by hand has no output for the gradients' buffers, so jax warns
         warnings.filterwarnings("ignore", "Some donated buffers were not usable")
         for _ in range(WARM_UP + rounds):
             for name, update in random.sample(list(updates.items()), len(updates)):
@@ -79,8 +78,8 @@ def measure_here(leaves: int, rounds: int) -> dict[str, dict[str, float]]:
                 own, state = states.pop(name)
                 started = time.perf_counter()
                 states[name] = update(grads, state, own)
-                jax.block_until_ready(states[name][0])  # one program: the state is there with the parameters
-                del grads, own, state  # freeing what was donated or deleted is a part of the update, whoever does it
+                jax.block_until_ready(states[name][0])  # one program: the state is ready with the parameters
+                del grads, own, state  # freeing donated arrays is part of the update
                 taken[name].append(time.perf_counter() - started)
     medians = {name: statistics.median(times[WARM_UP:]) for name, times in taken.items()}
     return {
@@ -90,7 +89,7 @@ def measure_here(leaves: int, rounds: int) -> dict[str, dict[str, float]]:
 
 
 def goals(leaves: int, found: dict[str, dict[str, Any]]) -> list[Goal]:
-    """Of the rule that the baseline has, too."""
+    """Return the goals for the rows with the baseline's rule."""
     rows = ("make_update(optax.adamw)", "make_update(adamw)")
     return [Goal(f"JAX, {leaves} leaves: {row} / by hand", AT_MOST, found[row]["ratio"]) for row in rows]
 

@@ -1,4 +1,4 @@
-"""Every mode of release in one process, and the bare backward that has the same arithmetic without an optimizer."""
+"""Every mode of release in one process, and bare backward passes with the same arithmetic without an optimizer."""
 
 from __future__ import annotations
 
@@ -24,16 +24,16 @@ from .workloads import Workload, loss_of
 OPTIMIZERS = {"AdamW": AdamW, "StableAdamW": StableAdamW}
 LR = 1e-4
 GENEROUS = 1e9
-"""A max_norm that nothing reaches."""
+"""A max_norm that no gradient reaches."""
 
 
 @dataclass(frozen=True)
 class Mode:
-    """One way to release.
+    """One mode of release.
 
-    settings: of release_gradients. optimizer: of the optimizer. less: the bare rows. passes: over the gradients in a step.
-    micro_batches: backwards in a step. guarded: guard() is around the loss. sync: the last micro-batch is announced.
-    chunks: of microbatch_blocks. lenient: by prepare_for_gradient_release.
+    settings: of release_gradients. optimizer: settings of the optimizer. less: the bare rows to subtract. passes: passes over
+    the gradients in a step. micro_batches: backward passes in a step. guarded: the loss is passed through guard().
+    sync: release_gradients gets `sync`. chunks: of microbatch_blocks. lenient: set up by prepare_for_gradient_release.
     """
 
     name: str
@@ -65,7 +65,7 @@ BASE = Mode("default")
 
 
 def training_step(model: nn.Module, batch: Tensor, optimizer: Any, mode: Mode) -> Callable[[], None]:
-    """One step of a training loop under a release of this mode."""
+    """Return one step of a training loop under release in this mode."""
     count, last = mode.micro_batches, [True]
     settings = {**mode.settings, **({"sync": lambda: last[0]} if mode.sync else {})}
     guard: Callable[[Tensor], Tensor] | None = None
@@ -87,14 +87,14 @@ def training_step(model: nn.Module, batch: Tensor, optimizer: Any, mode: Mode) -
 
 
 def unwrapped(model: nn.Module) -> nn.Module:
-    """The model itself."""
+    """Return the model itself."""
     return model
 
 
 def released(
     rule: str, mode: Mode, *, wrap: Callable[[nn.Module], nn.Module] = unwrapped, base: str | None = None, backend: str = "auto"
 ) -> Row:
-    """The row of one of penstock's optimizers under release; `wrap` makes the model distributed."""
+    """Return the row of one of penstock's optimizers under release; `wrap` makes the model distributed."""
 
     def start(workload: Workload) -> Timed:
         model = wrap(workload.model())
@@ -107,30 +107,30 @@ def released(
 
 
 def row_name(rule: str, mode: str) -> str:
-    """Name of a row under release."""
+    """Return the name of a row under release."""
     return f"penstock {rule} release, {mode}"
 
 
 def unreleased(mode: Mode) -> str:
-    """Name of the row of the same training without release; microbatch_blocks has one."""
+    """Return the name of the row of the same training without release, which exists for microbatch_blocks."""
     return f"{mode.name}, no release"
 
 
 def mode_rows(rule: str) -> list[Row]:
-    """Every mode, to be compared with the base path."""
+    """Return the rows of every mode, which are compared with the default path."""
     return [released(rule, mode, base=row_name(rule, BASE.name)) for mode in MODES]
 
 
 def backward(model: nn.Module, batch: Tensor) -> None:
-    """Forward, backward and zero_grad()."""
+    """Run forward, backward and zero_grad()."""
     loss_of(model, batch).backward()
     model.zero_grad()
 
 
 def bare_rows(*, modes: bool) -> list[Row]:
-    """Forward, backward and zero_grad() without an optimizer, as each mode needs it.
+    """Return rows of forward, backward and zero_grad() without an optimizer, with the passes of each mode.
 
-    The last two rows say what microbatch_blocks costs without release, beside torch's checkpoint.
+    The last two rows are microbatch_blocks without release, to compare with torch's checkpoint.
     """
 
     def two_passes(model: nn.Module, batch: Tensor) -> None:
@@ -182,7 +182,7 @@ def bare(
     step: Callable[[nn.Module, Tensor], None] = backward,
     wrap: Callable[[nn.Module], nn.Module] = unwrapped,
 ) -> Row:
-    """The row of a model and a batch alone."""
+    """Return the row of a model and a batch without an optimizer."""
 
     def start(workload: Workload) -> Timed:
         model, batch = wrap(workload.model()), workload.batch()
@@ -192,7 +192,7 @@ def bare(
 
 
 def plain(name: str, make: Callable[[Any], torch.optim.Optimizer]) -> Row:
-    """The row of a plain optimizer: step() and zero_grad() alone are timed."""
+    """Return the row of a plain optimizer, of which only step() and zero_grad() are timed."""
 
     def start(workload: Workload) -> Timed:
         model, batch = workload.model(), workload.batch()

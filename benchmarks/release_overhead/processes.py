@@ -1,7 +1,7 @@
-"""Release over two gloo processes beside the base path.
+"""Release over two gloo processes, compared with the default path.
 
-Every figure is processor time of the thread that runs backward(): waiting for the other process, and what gloo's own
-threads do, is not in it; starting the collectives is.
+Every figure is processor time of the thread that runs backward(). It includes starting the collectives, but not waiting for
+the other process, nor the work of gloo's own threads.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.multiprocessing.spawn import start_processes
 from torch.nn.parallel import DistributedDataParallel
 
-from benchmarks.goals import Goal
+from benchmarks.support import Goal
 
 from .host import MODE_GOAL
 from .modes import BASE, OPTIMIZERS, Mode, bare, released, row_name
@@ -31,12 +31,12 @@ RANKS = 2
 
 
 def ddp(model: nn.Module) -> nn.Module:
-    """Wrapped, with torch's own buckets."""
+    """Wrap the model, with torch's own buckets."""
     return DistributedDataParallel(model)
 
 
 def fsdp2(model: nn.Module) -> nn.Module:
-    """Sharded, a block at a time."""
+    """Shard the model block by block."""
     mesh = init_device_mesh("cpu", (RANKS,))
     for block in model.children():
         fully_shard(block, mesh=mesh)
@@ -48,9 +48,9 @@ WRAPPERS: dict[str, Callable[[nn.Module], nn.Module]] = {"DDP": ddp, "FSDP2": fs
 
 
 def rows(alone: Any) -> list[Row]:
-    """All rows; `alone` is a process group of this process only, over which there is nothing to average.
+    """Return all rows. alone: a process group of this process only, for the default path.
 
-    DDP's and FSDP2's own collectives are in their bare rows.
+    DDP's and FSDP2's own collectives are part of their bare rows.
     """
     found = [bare("bare")]
     found += [bare(f"bare, {name}", wrap=wrap) for name, wrap in WRAPPERS.items()]
@@ -64,7 +64,7 @@ def rows(alone: Any) -> list[Row]:
 
 
 def measure(workload: Workload, rounds: int) -> dict[str, Any]:
-    """Both processes' run; the figures are the first one's, with the wall time of a step beside them."""
+    """Run both processes; return the figures of the first one, with the wall time of a step added."""
     with tempfile.TemporaryDirectory() as directory:
         start_processes(_rank, args=(workload, rounds, directory), nprocs=RANKS, start_method="spawn")
         found = json.loads((Path(directory) / "figures.json").read_text())
@@ -87,7 +87,7 @@ def _rank(rank: int, workload: Workload, rounds: int, directory: str) -> None:
 
 
 def goals(found: dict[str, dict[str, float]]) -> list[Goal]:
-    """Of every path, a gradient, over the base path of the same rule."""
+    """Return the goals: the ratio of every path to the default path of the same rule, per gradient."""
     return [
         Goal(f"2 processes: {name} / default", MODE_GOAL, found[name]["ratio_to_base"])
         for rule in OPTIMIZERS

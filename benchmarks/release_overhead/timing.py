@@ -1,4 +1,4 @@
-"""Rows that are timed in turns: every row once a round, so that what else the machine does meets all of them alike."""
+"""Timing of rows in turns: every row once per round, so that other load on the machine affects all rows equally."""
 
 from __future__ import annotations
 
@@ -17,20 +17,20 @@ WARM_UP = 3
 
 
 class Seconds(NamedTuple):
-    """Of one step. `thread`: processor time of the calling thread, without what it waits."""
+    """Seconds of one step. wall: wall-clock time. thread: processor time of the calling thread."""
 
     wall: float
     thread: float
 
 
 class Timed(NamedTuple):
-    """`work` is timed, `before` is run before it and not timed."""
+    """A function to time, `work`, and one to run before it without timing, `before`."""
 
     work: Callable[[], Any]
     before: Callable[[], Any] = lambda: None
 
     def seconds(self) -> Seconds:
-        """Run once."""
+        """Run once, and return the time."""
         self.before()
         wall, thread = time.perf_counter(), time.thread_time()
         self.work()
@@ -41,8 +41,8 @@ class Timed(NamedTuple):
 class Row:
     """One line of the table.
 
-    start: builds what is timed. less: rows whose medians are subtracted. passes: backward passes over the gradients in a step,
-    which the time is divided by. base: the row that a ratio is taken to.
+    start: builds the function to time. less: rows whose medians are subtracted. passes: passes over the gradients in a step,
+    by which the time is divided. base: the row to which the ratio is taken.
     """
 
     name: str
@@ -55,7 +55,7 @@ class Row:
 def interleave(
     rows: Sequence[Row], workload: Workload, rounds: int, *, meet: Callable[[], Any] = lambda: None, quiet: bool = False
 ) -> dict[str, list[Seconds]]:
-    """Seconds of each round, by row. `meet` is called before every step, for instance a barrier of several processes."""
+    """Return the seconds of each round, by row. meet: called before every step, for instance a barrier of processes."""
     console = Console(stderr=True, quiet=quiet)
     started = {}
     for row in rows:
@@ -67,7 +67,7 @@ def interleave(
                 console.print(f"{workload.name}, {row.name}: first step {taken.wall:.1f} s")
     found: dict[str, list[Seconds]] = {row.name: [] for row in rows}
     gc.collect()
-    gc.freeze()  # otherwise a collection would cost more the more rows there are
+    gc.freeze()  # otherwise the time of a garbage collection would grow with the number of rows
     for _ in range(rounds):
         for name, timed in started.items():
             meet()
@@ -79,9 +79,12 @@ def interleave(
 def figures(
     rows: Sequence[Row], taken: dict[str, list[Seconds]], tensors: int, *, clock: str = "wall"
 ) -> dict[str, dict[str, float]]:
-    """By row: the median of a step, what is left of it over the rows in `less`, and that for a tensor and pass.
+    """Return by row the median of a step, the same minus the rows in `less`, and that per tensor and pass.
 
     Args:
+        rows: all rows, including those in `less`.
+        taken: seconds of each round, by row.
+        tensors: number of parameters.
         clock: "wall" or "thread".
     """
     medians = {name: statistics.median(getattr(seconds, clock) for seconds in times) for name, times in taken.items()}

@@ -1,4 +1,4 @@
-"""The models that are timed: many small tensors, where host time is nearly everything, and 50 medium layers."""
+"""The models that are timed: many small tensors, which take almost only host time, and 50 medium layers."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ BATCH = 4
 
 @dataclass(frozen=True)
 class Workload:
-    """`count` equal blocks in a row.
+    """A model of `count` equal blocks in sequence.
 
-    width: of what goes in and out of a block. block: makes one. modes: whether every mode of release is timed on it. threads:
-    of PyTorch; None: as many as it takes by itself. Small tensors are no work for two, but they would wait for each other.
+    width: number of a block's inputs and outputs. block: makes one. modes: whether every mode of release is timed on it.
+    threads: of PyTorch; None: PyTorch's default. With several threads, small tensors would take longer.
     """
 
     name: str
@@ -27,16 +27,16 @@ class Workload:
     threads: int | None = None
 
     def model(self) -> nn.Sequential:
-        """A new model; the same numbers every time."""
+        """Return a new model with the same parameters at each call."""
         torch.manual_seed(0)
         model = nn.Sequential(*(self.block(self.width) for _ in range(self.count)))
         for module in model.modules():
-            if isinstance(module, nn.Linear):  # PyTorch's own start fades over 50 layers to denormals, which are slow
+            if isinstance(module, nn.Linear):  # PyTorch's own initialisation decays over 50 layers to slow denormals
                 nn.init.normal_(module.weight, std=self.width**-0.5)
         return model
 
     def batch(self) -> Tensor:
-        """[BATCH, width]."""
+        """Return a seeded batch, [BATCH, width]."""
         return torch.randn(BATCH, self.width, generator=torch.Generator().manual_seed(1))
 
     @property
@@ -46,12 +46,12 @@ class Workload:
 
 
 def small_block(width: int) -> nn.Module:
-    """Six tensors."""
+    """Return a block of six tensors."""
     return nn.Sequential(nn.LayerNorm(width), nn.Linear(width, width), nn.Linear(width, width))
 
 
 def linear(width: int) -> nn.Module:
-    """A matrix and a bias."""
+    """Return a block of a matrix and a bias."""
     return nn.Linear(width, width)
 
 
@@ -64,5 +64,5 @@ TINY = Workload("tiny", 2, 16, small_block, modes=True, threads=1)
 
 
 def loss_of(model: nn.Module, batch: Tensor) -> Tensor:
-    """A scalar that every parameter has a gradient of."""
+    """Return a scalar on which every parameter has a gradient."""
     return model(batch).pow(2).mean()

@@ -11,13 +11,13 @@ import pytest
 pytest.importorskip("torch")
 pytest.importorskip("rich")
 
-from benchmarks.goals import Goal
 from benchmarks.release_overhead import host
 from benchmarks.release_overhead.__main__ import main
 from benchmarks.release_overhead.calls import calls_per_gradient, count_calls
 from benchmarks.release_overhead.modes import MODES, OPTIMIZERS, bare_rows, row_name
 from benchmarks.release_overhead.timing import Row, Seconds, figures
 from benchmarks.release_overhead.workloads import TINY, WORKLOADS, Workload
+from benchmarks.support import Goal
 
 from penstock.torch_frontend import AdamW, StableAdamW
 

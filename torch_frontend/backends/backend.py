@@ -91,6 +91,12 @@ class TensorSlot:
             self._count = step.numpy() if on_host else step
         return self._count
 
+    def tensors(self, gradient: Tensor | None) -> dict[str, Tensor]:
+        """Return parameter, gradient and state of the parameter's shape by name, without those that are absent."""
+        named = {"parameter": self.parameter, "gradient": gradient}
+        named |= {name: self.state.get(name) for name in ("exp_avg", "exp_avg_sq", "compensation")}
+        return {name: tensor for name, tensor in named.items() if tensor is not None}
+
     def numbers(self) -> UpdateNumbers:
         """Return the scalars of this update as 0-d tensors in the compute dtype."""
         if self.capturable:

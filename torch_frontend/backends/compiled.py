@@ -95,12 +95,10 @@ def _pieces(slot: TensorSlot, gradient: Tensor | None) -> Iterator[Vectors]:
     """
     if slot.parameter.numel() <= SMALL:
         return
-    named = {"parameter": slot.parameter, "gradient": gradient}
-    named |= {name: slot.state.get(name) for name in ("exp_avg", "exp_avg_sq", "compensation")}
-    flat = along_memory({name: tensor for name, tensor in named.items() if tensor is not None})
+    flat = along_memory(slot.tensors(gradient))
     if flat is None:
         return
-    vectors = [flat.get(name) for name in named]
+    vectors = [flat.get(name) for name in ("parameter", "gradient", "exp_avg", "exp_avg_sq", "compensation")]
     if slot.parameter.numel() <= PIECE:
         yield tuple(vectors)
         return

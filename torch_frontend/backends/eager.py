@@ -151,12 +151,7 @@ class EagerBackend:
 
     def _pieces(self, slot: TensorSlot, gradient: Tensor | None) -> Iterator[Piece]:
         """Yield the tensor in pieces: in memory order if parameter, gradient and state have the same layout, else by rows."""
-        tensors = {"parameter": slot.parameter}
-        if gradient is not None:
-            tensors["gradient"] = gradient
-        for name in ("exp_avg", "exp_avg_sq", "compensation"):
-            if name in slot.state:
-                tensors[name] = slot.state[name]
+        tensors = slot.tensors(gradient)
         flat = along_memory(tensors)
         if flat is None:
             flat = {name: tensor.detach() for name, tensor in tensors.items()}

@@ -99,7 +99,7 @@ def _unpack(packed: Tensor, tensors: list[Tensor], views: dict[torch.dtype, tupl
 def batch_small_tensors(pairs: Sequence[Pair], scratch: Scratch) -> tuple[list[Batch], list[Pair]]:
     """Return batches of small tensors, and the other pairs, which are to be updated one by one."""
     others: list[Pair] = []
-    alike: dict[Any, list[Pair]] = {}
+    groups: dict[Any, list[Pair]] = {}
     sharing = _overlapping([slot.parameter for slot, _ in pairs])
     for position, pair in enumerate(pairs):
         slot, gradient = pair
@@ -114,9 +114,9 @@ def batch_small_tensors(pairs: Sequence[Pair], scratch: Scratch) -> tuple[list[B
             others.append(pair)
             continue
         dtypes = parameter.dtype, gradient.dtype, exp_avg.dtype, exp_avg_sq.dtype, slot.compensation
-        alike.setdefault((id(slot.settings), slot.step_number, parameter.device, *dtypes), []).append(pair)
+        groups.setdefault((id(slot.settings), slot.step_number, parameter.device, *dtypes), []).append(pair)
     batches = []
-    for group in itertools.chain.from_iterable(map(_split, alike.values())):
+    for group in itertools.chain.from_iterable(map(_split, groups.values())):
         if len(group) == 1:
             others += group
             continue

@@ -105,30 +105,30 @@ class Scratch:
 
     def partials(self, count: int, dtype: torch.dtype) -> Tensor:
         """Return at least `count` uninitialised numbers."""
-        kept = self._partials.get(dtype)
-        if kept is None or kept.numel() < count:
-            kept = self._partials[dtype] = torch.empty(_rounded_up(count), dtype=dtype, device=self._device)
-        return kept
+        cached = self._partials.get(dtype)
+        if cached is None or cached.numel() < count:
+            cached = self._partials[dtype] = torch.empty(_rounded_up(count), dtype=dtype, device=self._device)
+        return cached
 
     def square(self, dtype: torch.dtype) -> Tensor:
         """Return an uninitialised 0-d number for the mean square of the one tensor that a launch updates."""
-        kept = self._squares.get(dtype)
-        if kept is None:
-            kept = self._squares[dtype] = torch.empty((), dtype=dtype, device=self._device)
-        return kept
+        cached = self._squares.get(dtype)
+        if cached is None:
+            cached = self._squares[dtype] = torch.empty((), dtype=dtype, device=self._device)
+        return cached
 
     def constants(self, values: tuple[float, ...], dtype: torch.dtype) -> Tensor:
         """Return these numbers as a tensor that must not be written to.
 
         It is made by `torch.full`, because `torch.tensor` copies from the host, which cannot be captured.
         """
-        kept = self._constants.get((dtype, values))
-        if kept is None:
+        cached = self._constants.get((dtype, values))
+        if cached is None:
             if len(self._constants) >= CACHED_NUMBERS:
                 self._constants.clear()
-            kept = torch.stack([torch.full((), value, dtype=dtype, device=self._device) for value in values])
-            self._constants[dtype, values] = kept
-        return kept
+            cached = torch.stack([torch.full((), value, dtype=dtype, device=self._device) for value in values])
+            self._constants[dtype, values] = cached
+        return cached
 
 
 class ScratchByStream:
@@ -142,10 +142,10 @@ class ScratchByStream:
         if captured:
             return Scratch(device)
         key = (device, devices.stream_of(device))
-        kept = self._by_stream.get(key)
-        if kept is None:
-            kept = self._by_stream[key] = Scratch(device)
-        return kept
+        cached = self._by_stream.get(key)
+        if cached is None:
+            cached = self._by_stream[key] = Scratch(device)
+        return cached
 
 
 def _rounded_up(count: int) -> int:

@@ -51,8 +51,8 @@ def _measured_tile(
     v = _load(v_ptr + offset, mask, MASKED, KEEP).to(COMPUTE)
     parameter = g
     if L2 and FIRST:
-        kept = _load(k_ptr + offset, mask, MASKED, KEEP)
-        parameter = load_parameter(_load(p_ptr + offset, mask, MASKED, KEEP), kept, COMPENSATION, COMPUTE)
+        k = _load(k_ptr + offset, mask, MASKED, KEEP)
+        parameter = load_parameter(_load(p_ptr + offset, mask, MASKED, KEEP), k, COMPENSATION, COMPUTE)
     g = prepared_gradient(g, parameter, decay, FIRST, L2, MAXIMIZE)
     ratio = squared_ratio(g, next_exp_avg_sq(v, g, c2, FIRST, ZERO2), floor)
     check = g - g
