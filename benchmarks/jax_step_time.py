@@ -57,7 +57,7 @@ def step_seconds(model: Decoder, rows: int, rounds: int) -> dict[str, list[float
     }
     taken: dict[str, list[float]] = {name: [] for name in candidates}
     states = {
-        name: init_train_state(TX, model.params(key), None if layered else False) for name, (_, layered) in candidates.items()
+        name: init_train_state(TX, model.params(key), layered=layered) for name, (_, layered) in candidates.items()
     }
     for turn in range(-2, rounds):  # two rounds to warm up
         for name, (step, _) in candidates.items():

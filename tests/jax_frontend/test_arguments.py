@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from tests.jax_support import TRANSFORMS, float64
+from tests.support.jax_training import TRANSFORMS, float64
 
 from penstock.core.errors import InvalidArgumentError, UnsupportedTensorError
 from penstock.jax_frontend import adam, adamw, compensated, scale_by_stable_adam, stable_adamw

@@ -7,7 +7,16 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from tests.jax_support import TRANSFORMS, assert_close, assert_equal, scanned, scanned_over, train, train_directly, tree
+from tests.support.jax_training import (
+    TRANSFORMS,
+    assert_close,
+    assert_equal,
+    scanned,
+    scanned_over,
+    train,
+    train_directly,
+    tree,
+)
 
 from penstock.core import compensation as compensations
 from penstock.core.array_ops import numpy_ops
@@ -15,7 +24,7 @@ from penstock.core.compensation import Stored
 from penstock.core.errors import InvalidArgumentError, RefusedError
 from penstock.jax_frontend import CompensatedState, adamw, compensated, make_update, stable_adamw
 from penstock.jax_frontend.array_ops import jax_ops
-from penstock.jax_frontend.compensation import lacking, step
+from penstock.jax_frontend.compensation import residual, step
 from penstock.jax_frontend.direct import as_transformation
 
 MODES = [("bfloat16", "split"), ("bfloat16", "kahan"), ("float16", "kahan")]
@@ -96,8 +105,8 @@ def test_the_increment_leads_to_the_exact_parameter_within_a_factor_of_two(dtype
     exact = compensations.load(jax_ops, compensation, stored)
     stepped = jax.jit(lambda *a: step(compensation, *a, direct=False))(stored.parameter, exact, added)
     directly = jax.jit(lambda *a: step(compensation, *a, direct=True))(stored.parameter, exact, added)
-    assert stepped.update.dtype == stored.parameter.dtype
-    assert_equal(optax.apply_updates(stored.parameter, stepped.update), directly.parameter)
+    assert stepped.increment.dtype == stored.parameter.dtype
+    assert_equal(optax.apply_updates(stored.parameter, stepped.increment), directly.parameter)
     assert_equal(stepped.compensation, directly.compensation)
     expected = compensations.store(numpy_ops, compensation, np.asarray(exact) + added, dtype)
     assert_equal(directly.parameter, expected.parameter)
@@ -110,7 +119,7 @@ def test_beyond_it_saturates_within_a_spacing(dtype, compensation) -> None:
     stored = compensations.store(jax_ops, compensation, jnp.asarray(wide), dtype)
     exact = compensations.load(jax_ops, compensation, stored)
     stepped = jax.jit(lambda *a: step(compensation, *a, direct=False))(stored.parameter, exact, added)
-    reached = value(dtype, compensation, optax.apply_updates(stored.parameter, stepped.update), stepped.compensation)
+    reached = value(dtype, compensation, optax.apply_updates(stored.parameter, stepped.increment), stepped.compensation)
     target = np.asarray(exact, np.float64) + added
     spacing = 2.0 ** (-7 if dtype == "bfloat16" else -10) * np.maximum(np.abs(target), np.abs(wide)) * 4
     assert np.all(np.abs(reached - target) <= spacing)
@@ -124,7 +133,7 @@ def test_a_compensation_never_leads_away(dtype, compensation) -> None:
     nearby = exact * generator.choice([1.0, 1.01, 0.5, -1.0, -0.01, 0.0, -0.0], size=exact.shape)
     reached = numpy_ops.cast(nearby.astype(np.float32), dtype)
     kept = jax_ops.cast(
-        lacking(compensation, exact, jnp.asarray(reached).astype("float32")),
+        residual(compensation, exact, jnp.asarray(reached).astype("float32")),
         compensations.compensation_dtype(compensation, dtype),
     )
     with_it = value(dtype, compensation, reached, kept)
@@ -148,7 +157,7 @@ def test_what_is_not_finite_stays_visible(dtype, compensation, direct) -> None:
     params = jnp.asarray([1.0, 1.0, -1.0, np.inf, 60000.0], dtype)
     added = jnp.asarray([np.nan, np.inf, -np.inf, 1.0, 3e38], jnp.float32)
     stepped = step(compensation, params, params.astype("float32"), added, direct=direct)
-    after = stepped.parameter if direct else optax.apply_updates(params, stepped.update)
+    after = stepped.parameter if direct else optax.apply_updates(params, stepped.increment)
     reached = value(dtype, compensation, after, stepped.compensation)
     np.testing.assert_array_equal(reached[:4], [np.nan, np.inf, -np.inf, np.inf])
     assert reached[4] > 6e4
@@ -211,6 +220,20 @@ def test_a_later_transform_is_refused_where_the_update_is_applied(tx) -> None:
         make_update(chained)(jnp.ones_like(params), chained.init(params), params)
     after, _ = train_directly(chained, params.astype("float32"), [jnp.ones(3)])  # nothing compensated, nothing refused
     assert_close(after, train(chained, params.astype("float32"), [jnp.ones(3)])[0], rtol=1e-7)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_an_increment_given_to_another_parameter_is_added_there(dtype) -> None:
+    """Its exact parameter is not taken: it is that of the parameter that the increment was computed for."""
+    inner = adamw(1e-2, compensation="none")
+
+    def swapped(updates, state, params=None, **extra_args):
+        updates, state = inner.update(updates, state, params, **extra_args)
+        return {"a": updates["b"], "b": updates["a"]}, state
+
+    tx = optax.GradientTransformationExtraArgs(inner.init, swapped)
+    params, grads = {"a": jnp.ones(3, dtype), "b": jnp.full(3, 5.0, dtype)}, {"a": jnp.ones(3, dtype), "b": -jnp.ones(3, dtype)}
+    assert_equal(train_directly(tx, params, [grads])[0], train(tx, params, [grads])[0])
 
 
 REFUSED = {

@@ -1,4 +1,4 @@
-"""What is called at every step is jax's own path, and what jax refuses is explained."""
+"""A call of a step is jax's own path, and the errors of jax are explained."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from tests.jax_support import assert_equal
+from tests.support.jax_training import assert_equal
 
 from penstock.core.errors import InvalidArgumentError, UnsupportedTensorError
 from penstock.jax_frontend import (
@@ -107,7 +107,7 @@ def test_a_call_runs_no_python_for_a_leaf(make: Callable[[int], Callable[[], Non
     if make is layers_step_of and not hasattr(jax, "new_ref"):
         pytest.skip("this jax has no references")
     monkeypatch.setattr(donation, "_several_cpu_devices", bool)  # false, as in a process with one device
-    few, many = python_calls(make(2)), python_calls(make(20))
+    few, many = python_calls(make(2)), python_calls(make(6))
     assert few == many
     assert len(few) <= 5  # those of a function from jax.jit included: one for each named tuple that comes out
 

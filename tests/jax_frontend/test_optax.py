@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from tests.jax_support import TRANSFORMS, assert_close, assert_equal, gradients, train, train_directly, tree
+from tests.support.jax_training import TRANSFORMS, assert_close, assert_equal, gradients, train, train_directly, tree
 
 from penstock.core.errors import RefusedError
 from penstock.jax_frontend import adam, adamw, make_update, scale_by_stable_adam, stable_adamw

@@ -23,7 +23,8 @@ def path(tmp_path: Path) -> Path:
 
 def trained(tx: Any, dtype: Any = "float32", seed: int = 0) -> TrainState:
     values = np.random.default_rng(seed).normal(size=(2, 3, 4))
-    state = init_train_state(tx, {"layers": {"w": jnp.asarray(values, dtype)}, "outer": {"v": jnp.ones(3, dtype)}}, stack=False)
+    params = {"layers": {"w": jnp.asarray(values, dtype)}, "outer": {"v": jnp.ones(3, dtype)}}
+    state = init_train_state(tx, params, layered=False)
     gradients = jax.tree.map(lambda leaf: jnp.full_like(leaf, 0.1), state.params)
     return TrainState(*make_update(tx)(gradients, state.opt_state, state.params))
 

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from tests.jax_support import (
+from tests.support.jax_training import (
     DTYPES,
     TRANSFORMS,
     assert_close,
@@ -21,7 +21,7 @@ from tests.jax_support import (
     tree,
 )
 
-from penstock.core.moments import bias_correction
+from penstock.core.moments import corrected_one_minus_beta
 from penstock.core.reference import EndOfStep, Gradient, Reference, Settings
 from penstock.core.rules import RULES
 from penstock.jax_frontend import adam, adamw, scale_by_stable_adam, stable_adamw
@@ -126,8 +126,8 @@ def test_float32_is_true_to_float64_over_2000_steps(rule, direct) -> None:
 @pytest.mark.parametrize("beta", [0.9, 0.99, 0.999, 0.9999])
 def test_the_debias_keeps_its_digits_with_a_traced_count(beta) -> None:
     steps = jnp.arange(1, 2000, dtype=jnp.float32)
-    traced = jax.jit(lambda step: bias_correction(beta, step, jnp))(steps)
-    exact = [bias_correction(beta, step, np) for step in range(1, 2000)]
+    traced = jax.jit(lambda step: corrected_one_minus_beta(beta, step, jnp))(steps)
+    exact = [corrected_one_minus_beta(beta, step, np) for step in range(1, 2000)]
     np.testing.assert_allclose(traced, exact, rtol=5e-7)
 
 

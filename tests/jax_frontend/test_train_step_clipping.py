@@ -7,10 +7,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from benchmarks.jax_decoder import Decoder
-from tests.jax_support import assert_close, float64
-from tests.sharding_support import LAYOUTS, rows, spread, three_steps
+from tests.support.jax_sharding import LAYOUTS, rows, spread, three_steps
+from tests.support.jax_training import assert_close, float64
 
-from penstock.core.errors import InvalidArgumentError
 from penstock.jax_frontend import TrainState, init_train_state, make_train_step, stable_adamw
 
 LAYERS, WIDTH, ROWS = 12, 256, 4
@@ -64,11 +63,11 @@ def test_two_passes_are_not_merged_and_hold_no_gradients(dtype) -> None:
 
 
 def test_a_decoder_is_clipped_in_the_memory_of_its_plain_step() -> None:
-    """Sixteen layers of three million parameters each: 1/16 of a gradient is 0.06."""
-    decoder = Decoder()
+    """Eight layers of three million parameters each: 1/8 of a gradient is 0.125."""
+    decoder = Decoder(layers=8)
     params = jax.eval_shape(lambda key: decoder.params(key, stacked=False), jax.random.key(0))
     clipped = Cost((1, decoder.context + 1), "int32", decoder.unrolled, params, max_norm=1.0)
-    assert clipped.peak < 3.25
+    assert clipped.peak < 3.35
     assert clipped.all_aliased
 
 
@@ -76,22 +75,6 @@ def test_a_sum_with_a_weight_holds_no_gradients_either() -> None:
     twice = Cost(loss=loss_and_weight, max_norm=1.0)
     assert twice.peak < 3.6  # the old values wait for whether the step is skipped
     assert twice.all_aliased
-
-
-@pytest.mark.parametrize("max_norm", [1e-3, 1e6])
-@pytest.mark.parametrize("given", [loss, loss_and_weight])
-def test_one_pass_and_two_are_equal_in_float64(given, max_norm) -> None:
-    generator = np.random.default_rng(0)
-    with float64():
-        params = [jnp.asarray(generator.normal(size=(5, 5)) / 5) for _ in range(3)]
-        batch = jnp.asarray(generator.normal(size=(ROWS, 5)))
-        results = []
-        for passes in (1, 2):
-            step, state = make_train_step(given, TX, max_norm=max_norm, clip_passes=passes), init_train_state(TX, params)
-            for _ in range(3):
-                state, metrics = step(state, batch)
-            results.append((state, metrics["loss"], metrics["grad_norm"]))
-        assert_close(*results, rtol=1e-12, atol=1e-15)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -113,12 +96,3 @@ def test_the_norm_is_that_of_the_gradient_that_is_clipped() -> None:
     _, metrics = step(init_train_state(TX, params), jnp.ones((ROWS, 3)))
     expected = jnp.linalg.norm(jax.grad(loss)(params, jnp.ones((ROWS, 3)))[0])
     np.testing.assert_allclose(metrics["grad_norm"], expected, rtol=1e-6)
-
-
-def test_passes_that_make_no_sense_are_named() -> None:
-    for passes in (0, 3, True, "two"):
-        with pytest.raises(InvalidArgumentError, match="clip_passes"):
-            make_train_step(loss, TX, max_norm=1.0, clip_passes=passes)
-    with pytest.raises(InvalidArgumentError, match=r"clip_passes=2 with microbatches=4.*make_release_step"):
-        make_train_step(loss, TX, microbatches=4, max_norm=1.0, clip_passes=2)
-    make_train_step(loss, TX, microbatches=4, max_norm=1.0, clip_passes=1)

@@ -13,7 +13,7 @@ GUIDE = examples("jax.md")
 
 
 def test_there_is_an_example_for_every_use() -> None:
-    headings = ("Micro-batches, clipping, loss scaling", "What a call uses up", "Checkpoints", "Many devices")
+    headings = ("Micro-batches, clipping, loss scaling", "Donation", "Checkpoints", "Many devices")
     assert {*headings, "A loop of one's own"} == set(GUIDE)
 
 

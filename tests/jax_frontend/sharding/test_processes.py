@@ -8,7 +8,7 @@ SCRIPT = """
 import numpy as np
 from penstock.jax_frontend import dynamic_loss_scale, init_train_state, make_release_step, make_update, stable_adamw
 from tests.processes_support import over_all, spread
-from tests.walk_support import STACK, batch, parameters
+from tests.support.jax_walk import STACK, batch, parameters
 
 assert jax.device_count() == 4 and jax.local_device_count() == 2
 

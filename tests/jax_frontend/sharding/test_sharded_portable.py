@@ -9,10 +9,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from tests.jax_support import float64
 from tests.processes_support import in_two_processes
-from tests.sharding_support import LAYOUTS, ROWS, WIDTH, programs, rows, spread
-from tests.walk_support import STACK, TX, batch, parameters
+from tests.support.jax_sharding import LAYOUTS, ROWS, WIDTH, programs, rows, spread
+from tests.support.jax_training import float64
+from tests.support.jax_walk import STACK, TX, batch, parameters
 
 from penstock.jax_frontend import export_state, import_state, init_train_state, make_release_step
 
@@ -55,7 +55,7 @@ import numpy as np
 from penstock.core.errors import PenstockError
 from penstock.jax_frontend import export_state, import_state, init_train_state
 from tests.processes_support import spread
-from tests.walk_support import TX, parameters
+from tests.support.jax_walk import TX, parameters
 
 params, path = parameters("bfloat16", width=8), Path(sys.argv[3])
 alone = init_train_state(TX, params)
@@ -83,7 +83,7 @@ def fails(said, function, where, *arguments, **options):
 nowhere = path.parent / "nowhere" / "state"
 fails("could not be written" if first else "process 0 failed: ", export_state, nowhere, state)
 fails("process 1 failed: " if first else "cannot be read", import_state, path if first else nowhere, state)
-fails("process 1 failed: " if first else "no TrainState", import_state, path, state if first else None)
+fails("process 1 failed: " if first else "not a TrainState", import_state, path, state if first else None)
 fails("other arguments", import_state, path, state, parameters=first)
 assert path.read_bytes() == content
 print("refused")

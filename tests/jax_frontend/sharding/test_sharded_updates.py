@@ -11,9 +11,9 @@ import numpy as np
 import optax
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
-from tests.jax_support import assert_close, float64
-from tests.sharding_support import DEVICES, LAYOUTS, ROWS, WIDTH, assert_lies_like, rows, spread, three_steps
-from tests.walk_support import STACK, batch, parameters
+from tests.support.jax_sharding import DEVICES, LAYOUTS, ROWS, WIDTH, assert_lies_like, rows, spread, three_steps
+from tests.support.jax_training import assert_close, float64
+from tests.support.jax_walk import STACK, batch, parameters
 
 from penstock.core.errors import InvalidArgumentError
 from penstock.jax_frontend import (
@@ -41,8 +41,8 @@ def in_float64() -> Iterator[None]:
 def test_make_train_step_is_the_same_on_many_devices(layout: str, options: dict[str, Any]) -> None:
     params, data, tx = parameters("float64", width=WIDTH), batch(ROWS), stable_adamw(1e-2)
     step = make_train_step(STACK, tx, **options)
-    state, _ = three_steps(step, init_train_state(tx, spread(params, layout), stack=False), rows(data))
-    alone = init_train_state(tx, params, stack=False)
+    state, _ = three_steps(step, init_train_state(tx, spread(params, layout), layered=False), rows(data))
+    alone = init_train_state(tx, params, layered=False)
     for _ in range(3):
         alone, _ = step(alone, data)
     assert_close(state, alone, rtol=1e-12, atol=1e-12)
@@ -102,10 +102,10 @@ TRANSFORMS = {
 
 
 @pytest.mark.parametrize("name", TRANSFORMS)
-@pytest.mark.parametrize("stack", [None, False])
-def test_a_state_lies_beside_its_parameters(name: str, stack: Any) -> None:
+@pytest.mark.parametrize("layered", [True, False])
+def test_a_state_is_sharded_as_its_parameters(name: str, layered: bool) -> None:
     params = spread(parameters("float64", width=WIDTH), "fsdp")
-    state, up = init_train_state(TRANSFORMS[name], params, stack), params["layers"]["up"]
+    state, up = init_train_state(TRANSFORMS[name], params, layered=layered), params["layers"]["up"]
     assert_lies_like(state.params, params)
     assert {leaf.sharding.device_set == up.sharding.device_set for leaf in jax.tree.leaves(state)} == {True}
     for field in ("mu", "nu"):
@@ -122,7 +122,7 @@ def test_a_state_lies_beside_its_parameters(name: str, stack: Any) -> None:
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_a_refused_donation_is_an_error_and_not_a_crash(layout: str) -> None:
     tx, params = stable_adamw(1e-2), spread(parameters("float64", width=WIDTH), layout)
-    update, step, state = make_update(tx), make_train_step(STACK, tx), init_train_state(tx, params, stack=False)
+    update, step, state = make_update(tx), make_train_step(STACK, tx), init_train_state(tx, params, layered=False)
     grads, data = jax.tree.map(jnp.copy, params), rows(batch(ROWS))
     tied = {**params, "layers": {**params["layers"], "up": params["layers"]["down"]}}
     with pytest.raises(InvalidArgumentError, match=r"^params.*\['down'\] and params.*\['up'\] are the same memory"):

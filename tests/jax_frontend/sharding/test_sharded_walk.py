@@ -10,9 +10,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from tests.jax_support import assert_close, assert_equal, float64
-from tests.sharding_support import ROWS, WIDTH, rows, spread, three_steps
-from tests.walk_support import MASKED, STACK, batch, parameters, reference
+from tests.support.jax_sharding import ROWS, WIDTH, rows, spread, three_steps
+from tests.support.jax_training import assert_close, assert_equal, float64
+from tests.support.jax_walk import MASKED, STACK, batch, parameters, reference
 
 from penstock.jax_frontend import dynamic_loss_scale, init_train_state, make_release_step, stable_adamw
 
