@@ -56,9 +56,7 @@ def step_seconds(model: Decoder, rows: int, rounds: int) -> dict[str, list[float
         "make_release_step, max_norm": (make_release_step(model.stack, TX, max_norm=1.0), True),
     }
     taken: dict[str, list[float]] = {name: [] for name in candidates}
-    states = {
-        name: init_train_state(TX, model.params(key), layered=layered) for name, (_, layered) in candidates.items()
-    }
+    states = {name: init_train_state(TX, model.params(key), layered=layered) for name, (_, layered) in candidates.items()}
     for turn in range(-2, rounds):  # two rounds to warm up
         for name, (step, _) in candidates.items():
             started = time.perf_counter()

@@ -49,7 +49,7 @@ def test_small_decay_is_not_lost(rule, compensation, direct) -> None:
 
 
 @pytest.mark.parametrize("direct", [False, True])
-def test_without_compensation_it_is_lost(direct) -> None:
+def test_small_decay_is_lost_without_compensation(direct) -> None:
     tx = adamw(1e-4, eps=1e-6, weight_decay=0.1, compensation="none")
     params, _ = scanned(tx, jnp.ones(16, jnp.bfloat16), jnp.full(16, 1e-30, jnp.bfloat16), 2000, direct)
     np.testing.assert_array_equal(np.asarray(params, np.float32), 1.0)
@@ -77,7 +77,7 @@ def test_split_is_the_float32_trajectory(direct) -> None:
     np.testing.assert_allclose(value("bfloat16", "split", low, state.compensation), high, rtol=3e-7)
 
 
-def test_directly_it_is_the_float32_trajectory_beyond_a_factor_of_two_too() -> None:
+def test_split_applied_directly_is_exact_beyond_a_factor_of_two() -> None:
     generator = np.random.default_rng(0)
     grads = jnp.asarray(generator.normal(size=(100, 64)), jnp.bfloat16)
     start = jnp.asarray(1e-3 * generator.normal(size=64), jnp.bfloat16)  # every step is ten times a parameter
@@ -114,7 +114,7 @@ def test_the_increment_leads_to_the_exact_parameter_within_a_factor_of_two(dtype
 
 
 @pytest.mark.parametrize(("dtype", "compensation"), MODES)
-def test_beyond_it_saturates_within_a_spacing(dtype, compensation) -> None:
+def test_an_increment_beyond_a_factor_of_two_saturates_within_a_spacing(dtype, compensation) -> None:
     wide, added = moves(2, 20_000, -5.0, 5.0)
     stored = compensations.store(jax_ops, compensation, jnp.asarray(wide), dtype)
     exact = compensations.load(jax_ops, compensation, stored)
@@ -127,7 +127,7 @@ def test_beyond_it_saturates_within_a_spacing(dtype, compensation) -> None:
 
 
 @pytest.mark.parametrize(("dtype", "compensation"), MODES)
-def test_a_compensation_never_leads_away(dtype, compensation) -> None:
+def test_a_compensation_never_increases_the_error(dtype, compensation) -> None:
     generator = np.random.default_rng(4)
     exact = (generator.normal(size=10_000) * 10.0 ** generator.uniform(-4, 2, size=10_000)).astype(np.float32)
     nearby = exact * generator.choice([1.0, 1.01, 0.5, -1.0, -0.01, 0.0, -0.0], size=exact.shape)
@@ -153,7 +153,7 @@ def test_a_parameter_crosses_zero(compensation, direct) -> None:
 
 @pytest.mark.parametrize(("dtype", "compensation"), MODES)
 @pytest.mark.parametrize("direct", [False, True])
-def test_what_is_not_finite_stays_visible(dtype, compensation, direct) -> None:
+def test_infinities_and_nans_propagate(dtype, compensation, direct) -> None:
     params = jnp.asarray([1.0, 1.0, -1.0, np.inf, 60000.0], dtype)
     added = jnp.asarray([np.nan, np.inf, -np.inf, 1.0, 3e38], jnp.float32)
     stepped = step(compensation, params, params.astype("float32"), added, direct=direct)
@@ -195,7 +195,7 @@ def test_integers_pass_through_compensated() -> None:
     assert_equal(optax.apply_updates(params, updates), {"w": params["w"] * 2, "n": jnp.arange(1, 4)})
 
 
-def test_refusals() -> None:
+def test_a_compensation_that_is_not_possible_is_refused() -> None:
     params = jnp.ones(3, jnp.bfloat16)
     with pytest.raises(InvalidArgumentError, match="compensates its updates itself"):
         compensated(stable_adamw(1e-3)).init(params)
@@ -258,7 +258,7 @@ ALLOWED = {
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_under_a_wrapper_that_decides_it_must_be_last_too(name) -> None:
+def test_a_later_transform_under_a_deciding_wrapper_is_refused(name) -> None:
     tx = as_transformation(REFUSED[name])
     params = jnp.ones(3, jnp.bfloat16)
     with pytest.raises(RefusedError, match=r"must be the last.*apply_if_finite.*compensation='none'"):
@@ -268,7 +268,7 @@ def test_under_a_wrapper_that_decides_it_must_be_last_too(name) -> None:
 
 
 @pytest.mark.parametrize("name", ALLOWED)
-def test_under_a_wrapper_that_decides_nothing_is_lost(name) -> None:
+def test_a_deciding_wrapper_loses_no_bits(name) -> None:
     tx, every = as_transformation(ALLOWED[name][0]), ALLOWED[name][1]
     expected, _ = train(stable_adamw(1e-3), jnp.ones(3), [jnp.ones(3)] * 20)
     reached, _ = train_directly(tx, jnp.ones(3, jnp.bfloat16), [jnp.ones(3, jnp.bfloat16)] * 20 * every)

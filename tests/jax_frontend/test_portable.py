@@ -1,4 +1,4 @@
-"""Portable state in JAX: what comes out of a file is what went in, whatever tx is, and a misfit is a sentence."""
+"""Portable state in JAX: an import restores what was exported, for every transform, and refuses what does not fit."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def path(tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize(("dtype", "compensation"), KINDS)
-def test_training_goes_on_bit_for_bit(path: Path, dtype: str, compensation: str) -> None:
+def test_training_continues_bitwise(path: Path, dtype: str, compensation: str) -> None:
     rule = list(TRANSFORMS)[KINDS.index((dtype, compensation)) % len(TRANSFORMS)]
     with float64():
         tx = TRANSFORMS[rule](1e-2, weight_decay=1e-1, compensation=compensation)
@@ -116,7 +116,7 @@ def halves_that_decay(params: Any) -> Any:
 
 
 @pytest.mark.parametrize("name", WRAPPED)
-def test_chains_and_wrappers_go_on_bit_for_bit(path: Path, name: str) -> None:
+def test_chains_and_wrappers_continue_bitwise(path: Path, name: str) -> None:
     """Schedules, too: they are at another value after three updates than at the start."""
     tx: Any = WRAPPED[name]()
     state = trained(tx, dtype="bfloat16")
@@ -134,7 +134,7 @@ def test_chains_and_wrappers_go_on_bit_for_bit(path: Path, name: str) -> None:
     )
 
 
-def test_the_groups_of_a_file_are_what_the_transforms_say(path: Path) -> None:
+def test_the_groups_of_a_file_have_the_hyperparameters_of_the_transforms(path: Path) -> None:
     tx = optax.multi_transform(
         {"first": adamw(1e-2, mask=lambda p: jax.tree.map(lambda x: x.ndim > 0, p)), "second": adamw(SCHEDULE)}, halves
     )
@@ -150,7 +150,7 @@ def test_the_groups_of_a_file_are_what_the_transforms_say(path: Path) -> None:
     assert group.hyperparameters == {**common, "learning_rate": 0.25, "weight_decay": 1e-5, "decouple_lr": True, "max_lr": 0.5}
 
 
-def test_the_walk_goes_on_bit_for_bit_and_is_not_compiled_again(path: Path) -> None:
+def test_the_walk_continues_bitwise_without_recompiling(path: Path) -> None:
     dtype = "bfloat16"  # and a float32 parameter among them
     step = make_release_step(STACK, TX)
     state = init_train_state(TX, parameters(dtype))
@@ -169,7 +169,7 @@ def test_the_walk_goes_on_bit_for_bit_and_is_not_compiled_again(path: Path) -> N
     assert not fresh.params["layers"]["up"].is_deleted()
 
 
-def test_several_stacks_and_a_stack_of_bare_arrays(path: Path) -> None:
+def test_several_stacks_and_bare_arrays_are_named_by_layer(path: Path) -> None:
     def layer(params: Any, x: jax.Array) -> jax.Array:
         return x + jnp.tanh(x @ params["w"])
 
@@ -213,7 +213,7 @@ def test_names_are_mapped_and_kernels_transposed_both_ways(path: Path) -> None:
         export_state(path, TX, state, names={"layers.ups": "x"})
 
 
-def test_moments_are_widened_exactly_and_a_compensation_begins_at_zero(path: Path) -> None:
+def test_moments_are_upcast_exactly_and_a_missing_compensation_is_zero(path: Path) -> None:
     low, high = adamw(1e-2, b2=0.9, compensation="none"), adamw(1e-2, b2=0.9, mu_dtype="float32", nu_dtype="float32")
     state = trained(low, dtype="bfloat16")
     export_state(path, low, state)
@@ -227,7 +227,7 @@ def test_moments_are_widened_exactly_and_a_compensation_begins_at_zero(path: Pat
         import_state(path, low, state)
 
 
-def test_the_parameters_stay_unless_they_are_asked_for(path: Path) -> None:
+def test_parameters_are_imported_only_on_request(path: Path) -> None:
     state = trained(TX, dtype="bfloat16")
     export_state(path, TX, state)
     fresh = init_train_state(TX, tree(7, "bfloat16"))
@@ -295,7 +295,7 @@ def test_numbers_of_updates_that_one_count_cannot_hold_are_refused(path: Path) -
         import_state(path, apart, later)
 
 
-def test_what_a_file_cannot_hold_is_refused_by_name(path: Path) -> None:
+def test_a_state_without_a_portable_form_is_refused_by_name(path: Path) -> None:
     def refused(tx: Any, said: str, steps: int = 1, kind: type[Exception] = RefusedError) -> None:
         with pytest.raises(kind, match=said):
             export_state(path, tx, trained(tx, steps))
@@ -332,7 +332,7 @@ def test_layers_that_have_had_different_numbers_of_updates_are_refused(path: Pat
         export_state(path, TX, state._replace(opt_state=state.opt_state._replace(layers=counts)))
 
 
-def test_what_is_no_state_of_the_transform_is_refused(path: Path) -> None:
+def test_a_state_of_another_kind_is_refused(path: Path) -> None:
     state = trained(TX)
     with pytest.raises(
         InvalidArgumentError, match=r"state is a AdamState, not a TrainState; .* TrainState\(params, opt_state\) of the two"

@@ -1,4 +1,4 @@
-"""To and from Optax's own state: adamw and adam, whose moments are biased."""
+"""Export of and import into states of optax.adamw and optax.adam, whose moments are biased."""
 
 from __future__ import annotations
 

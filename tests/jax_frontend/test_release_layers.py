@@ -1,4 +1,4 @@
-"""release_layers: updates inside the backward pass of a loop that the caller wrote, each layer exactly once."""
+"""release_layers updates each layer exactly once, in the backward pass of a loop that the caller wrote."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ def compare(loss, layer, batch, tx=TX, steps=3) -> None:
 
 
 @needs_references
-def test_a_loop_of_ones_own_in_any_order_with_more_inputs_and_outputs() -> None:
+def test_a_loop_in_any_order_with_more_inputs_and_outputs_equals_the_plain_step() -> None:
     def dropping(params, state, key, keep):
         x, seen = state["x"], state["seen"]
         kept = jnp.where(jax.random.bernoulli(key, 0.8, x.shape), x, 0.0)
@@ -162,7 +162,7 @@ def test_one_layers_gradient_is_alive() -> None:
 
 
 @needs_references
-def test_it_is_the_same_on_many_devices() -> None:
+def test_a_sharded_loop_equals_one_device() -> None:
     with float64():
         params, step = parameters("float64", width=16), release_layers(loss, layer, TX)
         data = jnp.asarray(np.random.default_rng(1).integers(0, 5, 16), jnp.int32)
@@ -212,7 +212,7 @@ REFUSED = {
 
 @needs_references
 @pytest.mark.parametrize("name", REFUSED)
-def test_a_layer_that_is_not_visited_exactly_once_is_refused_before_anything_changes(name) -> None:
+def test_a_layer_that_is_not_used_exactly_once_is_refused_before_anything_changes(name) -> None:
     wrong, text = REFUSED[name]
     state = init_train_state(TX, parameters())
     before = jax.tree.map(jnp.copy, state)

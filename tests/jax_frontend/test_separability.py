@@ -1,4 +1,4 @@
-"""check_separable: what can be applied layer by layer passes, everything else is refused with a remedy."""
+"""check_separable accepts transforms that can be applied layer by layer, and refuses all others with a remedy."""
 
 from __future__ import annotations
 
@@ -197,9 +197,7 @@ def test_a_mask_of_all_parameters_is_refused_where_it_is_first_used() -> None:
     params = {"outer": layer(), "layers": jax.tree.map(lambda leaf: jnp.stack([leaf] * 2), layer())}
     tx = stable_adamw(1e-2, mask={"outer": MASK, "layers": MASK})  # whose init does not look at it
     step = release_layers(lambda outer, layers, batch: batch, lambda params, x: x, tx)
-    with pytest.raises(
-        InvalidArgumentError, match=r"mask has the structure .* not that of params.*a function of them"
-    ):
+    with pytest.raises(InvalidArgumentError, match=r"mask has the structure .* not that of params.*a function of them"):
         step(init_train_state(tx, params), jnp.ones(()))
 
 

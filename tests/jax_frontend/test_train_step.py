@@ -72,7 +72,7 @@ def test_clipping_does_not_overflow(size) -> None:
 
 
 @pytest.mark.parametrize("tx", [stable_adamw(1e-2), optax.contrib.schedule_free_sgd(), optax.adam(1e-2)])
-def test_the_state_owns_its_memory(tx) -> None:
+def test_a_state_shares_no_memory_with_the_parameters(tx) -> None:
     params = model()
     state = init_train_state(tx, params)
     pointers = [leaf.unsafe_buffer_pointer() for leaf in jax.tree.leaves((params, state))]

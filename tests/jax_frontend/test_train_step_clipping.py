@@ -1,4 +1,4 @@
-"""Exact clipping of an unrolled model: two backward passes that stay two, and no gradient waits for another one."""
+"""Exact clipping of an unrolled model: two backward passes are not merged, and hold no gradients."""
 
 from __future__ import annotations
 
@@ -71,14 +71,14 @@ def test_a_decoder_is_clipped_in_the_memory_of_its_plain_step() -> None:
     assert clipped.all_aliased
 
 
-def test_a_sum_with_a_weight_holds_no_gradients_either() -> None:
+def test_two_passes_of_a_weighted_loss_hold_no_gradients() -> None:
     twice = Cost(loss=loss_and_weight, max_norm=1.0)
     assert twice.peak < 3.6  # the old values wait for whether the step is skipped
     assert twice.all_aliased
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_two_passes_are_the_same_on_many_devices(layout) -> None:
+def test_two_sharded_passes_equal_one_device(layout) -> None:
     generator = np.random.default_rng(0)
     with float64():
         params = [jnp.asarray(generator.normal(size=(16, 16)) / 4) for _ in range(3)]

@@ -32,7 +32,7 @@ def layers(seed: int, dtype: str, count: int = 4) -> jax.Array:
 
 
 @CASES
-def test_vmap_is_each_layer_by_itself(rule, dtype) -> None:
+def test_vmap_equals_each_layer_by_itself(rule, dtype) -> None:
     tx = TRANSFORMS[rule](1e-2)
     per_layer = optax.GradientTransformation(jax.vmap(tx.init), jax.vmap(tx.update))
     params, grads = layers(0, dtype), [layers(seed, dtype).at[1].mul(30.0) for seed in (1, 2, 3)]
@@ -43,7 +43,7 @@ def test_vmap_is_each_layer_by_itself(rule, dtype) -> None:
 
 
 @CASES
-def test_scan_is_the_loop(rule, dtype) -> None:
+def test_scan_equals_the_loop(rule, dtype) -> None:
     tx = TRANSFORMS[rule](optax.linear_schedule(1e-2, 0.0, 10))
     params, grads = layers(0, dtype), [layers(seed, dtype) for seed in range(1, 6)]
     looped, looped_state = train(tx, params, grads)
@@ -86,7 +86,7 @@ def run(code: str, **environment: str) -> subprocess.CompletedProcess[str]:
 
 
 @pytest.mark.parametrize("package", ["jax", "optax"])
-def test_a_missing_package_is_named_with_its_remedy(package) -> None:
+def test_a_missing_package_is_named_with_the_remedy(package) -> None:
     done = run(
         "import importlib.util as u; find = u.find_spec\n"
         f"u.find_spec = lambda name, *a: None if name == {package!r} else find(name, *a)\n"

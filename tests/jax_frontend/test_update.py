@@ -1,4 +1,4 @@
-"""make_update: equal to Optax's two calls, and everything it is given is used up."""
+"""make_update equals tx.update and optax.apply_updates, and deletes what it is given."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Models of every library train through the walk as with the plain gradient and update: the guide's examples, as they stand."""
+"""The guide's examples for every library train in the walk as with the plain gradient and update."""
 
 from __future__ import annotations
 

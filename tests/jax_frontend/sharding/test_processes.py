@@ -1,4 +1,4 @@
-"""Two processes that hold half of every array each: the walk is that of one process."""
+"""The walk over two processes that hold half of every array each equals that of one process."""
 
 from __future__ import annotations
 
@@ -40,5 +40,5 @@ print("equal")
 """
 
 
-def test_two_processes_are_one() -> None:
+def test_two_processes_equal_one() -> None:
     in_two_processes(SCRIPT, "equal")

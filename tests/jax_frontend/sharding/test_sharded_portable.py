@@ -1,4 +1,4 @@
-"""Portable state of sharded parameters: the file is that of whole ones, and what comes out of it lies where it lay."""
+"""Portable state of sharded parameters: the file is that of whole ones, and an import restores the shardings."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def in_float64() -> Iterator[None]:
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_over_eight_devices(tmp_path: Path, layout: str) -> None:
+def test_a_sharded_state_writes_the_same_bytes_and_comes_back_sharded(tmp_path: Path, layout: str) -> None:
     params, data = parameters("bfloat16", width=WIDTH), rows(batch(ROWS))
     step, state = make_release_step(STACK, TX), init_train_state(TX, spread(params, layout))
     state, _ = step(state, data)
@@ -90,6 +90,6 @@ print("refused")
 """
 
 
-def test_over_two_processes(tmp_path: Path) -> None:
+def test_two_processes_export_and_fail_together(tmp_path: Path) -> None:
     """Nobody holds a whole array. What fails on one fails on both, and neither waits for ever."""
     in_two_processes(SCRIPT, "refused", str(tmp_path / "state"))

@@ -1,4 +1,4 @@
-"""accumulation="state": every micro-batch straight into the moments, as the float64 reference does it."""
+"""accumulation="state" adds every micro-batch to the moments, as the float64 reference does."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def test_one_micro_batch_is_exact() -> None:
     assert_equal(inside, exact)
 
 
-def test_low_precision_keeps_its_dtypes_and_its_memory() -> None:
+def test_low_precision_states_keep_dtypes_and_are_donated() -> None:
     tx, data, params = TX, batch(), parameters("bfloat16")
     step, state = make_release_step(STACK, tx, microbatches=4, accumulation="state"), init_train_state(tx, params)
     dtypes = jax.tree.map(lambda leaf: (leaf.dtype, leaf.shape), state)

@@ -76,7 +76,7 @@ def test_an_overflow_changes_nothing_but_the_scale(fence) -> None:
     assert step.jitted._cache_size() == 1
 
 
-def test_a_scale_that_is_not_to_blame_stays() -> None:
+def test_a_step_without_weight_does_not_change_the_scale() -> None:
     tx, params = TX, parameters()
     data = {**batch(), "mask": jnp.zeros((8, 6), bool)}
     state = init_train_state(tx, params, loss_scale=dynamic_loss_scale(8.0, period=3))

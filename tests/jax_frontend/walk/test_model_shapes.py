@@ -152,7 +152,7 @@ def test_equals_the_plain_gradient_and_update(case) -> None:
 
 
 @pytest.mark.parametrize("save_residuals", [False, True])
-def test_dropout_has_one_key_for_each_layer_and_micro_batch(save_residuals) -> None:
+def test_a_key_is_split_over_layers_and_micro_batches(save_residuals) -> None:
     """The batch's key is split over the micro-batches, each of those over the layers; going back the masks are the same."""
 
     def layer(w, x, key):
@@ -180,7 +180,7 @@ def test_dropout_has_one_key_for_each_layer_and_micro_batch(save_residuals) -> N
         np.testing.assert_allclose(metrics["grad_norm"], np.linalg.norm(grads["layers"]), rtol=1e-12)
 
 
-def test_the_stack_is_the_plain_loss() -> None:
+def test_a_layer_stack_returns_the_plain_loss() -> None:
     stack, params = masked()
     batch, outer = data(), params["outer"]
     x = batch["source"] @ outer["head"]
@@ -191,7 +191,7 @@ def test_the_stack_is_the_plain_loss() -> None:
     np.testing.assert_allclose(jax.jit(stack)(params, batch), square(outer, x, batch), rtol=1e-5)
 
 
-def test_one_micro_batch_may_have_anything_in_its_batch() -> None:
+def test_one_micro_batch_takes_numbers_in_its_batch() -> None:
     stack = LayerStack(lambda o, b: b["x"] * b["scale"], lambda w, x: x @ w, lambda o, x, b: jnp.mean(x**2))
     params = {"outer": {}, "layers": normal(1, LAYERS, WIDTH, WIDTH)}
     batch = {"x": normal(2, ROWS, WIDTH), "scale": 0.5}

@@ -53,7 +53,7 @@ def test_every_separable_transform_can_be_walked(tx) -> None:
         assert_close(state, expected, rtol=1e-12, atol=1e-12)
 
 
-def test_a_spike_in_one_layer_leaves_the_others_alone() -> None:
+def test_a_spike_in_one_layer_changes_no_other() -> None:
     tx, data, params = TX, batch(), parameters()
 
     @jax.custom_vjp
@@ -90,7 +90,7 @@ def test_a_spike_in_one_layer_leaves_the_others_alone() -> None:
 @pytest.mark.parametrize(
     ("dtype", "compensation", "digits"), [("bfloat16", "split", 22), ("bfloat16", "kahan", 15), ("float16", "kahan", 20)]
 )
-def test_compensated_parameters_are_what_float32_ones_would_be(dtype, compensation, digits) -> None:
+def test_compensated_parameters_equal_float32_parameters(dtype, compensation, digits) -> None:
     """Of a model whose gradients do not depend on its parameters; the steps are far below a spacing of the dtype."""
     stack = LayerStack(lambda o, b: b["x"], lambda p, x: x + p.astype(jnp.float32), lambda o, x, b: jnp.mean(x * b["y"]))
     generator = np.random.default_rng(0)
@@ -110,7 +110,7 @@ def test_compensated_parameters_are_what_float32_ones_would_be(dtype, compensati
     np.testing.assert_allclose(resolved, exact, rtol=2.0**-digits, atol=5 * 2.0**-25 if dtype == "float16" else 0.0)
 
 
-def test_the_update_is_that_of_one_layer_outside() -> None:
+def test_the_update_equals_that_of_a_layer_outside_of_the_walk() -> None:
     """apply_directly, vectorised over the layer axis, on the same gradients: a float32 contraction more or less."""
     tx, data, params = TX, batch(), parameters()
     state, _ = make_release_step(STACK, tx)(init_train_state(tx, params), data)

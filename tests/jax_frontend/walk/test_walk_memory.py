@@ -1,4 +1,4 @@
-"""What the walk costs: the state is updated in place, one layer's gradient is alive, the program does not grow with depth."""
+"""Memory of the walk: the state is updated in place, one layer's gradient is alive, the program does not grow with depth."""
 
 from __future__ import annotations
 
