@@ -11,9 +11,9 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from tests.support.portable_states import KINDS
 from tests.support.jax_training import TRANSFORMS, float64
 from tests.support.jax_walk import LAYERS, STACK, TX, batch, parameters
+from tests.support.portable_states import KINDS
 
 from penstock.core.errors import InvalidArgumentError, RefusedError
 from penstock.core.portable.file import describe, load, save

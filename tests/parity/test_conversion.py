@@ -13,8 +13,8 @@ import numpy as np
 import optax
 import pytest
 import torch
-from tests.support.portable_states import KINDS
 from tests.support.jax_training import float64
+from tests.support.portable_states import KINDS
 
 from penstock import jax_frontend, torch_frontend
 from penstock.core.portable.names import Transposed

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from tests.processes_support import in_two_processes
+from tests.support.jax_processes import in_two_processes
 from tests.support.jax_sharding import LAYOUTS, ROWS, WIDTH, programs, rows, spread
 from tests.support.jax_training import float64
 from tests.support.jax_walk import STACK, TX, batch, parameters
@@ -54,7 +54,7 @@ from pathlib import Path
 import numpy as np
 from penstock.core.errors import PenstockError
 from penstock.jax_frontend import export_state, import_state, init_train_state
-from tests.processes_support import spread
+from tests.support.jax_processes import spread
 from tests.support.jax_walk import TX, parameters
 
 params, path = parameters("bfloat16", width=8), Path(sys.argv[3])
