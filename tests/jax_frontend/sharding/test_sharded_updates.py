@@ -35,8 +35,8 @@ def in_float64() -> Iterator[None]:
 
 @pytest.mark.parametrize(
     ("layout", "options"),
-    [("data parallel", {}), ("fsdp", {"microbatches": 2, "max_norm": 0.05})],
-    ids=["data parallel", "fsdp, clip, micro-batches"],
+    [("data parallel", {}), ("fsdp", {"max_norm": 0.05}), ("fsdp", {"microbatches": 2, "max_norm": 0.05})],
+    ids=["data parallel", "fsdp, clip", "fsdp, clip, micro-batches"],
 )
 def test_make_train_step_over_devices_equals_one_device(layout: str, options: dict[str, Any]) -> None:
     params, data, tx = parameters("float64", width=WIDTH), batch(ROWS), stable_adamw(1e-2)
