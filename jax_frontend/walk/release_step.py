@@ -101,10 +101,11 @@ def make_release_step(
                 "leave accumulation out (microbatches alone are exact), or use StableAdamW, which needs no clipping."
             )
 
-    settings = StepSettings(stack, tx, microbatches, max_norm, save_residuals, resolve_fence(fence))
+    resolve_fence(fence)  # raises
 
     def step(state: TrainState, batch: PyTree) -> tuple[TrainState, dict[str, jax.Array]]:
         _check_state(stack, tx, state)
+        settings = StepSettings(stack, tx, microbatches, max_norm, save_residuals, resolve_fence(fence))
         accumulates = accumulation == "state" and microbatches > 1
         return (in_state_step if accumulates else exact_step)(settings, state, chunks(batch, microbatches))
 
