@@ -17,7 +17,7 @@ from ..core.compensation import Stored
 from ..core.dtypes import check_parameter_dtype, compute_dtype
 from ..core.errors import InvalidArgumentError, UnsupportedTensorError
 from ..core.hyperparameters import RANGES, Hyperparameters
-from ..core.moments import Corrections, bias_corrections
+from ..core.moments import Corrections, bias_corrections, is_zero
 from ..core.rules import Rule
 from .arguments import Arguments, decayed
 from .array_ops import jax_ops
@@ -105,7 +105,7 @@ def transformation(rule: Rule, arguments: Arguments) -> RuleTransformation:
             _check_without_params(rule, arguments, state)
         count, treedef, leaves = leaves_of(rule, arguments, updates, state, params)
         paths = [path for path, _ in jax.tree_util.tree_leaves_with_path(updates, is_leaf=lambda x: x is None)]
-        given = leaves if params is None else treedef.flatten_up_to(params)
+        given = [None] * len(leaves) if params is None else treedef.flatten_up_to(params)
         kept = zip(*(treedef.flatten_up_to(field) for field in state[1:]), strict=True)
         results: list[tuple[Any, ...]] = []
         for path, parameter, leaf, (mu, nu, compensation) in zip(paths, given, leaves, kept, strict=True):
@@ -116,7 +116,7 @@ def transformation(rule: Rule, arguments: Arguments) -> RuleTransformation:
                 increment, new, *state_of_leaf = _update_leaf(rule, leaf, arguments.scales_only, direct=record is not None)
                 results.append((increment, *state_of_leaf))
             if record is not None:
-                decays = leaf is not None and not _is_zero(leaf.hyperparameters.weight_decay)
+                decays = leaf is not None and not is_zero(leaf.hyperparameters.weight_decay)
                 source = Source(rule, arguments, decays)
                 record(Record(path, parameter, increment, new, compensation is not None, source))
         columns = zip(*results, strict=True) if results else ((), (), (), ())
@@ -168,10 +168,6 @@ def leaves_of(
         chosen = numbers_.decaying if decays else numbers_.plain
         leaves.append(Leaf(chosen, numbers_.corrections, compensation, parameter, gradient, specification.TensorState(*kept)))
     return count, treedef, leaves
-
-
-def _is_zero(value: Any) -> bool:
-    return isinstance(value, numbers.Real) and value == 0
 
 
 def _flatten_like(gradients: Any, tree: PyTree, name: str) -> list[Any]:
