@@ -215,7 +215,7 @@ def measure(method: Method, optimizer: str, model: Decoder) -> dict[str, float]:
     tx = transform_of(method, optimizer)
     key = jax.random.key(0)
     params = jax.eval_shape(lambda: model.params(key, stacked=method.stacked))
-    state = jax.eval_shape(lambda params: init_train_state(tx, params, None if method.layered else False), params)
+    state = jax.eval_shape(lambda params: init_train_state(tx, params, layered=method.layered), params)
     devices = jax.device_count()
     batch = jax.eval_shape(lambda: model.batch(key, method.rows * devices))
     if devices > 1:

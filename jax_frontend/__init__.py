@@ -1,14 +1,13 @@
-"""The JAX frontend: the optimizers as ordinary Optax transforms, and training steps that donate what they use up.
+"""The JAX frontend: the optimizers as ordinary Optax transforms, and training steps that donate their state.
 
     tx = optax.chain(optax.zero_nans(), stable_adamw(1e-3))
-    update = make_update(tx)                       # (grads, state, params) -> (params, state), all three used up
-    step = make_train_step(loss_fn, tx)            # (state, batch) -> (state, metrics), the state donated
+    update = make_update(tx)                       # (grads, state, params) -> (params, state); the arguments are deleted
+    step = make_train_step(loss_fn, tx)            # (state, batch) -> (state, metrics); the state is donated
     step = make_release_step(stack, tx)            # the same for layers stacked along an axis: one layer's gradient alive
 
 XLA interleaves backward pass and update of an *unrolled* model by itself once everything is donated; `make_train_step`
-is that step. Layers scanned over a stacked axis keep all their gradients until the scan ends: `make_release_step` walks back
-over such a stack itself, and updates every layer the moment its gradient exists. Both apply updates through the same
-`direct.apply_directly`.
+is that step. A `lax.scan` over stacked layers keeps all their gradients until it ends: `make_release_step` walks back over the
+layers itself, and updates each one as soon as its gradient exists. All of them update by `direct.apply_directly`.
 """
 
 from importlib.util import find_spec

@@ -1,10 +1,10 @@
-"""What a transform is built with: hyperparameters, schedules, and the mask of weight decay."""
+"""The arguments of a transform: hyperparameters, schedules, and the mask of weight decay."""
 
 from __future__ import annotations
 
 import dataclasses
 import numbers
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -15,6 +15,7 @@ from ..core import compensation as compensations
 from ..core.dtypes import StateDtypes, state_dtypes
 from ..core.errors import InvalidArgumentError, PenstockError
 from ..core.hyperparameters import RANGES, Hyperparameters, Scalar
+from .buffers import is_concrete
 from .state import PyTree
 
 Schedule = Callable[[Any], Any]
@@ -28,9 +29,9 @@ _LOW_PRECISION = ("bfloat16", "float16")
 
 @dataclasses.dataclass(frozen=True)
 class Arguments:
-    """What a transform was built with; Python numbers are validated at once, traced ones and schedules cannot be.
+    """The arguments of a transform; Python numbers are checked at once, traced ones and schedules cannot be.
 
-    Fields as in `stable_adamw`; scales_only: return the direction, neither negated nor times a learning rate.
+    Fields as in `stable_adamw`; scales_only: the transform returns the direction, neither negated nor times a learning rate.
     """
 
     learning_rate: ScalarOrSchedule
@@ -55,11 +56,11 @@ class Arguments:
                 state_dtypes("float32", self.b2, **asked, argument=name, beta2_argument=NAMES["beta2"])
 
     def hyperparameters(self, count: Any, *, check_schedules: bool = True) -> Hyperparameters:
-        """The hyperparameters of the update after `count` others.
+        """Return the hyperparameters of the update after `count` others.
 
         Args:
             count: as Optax counts for schedules, from 0 on.
-            check_schedules: evaluate the schedules; otherwise 0 stands in for them.
+            check_schedules: evaluate the schedules; otherwise 0 is used for them.
         """
         learning_rate, weight_decay = (
             (value(count) if check_schedules else 0.0) if callable(value) else value
@@ -88,7 +89,7 @@ class Arguments:
         return hyperparameters
 
     def dtypes(self, parameter_dtype: str) -> StateDtypes:
-        """The dtypes of a parameter's moments."""
+        """Return the dtypes of a parameter's moments."""
         mu = None if self.mu_dtype is None else _dtype_name(self.mu_dtype, "mu_dtype")
         nu = None if self.nu_dtype is None else _dtype_name(self.nu_dtype, "nu_dtype")
         return state_dtypes(parameter_dtype, self.b2, mu, nu, argument="nu_dtype", beta2_argument=NAMES["beta2"])
@@ -99,6 +100,35 @@ class Arguments:
         return not (isinstance(self.weight_decay, numbers.Real) and self.weight_decay == 0)
 
 
+Settings = Mapping[str, float | bool | None]
+"""Hyperparameters by the names of `core.hyperparameters.Hyperparameters`."""
+
+
+def settings_of(arguments: Arguments, decays: bool) -> Settings:
+    """Return the hyperparameters of a parameter that are numbers, but not schedules or arrays of the optimizer state.
+
+    Args:
+        arguments: of the transform that updates it.
+        decays: weight decay applies to it.
+    """
+    decoupled = arguments.decouple_lr
+    highest = arguments.learning_rate if arguments.max_lr is None else arguments.max_lr
+    given = {
+        "learning_rate": None if arguments.scales_only else arguments.learning_rate,
+        "beta1": arguments.b1,
+        "beta2": arguments.b2,
+        "eps": arguments.eps,
+        "weight_decay": arguments.weight_decay if decays else 0.0,
+        "max_lr": highest if decoupled else None,
+    }
+    known = {name: float(value) for name, value in given.items() if _is_number(value)}
+    return {**known, **({} if decoupled else {"max_lr": None}), "decouple_lr": decoupled, "maximize": False}
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, numbers.Real) or is_concrete(value) or isinstance(value, np.ndarray)
+
+
 def _dtype_name(dtype: Any, argument: str) -> str:
     try:
         return jnp.dtype(dtype).name
@@ -107,21 +137,21 @@ def _dtype_name(dtype: Any, argument: str) -> str:
 
 
 def decayed(mask: Mask, params: PyTree) -> PyTree:
-    """A tree like params of Python booleans: whether weight decay applies."""
+    """Return a tree like params of Python booleans: whether weight decay applies."""
     tree = mask(params) if callable(mask) else mask
 
-    def spread(applies: Any, below: PyTree) -> PyTree:
+    def broadcast(applies: Any, below: PyTree) -> PyTree:
         if not isinstance(applies, bool | np.bool_):
             raise InvalidArgumentError(f"mask has {applies!r} as a leaf; a mask is a tree of True and False.")
         return jax.tree.map(lambda _: bool(applies), below)
 
     try:
-        return jax.tree.map(spread, tree, params)
+        return jax.tree.map(broadcast, tree, params)
     except PenstockError:
         raise
     except ValueError as error:
         raise InvalidArgumentError(
-            f"mask, {jax.tree.structure(tree)}, has not the structure of params, {jax.tree.structure(params)}, nor of a "
+            f"mask has the structure {jax.tree.structure(tree)}, not that of params, {jax.tree.structure(params)}, nor of a "
             "prefix of it. Give a mask of these parameters; or, as where each layer is updated by itself, a function of "
             "them, such as lambda params: jax.tree.map(lambda leaf: leaf.ndim > 1, params)."
         ) from error

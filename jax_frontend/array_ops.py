@@ -1,4 +1,4 @@
-"""What the specification needs of JAX."""
+"""The array operations of the specification, in JAX."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ class JaxOps:
         return jnp.asarray(x).astype(dtype)
 
     def round_to(self, x: Array, dtype: str) -> Array:
-        """XLA removes a pair of casts, but never these operations."""
+        """Round with operations that XLA never removes, as it does a pair of casts."""
         if dtype == "bfloat16":
             return lax.reduce_precision(x, exponent_bits=8, mantissa_bits=7)
         if dtype == "float16":
             normal = lax.reduce_precision(x, exponent_bits=5, mantissa_bits=10)
-            # reduce_precision flushes subnormals to zero, which float16 has and a cast keeps.
+            # reduce_precision flushes subnormals to zero; float16 has them, and a cast keeps them.
             subnormal = jnp.rint(x / _FLOAT16_SUBNORMAL_SPACING) * _FLOAT16_SUBNORMAL_SPACING
             return jnp.where(jnp.abs(x) < _FLOAT16_SMALLEST_NORMAL, subnormal, normal)
         return x.astype(dtype).astype(x.dtype)
@@ -41,22 +41,22 @@ class JaxOps:
         return lax.bitcast_convert_type(x, jnp.dtype(dtype))
 
     def zeros_like(self, x: Array, dtype: str) -> Array:
-        """A sharded x gives zeros with the same sharding."""
+        """Return zeros with the shape and sharding of x."""
         return jnp.zeros_like(x, dtype=dtype)
 
 
 jax_ops = JaxOps()
 
-ELSEWHERE = "What the model reads and does not train goes into the batch, or into the loss function by closure"
-"""Where integers, keys and quantized weights go: no mask takes them out of what is differentiated."""
+NOT_TRAINED = "Give what the model reads and does not train as part of the batch, or to the loss function by closure"
+"""The remedy for integers, keys and quantized weights: no mask excludes them from what is differentiated."""
 
 
-def widened(x: Array) -> Array:
-    """x in its compute dtype."""
+def upcast(x: Array) -> Array:
+    """Return x in its compute dtype."""
     return jax_ops.cast(x, compute_dtype(jax_ops.dtype_name(x)))
 
 
 def check_floating(params: Any) -> None:
     """Raise `UnsupportedTensorError` unless all parameters of a tree are of floating-point dtypes that can be optimized."""
     for path, leaf in jax.tree_util.tree_leaves_with_path(params):
-        check_parameter_dtype(jnp.result_type(leaf).name, f"params{jax.tree_util.keystr(path)}", ELSEWHERE)
+        check_parameter_dtype(jnp.result_type(leaf).name, f"params{jax.tree_util.keystr(path)}", NOT_TRAINED)

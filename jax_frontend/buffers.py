@@ -1,4 +1,4 @@
-"""Where arrays are stored in memory, and whether they still are."""
+"""The memory of arrays: its addresses, and whether it was deleted."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ Buffer = tuple[Any, int]
 
 
 def is_concrete(leaf: Any) -> bool:
-    """Whether a leaf is an array in memory, not a traced one."""
+    """Return whether a leaf is an array in memory, not a traced one."""
     return isinstance(leaf, jax.Array) and not isinstance(leaf, Tracer)
 
 
 def is_array_like(leaf: Any) -> bool:
-    """Whether a leaf is an array, of JAX or of numpy, or a number."""
+    """Return whether a leaf is an array, of JAX or of numpy, or a number."""
     return hasattr(leaf, "dtype") or hasattr(leaf, "__jax_array__") or isinstance(leaf, numbers.Number)
 
 
 def buffers(leaf: Any) -> set[Buffer]:
-    """Where a concrete array is stored in memory, on each of its devices."""
+    """Return the buffers of a concrete array, on each of its devices."""
     if not is_concrete(leaf) or leaf.size == 0:
         return set()
     if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
@@ -44,27 +44,25 @@ def check_alive(leaf: Any, name: str, *, donated: bool = True) -> None:
 
     Args:
         leaf: any leaf.
-        name: what the error calls it.
-        donated: the leaf belongs to what an update donates, and returns anew.
+        name: its name in the error.
+        donated: the leaf is of an argument that is donated, and returned by the call.
     """
     if is_concrete(leaf) and leaf.is_deleted():
         if donated:
             raise InvalidArgumentError(f"{name} was donated to an earlier update; use what that update returned.")
-        raise InvalidArgumentError(
-            f"{name} was deleted, as everything is that an earlier call used up; compute it again, or give that call a copy."
-        )
+        raise InvalidArgumentError(f"{name} was deleted by an earlier call; compute it again, or give that call a copy.")
 
 
 def strong(leaf: Any) -> Any:
-    """A weakly typed array (jnp.asarray(1.0)) as one that is not; any other leaf as it is."""
+    """Return a weakly typed array (jnp.asarray(1.0)) as one that is not, and any other leaf as it is."""
     return lax.convert_element_type(leaf, leaf.dtype) if getattr(leaf, "weak_type", False) else leaf
 
 
 def typed_like(old: PyTree, new: PyTree) -> PyTree:
-    """The tree `new`, weakly typed where `old` is: it can take its place in the next call without another compilation.
+    """Return the tree `new`, weakly typed where `old` is, so that the next call with it is not compiled again.
 
     Args:
-        old, new: trees of arrays; where their structures, dtypes or shapes differ, new is left as it is.
+        old, new: trees of arrays; where their structures, dtypes or shapes differ, new is returned as it is.
     """
 
     def leaf(old: Any, new: Any) -> Any:

@@ -1,12 +1,12 @@
 r"""Compensation through Optax: an increment in the parameter's dtype, and the bits that adding it will lose.
 
-The exact new value is x, a number of the compute dtype; the parameter in memory becomes p'. `core.compensation` says how
+The exact new value is x, a number of the compute dtype; the stored parameter becomes p'. `core.compensation` defines how
 p' and k hold x. An Optax transform cannot return p', only an increment u that its caller adds, so here
 
-    u = cast(p' - p)        q = cast(p + u)        k = what q lacks of x
+    u = cast(p' - p)        q = cast(p + u)        k = x - q
 
-where q is what optax.apply_updates will produce. While p/2 <= p' <= 2p, p' - p is exact and q = p'; beyond, q may miss p'
-by a spacing or so, and k saturates at what it can hold: kahan rounds, split stops half a bfloat16 spacing from q.
+where q is what optax.apply_updates will produce. While p/2 <= p' <= 2p, p' - p is exact and q = p'. Beyond, q may differ from
+p' by about a spacing, and k saturates: kahan rounds, split ends half a bfloat16 spacing from q.
 """
 
 from __future__ import annotations
@@ -21,7 +21,8 @@ from ..core.array_ops import Array
 from ..core.compensation import Stored
 from ..core.errors import InvalidArgumentError
 from .array_ops import jax_ops
-from .direct import as_transformation, destination_of
+from .direct import as_transformation
+from .records import Record, recorder
 from .state import CompensatedState, PyTree, compensated_leaves, initial_compensation
 
 _MAGNITUDE = 0x7FFFFFFF  # a float32's bits without its sign
@@ -29,20 +30,15 @@ _INT16 = (-0x8000, 0x7FFF)
 
 
 class Stepped(NamedTuple):
-    """One parameter after an update.
+    """One parameter after an update."""
 
-    update: the increment, in the parameter's dtype.
-    parameter: the exact new parameter, in its dtype.
-    compensation: k, against the exact parameter or against what adding the increment gives, as was asked; or None.
-    """
-
-    update: Array
-    parameter: Array
-    compensation: Array | None
+    increment: Array  # in the parameter's dtype
+    parameter: Array  # the exact new one, in its dtype
+    compensation: Array | None  # of the exact parameter if direct, of what adding the increment gives otherwise
 
 
-def lacking(compensation: str, exact: Array, reached: Array) -> Array:
-    """k of a parameter that is `reached` and should be `exact`, or as near to that as k can bring it.
+def residual(compensation: str, exact: Array, reached: Array) -> Array:
+    """Return k for a parameter that is `reached` and should be `exact`, or the nearest that k can hold.
 
     Args:
         compensation: "kahan" or "split".
@@ -56,26 +52,26 @@ def lacking(compensation: str, exact: Array, reached: Array) -> Array:
     if compensation == "kahan":
         return xp.where(xp.isfinite(reached), exact - reached, 0.0)
     exact_bits, reached_bits = ops.bitcast(exact, "int32"), ops.bitcast(reached, "int32")
-    # Bits count as numbers only within one sign: from the other side of zero, zero is the nearest.
+    # Differences of bits are distances within one sign only; from the other side of zero, zero is the nearest.
     same_sign = (exact_bits ^ reached_bits) >= 0
     magnitude = xp.where(same_sign, exact_bits & _MAGNITUDE, 0)
     kept = xp.clip(magnitude - (reached_bits & _MAGNITUDE), *_INT16)
     return ops.cast(xp.where(xp.isnan(reached), 0, kept), "int16")
 
 
-def step(compensation: str, parameter: Array, wide: Array, added: Array, *, direct: bool) -> Stepped:
+def step(compensation: str, parameter: Array, value: Array, added: Array, *, direct: bool) -> Stepped:
     """Add `added` to a parameter.
 
     Args:
         compensation: resolved: "none", "kahan" or "split".
-        parameter: as it lies in memory.
-        wide: the number that it and its compensation stand for, in the compute dtype.
-        added: what the update adds to that number, in the compute dtype.
-        direct: the exact new parameter will be taken; otherwise the increment will be added.
+        parameter: as it is stored.
+        value: of the parameter and its compensation together, in the compute dtype.
+        added: what the update adds to the value, in the compute dtype.
+        direct: the caller takes the exact new parameter; otherwise it adds the increment.
     """
     ops, xp = jax_ops, jax_ops.xp
     dtype = ops.dtype_name(parameter)
-    exact = wide + added
+    exact = value + added
     stored = compensations.store(ops, compensation, exact, dtype)
     if compensation == "none":
         return Stepped(ops.cast(added, dtype), stored.parameter, None)
@@ -84,21 +80,21 @@ def step(compensation: str, parameter: Array, wide: Array, added: Array, *, dire
     kept = stored.compensation
     if not direct:
         reached = ops.round_to(old + increment, dtype)
-        kept = ops.cast(lacking(compensation, exact, reached), ops.dtype_name(kept))
+        kept = ops.cast(residual(compensation, exact, reached), ops.dtype_name(kept))
     return Stepped(ops.cast(increment, dtype), stored.parameter, kept)
 
 
 def compensated(tx: optax.GradientTransformation, compensation: str = "auto") -> optax.GradientTransformationExtraArgs:
-    r"""Keep the bits that low-precision parameters lose when the updates of `tx` are added to them.
+    r"""Return `tx` with the bits kept that low-precision parameters lose when its updates are added to them.
 
         x = p + k + u        p <- cast(x)        k <- x - p
 
     float32 and float64 parameters are left alone. The updates stay in the parameters' dtype. With `optax.apply_updates`
     the result is exact while p/2 <= p' <= 2p and saturates beyond; in `make_update` and `make_train_step` it always is.
 
-    It must be the last transform in a chain: whatever changes the updates afterwards makes the kept bits wrong. So do
+    It must be the last transform in a chain: whatever changes the updates afterwards makes the kept bits wrong, and so do
     wrappers such as `optax.lookahead` and `optax.contrib.schedule_free`; under them use compensation="none". `make_update`
-    and `make_train_step` refuse both; with `optax.apply_updates` alone nothing can see it.
+    and `make_train_step` refuse both; with `optax.apply_updates` alone it cannot be noticed.
 
     Args:
         tx: any Optax transform whose updates are added to parameters. It sees the parameters, not the kept bits.
@@ -110,6 +106,9 @@ def compensated(tx: optax.GradientTransformation, compensation: str = "auto") ->
 
     Raises:
         InvalidArgumentError: an unknown compensation; at init, split for float16, or a tx that compensates already.
+
+    Example:
+        tx = optax.chain(optax.clip_by_global_norm(1.0), compensated(optax.adamw(1e-3)))
 
     References:
         Kahan, Further remarks on reducing truncation errors, 1965; Zamirai et al., https://arxiv.org/abs/2010.06192.
@@ -130,34 +129,34 @@ def compensated(tx: optax.GradientTransformation, compensation: str = "auto") ->
     def update(updates: PyTree, state: Any, params: PyTree | None = None, **extra_args: Any) -> tuple[PyTree, CompensatedState]:
         if params is None:
             raise InvalidArgumentError(params_needed("compensated(tx)", "to know what was lost in rounding them"))
-        destination = destination_of(extra_args)
+        record = recorder(extra_args)
         updates, inner_state = inner.update(updates, state.inner_state, params, **extra_args)
         treedef: Any
-        leaves, treedef = jax.tree.flatten(updates, is_leaf=lambda x: x is None)
-        stepped, kept = [], []
-        for added, parameter, k in zip(
+        leaves, treedef = jax.tree_util.tree_flatten_with_path(updates, is_leaf=lambda x: x is None)
+        increments, kept = [], []
+        for (path, added), parameter, k in zip(
             leaves, treedef.flatten_up_to(params), treedef.flatten_up_to(state.compensation), strict=True
         ):
-            if added is None and k is not None and destination is not None:
-                destination.without_gradient += 1
             if added is None or k is None:
-                stepped.append(added)
+                if k is not None and record is not None:
+                    record(Record(path, parameter, None, parameter, compensated=True))
+                increments.append(added)
                 kept.append(k)
                 continue
             resolved = compensations.resolve(compensation, jax_ops.dtype_name(parameter))
-            wide = compensations.load(jax_ops, resolved, Stored(parameter, k))
-            new = step(resolved, parameter, wide, jax_ops.cast(added, "float32"), direct=destination is not None)
-            if destination is not None:
-                destination.put(new.update, new.parameter, compensated=True)
-            stepped.append(new.update)
+            value = compensations.load(jax_ops, resolved, Stored(parameter, k))
+            new = step(resolved, parameter, value, jax_ops.cast(added, "float32"), direct=record is not None)
+            if record is not None:
+                record(Record(path, parameter, new.increment, new.parameter, compensated=True))
+            increments.append(new.increment)
             kept.append(new.compensation)
-        return treedef.unflatten(stepped), CompensatedState(inner_state, treedef.unflatten(kept))
+        return treedef.unflatten(increments), CompensatedState(inner_state, treedef.unflatten(kept))
 
     return optax.GradientTransformationExtraArgs(init, update)
 
 
 def initial_leaf(compensation: str, parameter: Array) -> Array | None:
-    """The compensation of a parameter that was never updated: zeros, or None where there is nothing to compensate.
+    """Return the compensation of a parameter that was never updated: zeros, or None where it is not compensated.
 
     Raises:
         InvalidArgumentError: split for a float16 parameter.
@@ -168,5 +167,5 @@ def initial_leaf(compensation: str, parameter: Array) -> Array | None:
 
 
 def params_needed(transform: str, why: str) -> str:
-    """The text of the error for an update without params."""
+    """Return the text of the error for an update without params."""
     return f"{transform} needs the parameters {why}, but update was called without them; call update(grads, state, params)."

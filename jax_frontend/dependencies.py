@@ -1,4 +1,4 @@
-"""Which inputs of a traced computation its outputs depend on."""
+"""Data flow in a traced computation: the inputs that its outputs depend on."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ _CALLS = frozenset(
 """Primitives whose operands and results are those of the one jaxpr in their parameters."""
 
 Marks = int
-"""A set of inputs, one bit each: of layers, or whatever a caller tells apart."""
+"""A set of inputs as bits; the caller gives each input its bits."""
 
 
 def flow(jaxpr: jaxpr_types.Jaxpr, given: Sequence[Marks]) -> list[Marks]:
-    """For every output of a jaxpr, the marks of all inputs that it depends on.
+    """Return for every output of a jaxpr the marks of all inputs that it depends on.
 
     Args:
         jaxpr: with constants unmarked.
@@ -48,7 +48,7 @@ def _open(jaxpr: Any) -> Any:
 
 
 def _through(equation: jaxpr_types.JaxprEqn, given: list[Marks]) -> list[Marks]:
-    """The marks of an equation's outputs. What is not known to keep its operands apart mixes them all."""
+    """Return the marks of an equation's outputs; those of an unknown primitive depend on all its operands."""
     name, parameters = equation.primitive.name, equation.params
     if name in _CALLS:
         kinds = (jaxpr_types.Jaxpr, jaxpr_types.ClosedJaxpr)
@@ -56,9 +56,9 @@ def _through(equation: jaxpr_types.JaxprEqn, given: list[Marks]) -> list[Marks]:
         if len(inner) == 1 and len(inner[0].invars) == len(given):
             return flow(inner[0], given)
     if name == "cond":
-        which, *operands = given
+        predicate, *operands = given
         branches = [flow(_open(branch), operands) for branch in parameters["branches"]]
-        return [_union((which, *marks)) for marks in zip(*branches, strict=True)]
+        return [_union((predicate, *marks)) for marks in zip(*branches, strict=True)]
     if name == "scan":
         constants, carried = parameters["num_consts"], parameters["num_carry"]
         return _looped(
@@ -70,8 +70,8 @@ def _through(equation: jaxpr_types.JaxprEqn, given: list[Marks]) -> list[Marks]:
         split = constants + body_constants
 
         def body(carry: list[Marks]) -> list[Marks]:
-            (goes_on,) = flow(_open(parameters["cond_jaxpr"]), [*given[:constants], *carry])
-            return [goes_on | each for each in flow(_open(parameters["body_jaxpr"]), [*given[constants:split], *carry])]
+            (condition,) = flow(_open(parameters["cond_jaxpr"]), [*given[:constants], *carry])
+            return [condition | each for each in flow(_open(parameters["body_jaxpr"]), [*given[constants:split], *carry])]
 
         return _looped(body, given[split:])
     if name == "optimization_barrier":
@@ -80,7 +80,7 @@ def _through(equation: jaxpr_types.JaxprEqn, given: list[Marks]) -> list[Marks]:
 
 
 def _looped(body: Callable[[list[Marks]], list[Marks]], carry: list[Marks]) -> list[Marks]:
-    """The outputs of a loop after any number of rounds: those of the first carry that a round adds nothing to."""
+    """Return the marks of a loop's outputs after any number of rounds: those of the first carry to which a round adds none."""
     while True:
         out = body(carry)
         grown = [before | after for before, after in zip(carry, out, strict=False)]

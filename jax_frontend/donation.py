@@ -1,4 +1,4 @@
-"""Jitted functions that donate arguments: called through jax.jit alone, and explained where jax refuses an array."""
+"""Jitted functions that donate arguments: a call is jax.jit's, and the errors of jax are explained."""
 
 from __future__ import annotations
 
@@ -15,26 +15,26 @@ from .buffers import Buffer, buffers, check_alive, is_array_like, is_concrete
 from .state import PyTree
 
 _BUFFER_REFUSED = re.compile("delet|donat", re.IGNORECASE)
-"""What all versions of jax say where an array was deleted, or a buffer is donated twice."""
+"""In the errors of all versions of jax for an array that was deleted, or a buffer that is donated twice."""
 
 _LEAF_REFUSED = re.compile("as an abstract array")
-"""What all versions of jax say of a leaf that is not an array."""
+"""In the errors of all versions of jax for a leaf that is not an array."""
 
 
 class DonatingFunction:
     """A jitted function that donates some of its arguments.
 
-    A call is jax.jit's own: no leaf is looked at beside it. Where jax refuses an array, nothing has been donated, and an error
-    that names the array and the remedy is raised from jax's.
+    A call is jax.jit's own and checks no leaf. Where jax refuses an array, nothing has been donated, and an error that names
+    the array and the remedy is raised from jax's.
     """
 
     def __init__(self, function: Callable[..., Any], *donated: str, keep_unused: bool = False) -> None:
         """Jit a function.
 
         Args:
-            function: what is jitted.
+            function: the function.
             donated: names of the arguments that are donated.
-            keep_unused: hand over arguments that the computation does not read, so that jax sees memory shared with them.
+            keep_unused: pass arguments that the computation does not read, too, so that jax notices memory shared with them.
         """
         functools.update_wrapper(self, function)
         self._function, self._donated = function, donated
@@ -53,8 +53,8 @@ class DonatingFunction:
         try:
             return self.jitted(*args, **kwargs)
         except (RuntimeError, TypeError, ValueError) as error:
-            for said, check in ((_BUFFER_REFUSED, self._check_buffers), (_LEAF_REFUSED, self._check_leaves)):
-                if said.search(str(error)):
+            for pattern, check in ((_BUFFER_REFUSED, self._check_buffers), (_LEAF_REFUSED, self._check_leaves)):
+                if pattern.search(str(error)):
                     try:
                         check(args, kwargs)
                     except PenstockError as explained:
@@ -92,7 +92,7 @@ class DonatingFunction:
                 )
 
     def _leaves(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[tuple[str, str, Any]]:
-        """The argument's name, the leaf's name, and the leaf, for all leaves of a call."""
+        """Yield the argument's name, the leaf's name, and the leaf, for all leaves of a call."""
         signature = inspect.signature(self._function)
         arguments = dict(signature.bind(*args, **kwargs).arguments)
         for name, parameter in signature.parameters.items():
@@ -105,7 +105,7 @@ class DonatingFunction:
 
 @functools.cache
 def _several_cpu_devices() -> bool:
-    """Whether an array may be spread over several CPU devices.
+    """Return whether an array may be on several CPU devices.
 
     With such arrays jaxlib 0.9 and 0.10 end the process where they should refuse a buffer
     (https://github.com/openxla/xla/pull/45682), so their buffers are checked before every call.
@@ -114,5 +114,5 @@ def _several_cpu_devices() -> bool:
 
 
 def _spread(tree: PyTree) -> bool:
-    """Whether an array is on more than one device."""
+    """Return whether an array of a tree is on more than one device."""
     return any(is_concrete(leaf) and len(leaf.sharding.device_set) > 1 for leaf in jax.tree.leaves(tree))

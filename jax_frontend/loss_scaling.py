@@ -20,7 +20,7 @@ from ..core.hyperparameters import Range, check_number
 @functools.partial(jax.tree_util.register_dataclass, data_fields=["scale", "finite_steps"], meta_fields=["period", "factor"])
 @dataclasses.dataclass(frozen=True)
 class LossScale:
-    """What the loss is multiplied by before it is differentiated; see `dynamic_loss_scale`.
+    """The factor by which the loss is multiplied before it is differentiated; `dynamic_loss_scale` makes one.
 
     scale: 0-d float32. finite_steps: 0-d int32, updates since the scale last changed. period: None for a fixed scale.
     """
@@ -30,33 +30,13 @@ class LossScale:
     period: int | None
     factor: float
 
-    def after(self, finite: jax.Array, tried: jax.Array | bool = True) -> LossScale:
-        """The scale of the next step.
-
-        Args:
-            finite: 0-d boolean: all gradients of this step were finite.
-            tried: 0-d boolean: False for a step that was skipped for another reason.
-        """
-        if self.period is None:
-            return self
-        steps = jnp.where(finite, self.finite_steps + 1, 0)
-        grows = steps >= self.period
-        raised = jnp.minimum(self.scale * self.factor, jnp.finfo(jnp.float32).max / self.factor)
-        scale = jnp.where(finite, jnp.where(grows, raised, self.scale), jnp.maximum(self.scale / self.factor, 1.0))
-        steps = jnp.where(grows, 0, steps)
-        return dataclasses.replace(
-            self,
-            scale=jnp.where(tried, scale, self.scale),
-            finite_steps=jnp.where(tried, steps, self.finite_steps).astype(jnp.int32),
-        )
-
 
 def dynamic_loss_scale(initial: float = 2.0**15, *, period: int = 2000, factor: float = 2.0) -> LossScale:
-    """A loss scale for `init_train_state` that finds the largest value by itself.
+    """Return a loss scale for `init_train_state` that grows until gradients overflow, and is halved then.
 
     Args:
         initial: the first scale, in [1, inf); a power of two changes no digit.
-        period: after so many finite steps in a row the scale is multiplied by `factor`.
+        period: the number of finite steps in a row after which the scale is multiplied by `factor`.
         factor: the scale is divided by it (not below 1) after a step that was not finite, in (1, inf).
 
     Raises:
@@ -68,8 +48,31 @@ def dynamic_loss_scale(initial: float = 2.0**15, *, period: int = 2000, factor: 
     return LossScale(_initial("initial", initial), jnp.zeros([], jnp.int32), period, float(factor))
 
 
+def after_step(loss_scale: LossScale, finite: jax.Array, tried: jax.Array | bool = True) -> LossScale:
+    """Return the scale of the next step.
+
+    Args:
+        loss_scale: the scale of this step.
+        finite: 0-d boolean: all gradients of this step were finite.
+        tried: 0-d boolean: False for a step that was skipped for another reason.
+    """
+    if loss_scale.period is None:
+        return loss_scale
+    steps = jnp.where(finite, loss_scale.finite_steps + 1, 0)
+    grows = steps >= loss_scale.period
+    raised = jnp.minimum(loss_scale.scale * loss_scale.factor, jnp.finfo(jnp.float32).max / loss_scale.factor)
+    lowered = jnp.maximum(loss_scale.scale / loss_scale.factor, 1.0)
+    scale = jnp.where(finite, jnp.where(grows, raised, loss_scale.scale), lowered)
+    steps = jnp.where(grows, 0, steps)
+    return dataclasses.replace(
+        loss_scale,
+        scale=jnp.where(tried, scale, loss_scale.scale),
+        finite_steps=jnp.where(tried, steps, loss_scale.finite_steps).astype(jnp.int32),
+    )
+
+
 def as_loss_scale(given: LossScale | float | None) -> LossScale | None:
-    """What `init_train_state` was given; a number is a fixed scale.
+    """Return the `loss_scale` argument of `init_train_state` as a `LossScale`; a number is a fixed scale.
 
     Raises:
         InvalidArgumentError: something else, or a number out of range.

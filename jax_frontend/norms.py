@@ -1,4 +1,4 @@
-"""The global norm of gradients, and clipping by it: exact, and without overflow wherever float32 can hold the norm."""
+"""The global norm of gradients, and clipping by it, without overflow wherever float32 can hold the norm."""
 
 from __future__ import annotations
 
@@ -10,22 +10,22 @@ from jax import lax
 
 from ..core.errors import InvalidArgumentError
 from ..core.hyperparameters import Range, check_number
-from .array_ops import widened
+from .array_ops import upcast
 from .state import PyTree
 
 
 class Squares(NamedTuple):
-    """Sums of squares, kept twice: as they are, and scaled down for where that overflows. Adding up is elementwise."""
+    """Sums of squares, as they are and scaled down, of which the second is used where the first overflows."""
 
     plain: jax.Array  # shape=()
-    scaled: jax.Array  # shape=(), of elements divided by `_scale`; elements up to 1 do not count here
+    scaled: jax.Array  # shape=(), of elements divided by `_scale`; elements up to 1 are left out
 
     def __add__(self, other: Any) -> Squares:
         return Squares(self.plain + other.plain, self.scaled + other.scaled)
 
     @property
     def norm(self) -> jax.Array:
-        """The Euclidean norm of everything that was added; an infinity or a NaN in it stays one."""
+        """Euclidean norm of everything that was added; an infinity or a NaN stays one."""
         fits = self.plain < jnp.inf  # false of NaN
         return jnp.sqrt(jnp.where(fits, self.plain, self.scaled)) * jnp.where(fits, 1.0, _scale(self.plain.dtype))
 
@@ -44,18 +44,17 @@ def check_max_norm(max_norm: Any) -> None:
 
 
 def norm_dtype(tree: PyTree) -> jnp.dtype:
-    """The widest compute dtype of a tree: float64 where it has float64 leaves."""
-    wide = (jax.eval_shape(widened, leaf).dtype for leaf in jax.tree.leaves(tree))
-    return jnp.result_type(jnp.float32, *wide)
+    """Return the compute dtype of a tree: float64 where it has float64 leaves, otherwise float32."""
+    return jnp.result_type(jnp.float32, *(jax.eval_shape(upcast, leaf).dtype for leaf in jax.tree.leaves(tree)))
 
 
 def no_squares(dtype: Any) -> Squares:
-    """The squares of nothing."""
+    """Return sums of squares of zero."""
     return Squares(jnp.zeros((), dtype), jnp.zeros((), dtype))
 
 
 def squares(grads: PyTree, dtype: Any) -> Squares:
-    """The squares of all leaves. Each leaf is read by itself, once, and released: no largest element is waited for."""
+    """Return the sums of squares of all leaves; each leaf is read once, and is not needed afterwards."""
     total = no_squares(dtype)
     zero = jnp.zeros((), dtype)
 
@@ -63,30 +62,30 @@ def squares(grads: PyTree, dtype: Any) -> Squares:
         return these[0] + those[0], these[1] + those[1]
 
     for leaf in jax.tree.leaves(grads):
-        wide = widened(leaf).astype(dtype)
-        # Small elements do not count there; without this choice XLA would square first, and overflow.
-        lowered = jnp.where(jnp.abs(wide) <= 1, 0.0, wide / _scale(dtype))
-        both = (jnp.square(wide), jnp.square(lowered))
-        total += Squares(*lax.reduce(both, (zero, zero), add, tuple(range(wide.ndim))))  # two sums in one pass
+        leaf = upcast(leaf).astype(dtype)
+        # Without leaving out small elements XLA would square first, and overflow.
+        scaled = jnp.where(jnp.abs(leaf) <= 1, 0.0, leaf / _scale(dtype))
+        both = (jnp.square(leaf), jnp.square(scaled))
+        total += Squares(*lax.reduce(both, (zero, zero), add, tuple(range(leaf.ndim))))  # two sums in one pass
     return total
 
 
 def global_norm(grads: PyTree) -> jax.Array:
-    """The Euclidean norm of all gradients together, in the widest compute dtype."""
+    """Return the Euclidean norm of all gradients together, in the compute dtype of the tree."""
     return squares(grads, norm_dtype(grads)).norm
 
 
 def clipped(grads: PyTree, norm: jax.Array, max_norm: float | None) -> PyTree:
-    """grads * min(1, max_norm/norm), in their dtypes.
+    """Return grads * min(1, max_norm/norm), in their dtypes.
 
     Args:
         grads: of any floating-point dtypes.
         norm: their global norm. A NaN makes all gradients NaN, an infinity makes itself NaN and the others 0.
-        max_norm: None: the gradients as they are.
+        max_norm: None returns the gradients as they are.
     """
     if max_norm is None:
         return grads
-    # Two factors, as max_norm/norm may be below the smallest number; no division, which XLA would rather do once and keep.
+    # Two factors, as max_norm/norm may underflow; no division by them, since XLA would keep its result for the whole tree.
     root, one = jnp.sqrt(norm), jnp.ones_like(norm)
     first, second = (jnp.where(norm <= max_norm, one, factor) for factor in (1 / root, max_norm / root))
-    return jax.tree.map(lambda g: (widened(g) * first * second).astype(g.dtype), grads)
+    return jax.tree.map(lambda g: (upcast(g) * first * second).astype(g.dtype), grads)

@@ -1,12 +1,12 @@
-r"""Releasing the gradients of stacked layers inside a loop of one's own.
+r"""Releasing the gradients of stacked layers in a loop that the caller writes.
 
 The reverse walk owns the loop over the layers. Here the caller does: a `lax.scan` (or a Python loop) inside the loss calls
-one layer after the other by its index, with whatever happens between them. The stacked parameters and their optimizer
-state lie in references (`jax.new_ref`); a layer's forward pass reads its slice, and its backward pass computes its
-gradient, writes the updated slice in place, and hands the gradient to nobody.
+one layer after the other by its index, with any computation between them. The stacked parameters and their optimizer
+state are in references (`jax.new_ref`); a layer's forward pass reads its slice, and its backward pass computes its
+gradient, writes the updated slice in place, and returns no gradient.
 
-What an update in place cannot undo has to be known before it: how often the backward pass comes by each layer. It is
-found out while the step is traced, with layers that only count.
+An update in place cannot be undone, so the number of times that the backward pass reaches each layer has to be known before.
+It is found when the step is traced, by layers that only count.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from .walk.layer_stack import check_layer_axis, looks_stacked, number_of_layers
 
 
 class ReleasedLayers:
-    """The layers as `loss_fn` gets them: `layers(index, *inputs)` is `layer(parameters of layer index, *inputs)`.
+    """The layers as `loss_fn` gets them: `layers(index, *inputs)` calls `layer(parameters of layer index, *inputs)`.
 
     index: a Python integer or a 0-d integer array. inputs: pytrees; the floating-point ones are differentiated.
     """
@@ -49,14 +49,14 @@ class ReleasedLayers:
 
     @property
     def indices(self) -> jax.Array:
-        """0, 1, ..., for a scan over all layers; int32."""
+        """Indices of all layers, for a scan over them: [layers], int32."""
         return jnp.arange(self._count, dtype=jnp.int32)
 
     def __call__(self, index: Any, *inputs: PyTree) -> PyTree:
-        """One layer.
+        """Call one layer.
 
         Raises:
-            InvalidArgumentError: an index that is not an integer.
+            InvalidArgumentError: an index that is not a single integer.
         """
         if jnp.ndim(index) or not jnp.issubdtype(jnp.result_type(index), jnp.integer):
             raise InvalidArgumentError(
@@ -73,7 +73,7 @@ def release_layers(
     *,
     fence: str = "auto",
 ) -> DonatingFunction:
-    r"""A jitted training step (state, batch) -> (state, metrics) for a loop over layers that the loss function writes itself.
+    r"""Return a jitted training step (state, batch) -> (state, metrics) for a loss function with its own loop over layers.
 
         def loss_fn(outer, layers, batch):
             x = outer["embedding"][batch["tokens"]]
@@ -85,15 +85,14 @@ def release_layers(
 
     The result is that of the plain gradient and one update of each layer by itself, as in `make_release_step`, and so is
     the memory: one layer's gradient is alive, and a layer is computed again going backward (no jax.checkpoint around it is
-    needed). `make_release_step` does more: micro-batches, clipping, loss scaling. This is for models that do not fit it.
+    needed). `make_release_step` also has micro-batches, clipping and loss scaling. This is for models that do not fit it.
 
     Args:
         loss_fn: (outer, layers, batch) -> the mean loss, a floating-point scalar. It is traced twice, and must use each
-            layer exactly once, not inside of lax.cond, in an order that is known then: neither outer nor batch may decide
-            on it.
+            layer exactly once, not inside of lax.cond, in an order that depends on neither outer nor batch.
         layer: (layer_params, *inputs) -> any tree.
-        tx: an Optax transform that can be applied layer by layer; see `check_separable`.
-        fence: what keeps reads of old slices apart from writes of new ones; see `make_release_step`.
+        tx: an Optax transform that can be applied layer by layer (`check_separable`).
+        fence: what separates reads of old slices from writes of new ones, as for `make_release_step`.
 
     Returns:
         A jitted function, with .lower and .trace, that donates its state, which comes from `init_train_state`. metrics are
@@ -101,11 +100,11 @@ def release_layers(
 
     Raises:
         MissingDependencyError: this jax has no references (jax.new_ref).
-        InvalidArgumentError: something is not callable, or tx no transform; when traced, a state without a layer axis or of
-            another transform, or a loss that is not a scalar; at a step, an array that was deleted, or that is to be donated
+        InvalidArgumentError: something is not callable, or tx is not a transform; when traced, a state without a layer axis or
+            of another transform, or a loss that is not a scalar; at a step, an array that was deleted, or is to be donated
             twice.
-        RefusedError: when traced, a transform that is not separable; a layer that the backward pass comes by more than once or
-            never (not used, or behind jax.lax.stop_gradient), that does not exist, is chosen by the data, or called under
+        RefusedError: when traced, a transform that is not separable; a layer that the backward pass reaches more than once or
+            never (not used, or before jax.lax.stop_gradient), that does not exist, is chosen by the data, or called under
             jax.vmap.
     """
     if not hasattr(jax, "new_ref"):
@@ -129,24 +128,24 @@ def release_layers(
             call = functools.partial(_released(layer, tx, references, resolve_fence(fence)), norms)
             return scaled_loss(loss_fn)(outer, ReleasedLayers(call, count), batch)
 
-        # The derivative with respect to `norms` is the norm of each layer's gradient, by the layers' own backward passes.
-        # And as it is asked for, these run, whatever else is differentiated.
+        # The derivative with respect to `norms` is the norm of each layer's gradient, from the layers' own backward passes.
+        # Asking for it makes these run, whatever else is differentiated.
         gradient = jax.value_and_grad(loss, argnums=(0, 1), has_aux=True)
-        (_, told), (g, norms) = gradient(outer, jnp.zeros(count, dtype))
-        if told.weight is not None:
+        (_, returned), (g, norms) = gradient(outer, jnp.zeros(count, dtype))
+        if returned.weight is not None:
             raise InvalidArgumentError(
                 "loss_fn returned a tuple; it must return the mean loss, a scalar: divide by the weight in it."
             )
         new_layers, new_states = jax.tree.map(lambda reference: reference[...], references)
         new_outer, outer_state = apply_directly(tx, g, state.opt_state.outer, outer)
-        metrics = {"loss": told.total, "grad_norm": global_norm((g, norms)), "skipped": jnp.asarray(False)}
+        metrics = {"loss": returned.total, "grad_norm": global_norm((g, norms)), "skipped": jnp.asarray(False)}
         return TrainState({"outer": new_outer, "layers": new_layers}, LayeredState(outer_state, new_states)), metrics
 
     return DonatingFunction(step, "state")
 
 
 def _checked(tx: optax.GradientTransformation, state: TrainState) -> tuple[PyTree, PyTree]:
-    """(outer parameters, stacked layers) of a state that is what `release_layers` needs."""
+    """Check a state, and return its outer parameters and its stacked layers."""
     check_train_state(state)
     params = state.params
     if not looks_stacked(params) or not isinstance(state.opt_state, LayeredState) or state.loss_scale is not None:
@@ -166,7 +165,7 @@ def _checked(tx: optax.GradientTransformation, state: TrainState) -> tuple[PyTre
 def _released(
     layer: Callable[..., PyTree], tx: optax.GradientTransformation, references: PyTree, fence: str
 ) -> Callable[..., PyTree]:
-    """(norms, index, *inputs) -> the layer's output; going backward, the layer behind the references is updated."""
+    """Return a function (norms, index, *inputs) to the layer's output, whose backward pass updates the layer."""
     count = number_of_layers(references)
 
     def read(references: PyTree, index: jax.Array) -> PyTree:
@@ -201,11 +200,11 @@ def _one_hot(index: jax.Array, count: int, value: jax.Array) -> jax.Array:
     return jnp.where(jnp.arange(count) == index, value, jnp.zeros((), value.dtype))
 
 
-# --- how often the backward pass comes by each layer
+# --- how often the backward pass reaches each layer
 
 
 def _counted(layer: Callable[..., PyTree], layers: PyTree) -> Callable[..., PyTree]:
-    """(visits, index, *inputs) -> zeros like the layer's output; the derivative of `visits` counts."""
+    """Return a function (visits, index, *inputs) to zeros like the layer's output; the derivative of `visits` is the count."""
     count = number_of_layers(layers)
     one = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype), layers)
 
@@ -231,10 +230,10 @@ def _counted(layer: Callable[..., PyTree], layers: PyTree) -> Callable[..., PyTr
 def _visits(
     loss_fn: Callable[..., Any], layer: Callable[..., PyTree], outer: PyTree, layers: PyTree, batch: PyTree
 ) -> np.ndarray:
-    """How often the backward pass of the loss comes by each layer; at last, by layers that do not exist.
+    """Return how often the backward pass of the loss reaches each layer and, at the end, layers that do not exist.
 
     Raises:
-        RefusedError: that depends on the parameters or the batch.
+        RefusedError: the number depends on the parameters or the batch.
     """
     count = number_of_layers(layers)
     none = jnp.zeros(count + 1)
@@ -245,23 +244,23 @@ def _visits(
 
     traced = jax.make_jaxpr(jax.grad(loss))(none, outer, batch)
     marks = [0, *([1] * len(jax.tree.leaves(outer))), *([2] * len(jax.tree.leaves(batch)))]
-    (decides,) = flow(traced.jaxpr, marks)
-    if decides:
+    (depends,) = flow(traced.jaxpr, marks)
+    if depends:
         raise RefusedError(
-            f"{'outer' if decides & 1 else 'batch'} decides which layers loss_fn uses, but release_layers has to know it when "
+            f"{'outer' if depends & 1 else 'batch'} decides which layers loss_fn uses, but release_layers has to know it when "
             "the step is traced: every layer is updated in place exactly once. Use all layers in a fixed order; to drop "
             "one, use it and then multiply what it adds by 0."
         )
 
     def evaluated() -> jax.Array:
-        # Nothing of the inputs reaches the result, so anything may stand for them; XLA drops it and what reads it.
-        return jaxpr_types.jaxpr_as_fun(traced)(*map(_anything, jax.tree.leaves((none, outer, batch))))[0]
+        # The result does not depend on the inputs, so any will do; XLA removes them and what reads them.
+        return jaxpr_types.jaxpr_as_fun(traced)(*map(_any_like, jax.tree.leaves((none, outer, batch))))[0]
 
     return np.asarray(jax.jit(evaluated).lower().compile()())
 
 
-def _anything(leaf: Any) -> jax.Array:
-    """Zeros of the same shape and dtype; for PRNG keys some keys."""
+def _any_like(leaf: Any) -> jax.Array:
+    """Return zeros of the same shape and dtype; for PRNG keys some keys."""
     if jnp.issubdtype(jnp.result_type(leaf), jax.dtypes.prng_key):
         return jnp.broadcast_to(jax.random.key(0, impl=jax.random.key_impl(leaf)), leaf.shape)
     return jnp.zeros(jnp.shape(leaf), jnp.result_type(leaf))
@@ -276,26 +275,26 @@ def _not_vectorised(index: jax.Array, inputs: tuple[PyTree, ...]) -> jax.Array:
 def _refuse_vmap(*_: Any) -> Any:
     raise RefusedError(
         "a layer of release_layers is called under jax.vmap, which would update it once for each of the mapped inputs. Give "
-        "the layer the whole batch, or take jax.vmap into the layer."
+        "the layer the whole batch, or use jax.vmap inside of the layer."
     )
 
 
 def _check_visits(counted: np.ndarray) -> None:
-    """Raise `RefusedError` unless each layer is visited once, and nothing besides."""
+    """Raise `RefusedError` unless each layer is reached exactly once, and no other index."""
     visits, outside = counted[:-1], counted[-1]
     if outside:
         raise RefusedError(
-            f"the backward pass comes by a layer that does not exist: there are {len(visits)}, and an index must be in "
+            f"the backward pass reaches a layer that does not exist: there are {len(visits)}, and an index must be in "
             f"[0, {len(visits)}). Use each of layers.indices once."
         )
     often, never = np.flatnonzero(visits > 1), np.flatnonzero(visits < 1)
     if often.size:
         raise RefusedError(
-            f"the backward pass comes by layer {often[0]} {visits[often[0]]:g} times, but it can be updated in place only "
-            "once. Use each index once; what shares parameters belongs into one layer that applies them several times."
+            f"the backward pass reaches layer {often[0]} {visits[often[0]]:g} times, but it can be updated in place only "
+            "once. Use each index once; put what shares parameters into one layer that applies them several times."
         )
     if never.size:
         raise RefusedError(
-            f"the backward pass never comes by layer {never[0]}, so that it would not be updated. Use all of layers.indices, "
-            "and no jax.lax.stop_gradient behind a layer; leave layers that stay as they are in outer."
+            f"the backward pass never reaches layer {never[0]}, which would not be updated. Use all of layers.indices, "
+            "and no jax.lax.stop_gradient after a layer; put layers that are not trained into outer."
         )

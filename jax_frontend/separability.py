@@ -1,19 +1,18 @@
-r"""Whether a transform can be applied layer by layer: to each layer alone, as soon as its gradient is there.
+r"""Checking that a transform can be applied layer by layer: to each layer alone, as soon as its gradient exists.
 
 For two layers a and b, with gradients g, states s and parameters p, a transform is separable when
 
     update((g_a, g_b), (s_a, s_b), (p_a, p_b)) = (update(g_a, s_a, p_a), update(g_b, s_b, p_b))
 
-That is looked at twice. On the traced computation: nothing that comes out for one layer may depend on another one, through
-the state neither, however many updates go by. And on numbers, for what no dependency shows: noise that is drawn for the
-whole tree at once, a count of the leaves.
+Two checks follow. In the traced computation no output of one layer may depend on another one, nor through the state after
+any number of updates. And a few small updates are compared as numbers, since some transforms differ without a dependency: noise
+that is drawn for the whole tree at once, a count of the leaves.
 """
 
 from __future__ import annotations
 
 import functools
-import types
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -31,44 +30,22 @@ from .state import PyTree
 _LAYERS = 2
 _STEPS = 3
 _LONGEST_AXIS = 4
-"""Of the parameters that numbers are tried on."""
+"""Of the parameters of the small updates."""
 
-_STEP_SIZE_OF_ALL = "it derives one step size from all parameters; use an optimizer that takes a learning_rate"
-_SEARCH = "it looks along all parameters at once; use an optimizer that needs no line search"
-
-_REMEDIES = {
-    "clip_by_global_norm": "leave it out and give the training step max_norm=, which clips by the norm of all layers exactly",
-    "normalize_by_update_norm": "leave it out; optax.clip_by_block_rms or optax.scale_by_trust_ratio see one array at a time",
-    "apply_if_finite": "leave it out; optax.zero_nans looks at each number by itself",
-    "skip_not_finite": "leave it out; optax.zero_nans looks at each number by itself",
-    "skip_large_updates": "leave it out and give the training step max_norm=",
-    "add_noise": "leave it out: it would draw the same noise for every layer; add noise to the gradient inside the layer",
-    "noisy_sgd": "use optax.sgd: it would draw the same noise for every layer",
-    "prodigy": _STEP_SIZE_OF_ALL,
-    "dadapt_adamw": _STEP_SIZE_OF_ALL,
-    "mechanize": _STEP_SIZE_OF_ALL,
-    "scale_by_dog": _STEP_SIZE_OF_ALL,
-    "scale_by_dowg": _STEP_SIZE_OF_ALL,
-    "dog": _STEP_SIZE_OF_ALL,
-    "dowg": _STEP_SIZE_OF_ALL,
-    "momo": _STEP_SIZE_OF_ALL,
-    "momo_adam": _STEP_SIZE_OF_ALL,
-    "scale_by_polyak": _STEP_SIZE_OF_ALL,
-    "scale_by_lbfgs": _SEARCH,
-    "scale_by_backtracking_linesearch": _SEARCH,
-    "scale_by_zoom_linesearch": _SEARCH,
-    "sam": "it compares the parameters with those of another step as a whole; use make_train_step",
-    "flatten": "leave it out: it makes one array of all layers, which changes nothing but the layout",
-}
-"""By the name of the function that makes the transform: what to do instead."""
-
+_REMEDY = (
+    "Remedy: leave out what computes one number from all parameters, or train with make_train_step, which takes any transform. "
+    "Use max_norm= of the training step instead of optax.clip_by_global_norm; optax.zero_nans instead of apply_if_finite; "
+    "optax.clip_by_block_rms instead of optax.normalize_by_update_norm; noise inside the layer instead of optax.add_noise; and "
+    "an optimizer with a learning_rate instead of one that finds its step size by all parameters (prodigy, lbfgs)."
+)
+"""For all refusals: what is inside of a transform cannot be seen."""
 
 _MASKS = (
     "Remedy: give masks and labels as functions of the parameters, such as "
     "lambda params: jax.tree.map(lambda leaf: leaf.ndim > 1, params)."
 )
-_MISFITS = (AttributeError, IndexError, KeyError, TypeError, ValueError)
-"""What a transform raises whose mask is for another tree."""
+_MASK_ERRORS = (AttributeError, IndexError, KeyError, TypeError, ValueError)
+"""Errors of a transform whose mask is for another tree."""
 
 
 def check_takes(tx: optax.GradientTransformation, params: PyTree) -> None:
@@ -81,23 +58,23 @@ def check_takes(tx: optax.GradientTransformation, params: PyTree) -> None:
         jax.eval_shape(as_transformation(tx).init, params)
     except PenstockError:
         raise
-    except _MISFITS as error:
+    except _MASK_ERRORS as error:
         raise RefusedError(
-            "tx.init fails on a part of the parameters: where each layer is updated by itself, a transform sees the tree of "
+            "tx.init fails on a part of the parameters: where each layer is updated by itself, a transform gets the tree of "
             f"one layer, or the outer parameters, and a mask or labels for all of them do not fit ({_line(error)}). {_MASKS}"
         ) from error
 
 
 def _line(error: Exception) -> str:
-    """The text of an error in one line, not too long."""
+    """Return the text of an error in one line of at most 300 characters."""
     text = " ".join(str(error).split())
     return text if len(text) <= 300 else f"{text[:300]}..."
 
 
 def check_separable(tx: optax.GradientTransformation, params: PyTree, **extra_args: Any) -> None:
-    """Raise unless updating several layers together is updating each of them alone.
+    """Raise unless updating several layers together equals updating each of them alone.
 
-    Only structure, shapes and dtypes of params are looked at; what is computed is small.
+    Only structure, shapes and dtypes of params are used; the computation is small.
 
     Args:
         tx: any Optax transform.
@@ -107,9 +84,12 @@ def check_separable(tx: optax.GradientTransformation, params: PyTree, **extra_ar
     Raises:
         RefusedError: an update or the state of one layer depends on the others (optax.clip_by_global_norm,
             optax.apply_if_finite), or comes out differently for a layer alone (noise), or an update needs extra arguments
-            that are not given (optax.lbfgs); the text names the remedy.
+            that are not given (optax.lbfgs).
         InvalidArgumentError: tx.update returns a state of other shapes than tx.init.
-        UnsupportedTensorError: a parameter that is no floating-point array.
+        UnsupportedTensorError: a parameter that is not a floating-point array.
+
+    Example:
+        check_separable(optax.adamw(1e-3), layer_params)
     """
     check_floating(params)
     leaves, treedef = jax.tree.flatten(params)
@@ -128,87 +108,54 @@ def _check(tx: Any, treedef: Any, kinds: tuple[tuple[tuple[int, ...], Any], ...]
     _check_update(tx, layer, extra_args)
     join = _joining(tx, layer, extra_args)
     if _entangled(tx, layer, join, extra_args):
-        raise RefusedError(_refusal(tx, "what it does to one layer depends on the other layers"))
+        raise RefusedError(_refusal("what it does to one layer depends on the other layers"))
     if _differs(tx, layer, join, extra_args):
-        raise RefusedError(_refusal(tx, "it updates a layer alone differently from the same layer among others"))
+        raise RefusedError(_refusal("it updates a layer alone differently from the same layer among others"))
 
 
 @functools.lru_cache(maxsize=32)
 def _check_once(tx: Any, treedef: Any, kinds: tuple[tuple[tuple[int, ...], Any], ...]) -> None:
-    """A step is traced again for every shape of its batch; what has passed has passed."""
+    """Check once: a step is traced again for every shape of its batch."""
     _check(tx, treedef, kinds, {})
 
 
-def _refusal(tx: optax.GradientTransformation, reason: str) -> str:
-    known = [f"{name}: {remedy}" for name, remedy in _REMEDIES.items() if name in _makers((tx.init, tx.update))]
-    remedy = "; ".join(known) or (
-        "leave out what looks at all parameters at once (a global norm goes to max_norm= of the training step), or train "
-        "with make_train_step, which takes any transform"
-    )
-    return f"tx cannot be applied layer by layer: {reason}. Remedy: {remedy}."
-
-
-def _makers(functions: Iterable[Any]) -> set[str]:
-    """The names of the functions that made these closures, and the closures inside them; for the text of an error."""
-    names, seen, waiting = set(), set(), list(functions)
-    while waiting:
-        found = waiting.pop()
-        if id(found) in seen:
-            continue
-        seen.add(id(found))
-        if isinstance(found, types.MethodType):
-            waiting.append(found.__func__)
-            waiting.extend(vars(found.__self__).values() if hasattr(found.__self__, "__dict__") else ())
-        elif isinstance(found, types.FunctionType):
-            names.add(found.__qualname__.split(".")[0])
-            for cell in found.__closure__ or ():
-                try:
-                    waiting.append(cell.cell_contents)
-                except ValueError:  # the cell is empty
-                    continue
-        elif isinstance(found, tuple | list):
-            waiting.extend(found)
-        elif isinstance(found, dict):
-            waiting.extend(found.values())
-        elif hasattr(found, "__wrapped__") or hasattr(found, "func"):
-            waiting.append(getattr(found, "__wrapped__", None) or found.func)
-    return names
+def _refusal(reason: str) -> str:
+    return f"tx cannot be applied layer by layer: {reason}. {_REMEDY}"
 
 
 # --- two layers as one tree
 
 
-def _inside(layers: Sequence[PyTree]) -> PyTree:
-    """Each leaf becomes a tuple over the layers: masks and labels with the structure of one layer still fit."""
+def _tuples_of_leaves(layers: Sequence[PyTree]) -> PyTree:
+    """Join layers to a tree of tuples over the layers; masks and labels with the structure of one layer still fit."""
     return jax.tree.map(lambda *leaves: leaves, *layers)
 
 
-def _beside(layers: Sequence[PyTree]) -> PyTree:
-    """A tuple of layers: functions that look at the names of the leaves still find them last in the path."""
+def _tuple_of_layers(layers: Sequence[PyTree]) -> PyTree:
+    """Join layers to a tuple of layers; functions of the names of leaves still find them last in the path."""
     return tuple(layers)
 
 
 def _labelled(layer: PyTree, join: Callable[..., PyTree]) -> PyTree:
-    """The joined layers with each leaf's layer in its place."""
+    """Return the joined layers with the index of its layer for each leaf."""
     return join([jax.tree.map(lambda _, index=index: index, layer) for index in range(_LAYERS)])
 
 
 def _joining(tx: optax.GradientTransformation, layer: PyTree, extra_args: dict[str, Any]) -> Callable[..., PyTree]:
-    """The first way of joining layers that tx can work on."""
-    for join in (_inside, _beside):
+    """Return the first way of joining layers that tx accepts."""
+    for join in (_tuples_of_leaves, _tuple_of_layers):
         try:
             jax.eval_shape(lambda p: tx.update(p, tx.init(p), p, **extra_args), join([layer] * _LAYERS))
-        except _MISFITS:
+        except _MASK_ERRORS:
             continue
         return join
     raise RefusedError(
-        "tx works on one layer, but not on two of them in one tree, so that it cannot be told whether it can be applied layer "
-        f"by layer. {_MASKS}"
+        f"tx accepts one layer, but not two of them in one tree, so that applying it layer by layer cannot be checked. {_MASKS}"
     )
 
 
 def _check_update(tx: optax.GradientTransformation, layer: PyTree, extra_args: dict[str, Any]) -> None:
-    """Raise `InvalidArgumentError` unless an update gives the state back as it was."""
+    """Raise unless tx.init and tx.update accept a layer, and the state keeps its structure and shapes."""
     check_takes(tx, layer)
     before = jax.eval_shape(tx.init, layer)
     try:
@@ -217,7 +164,7 @@ def _check_update(tx: optax.GradientTransformation, layer: PyTree, extra_args: d
         raise
     except (TypeError, ValueError) as error:
         given = ", ".join(("the gradient, the state and the parameters", *extra_args))
-        raise RefusedError(_refusal(tx, f"its update fails when it is given {given} ({_line(error)})")) from error
+        raise RefusedError(_refusal(f"its update fails when it is given {given} ({_line(error)})")) from error
     shapes = [jax.tree.map(jnp.shape, state) for state in (before, after)]
     if shapes[0] != shapes[1]:
         raise InvalidArgumentError("tx.update returns a state of another structure, or with other shapes, than tx.init made.")
@@ -229,7 +176,7 @@ def _check_update(tx: optax.GradientTransformation, layer: PyTree, extra_args: d
 def _entangled(
     tx: optax.GradientTransformation, layer: PyTree, join: Callable[..., PyTree], extra_args: dict[str, Any]
 ) -> bool:
-    """Whether anything that comes out of an update, now or later, depends on more than one layer."""
+    """Return whether an output of an update, now or later, depends on more than one layer."""
     both = join([layer] * _LAYERS)
     own = [1 << index for index in jax.tree.leaves(_labelled(layer, join))]
     made, state_shape = jax.make_jaxpr(tx.init, return_shape=True)(both)
@@ -248,13 +195,13 @@ def _entangled(
 
 
 def _differs(tx: optax.GradientTransformation, layer: PyTree, join: Callable[..., PyTree], extra_args: dict[str, Any]) -> bool:
-    """Whether a few updates of a small layer among others differ by more than rounding from those of it alone."""
+    """Return whether a few updates of a small layer among others differ by more than rounding from those of it alone."""
     labels = jax.tree.leaves(_labelled(layer, join))
 
     def small(leaf: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(tuple(min(length, _LONGEST_AXIS) for length in leaf.shape), leaf.dtype)
 
-    def furthest(layers: list[PyTree], grads: list[PyTree]) -> jax.Array:
+    def largest_distance(layers: list[PyTree], grads: list[PyTree]) -> jax.Array:
         def step(states: Any, gradients: list[PyTree]) -> tuple[Any, Any]:
             updates, together = tx.update(join(gradients), states[0], join(layers), **extra_args)
             update, alone = tx.update(gradients[-1], states[1], layers[-1], **extra_args)
@@ -273,23 +220,23 @@ def _differs(tx: optax.GradientTransformation, layer: PyTree, join: Callable[...
     layers = [numbers(1.0) for _ in range(_LAYERS)]
     grads = [numbers(10.0**index, _STEPS) for index in range(_LAYERS)]
     for leaf in jax.tree.leaves(grads):
-        leaf[1] = 0.0  # so that what is added to the gradient stands out
-    # Compiled first, so that it runs on numbers wherever this is called, inside of a traced function, too.
-    distance = jax.jit(furthest).lower(layers, grads).compile()(layers, grads)
+        leaf[1] = 0.0  # so that noise added to the gradient shows
+    # Compiled first, so that it computes numbers inside of a traced function, too.
+    distance = jax.jit(largest_distance).lower(layers, grads).compile()(layers, grads)
     return not np.asarray(distance) <= 1.0  # true of NaN
 
 
 def _like(new: Any, old: Any) -> Any:
-    """A loop's carry keeps its dtypes."""
+    """Return `new` in the dtype of `old`, as the carry of a loop must be."""
     return new if jnp.result_type(new) == jnp.result_type(old) else jnp.asarray(new, jnp.result_type(old))
 
 
 def _distance(together: jax.Array, alone: jax.Array) -> jax.Array:
-    """The largest difference relative to the largest number of the same step, in units of half of the dtype's digits."""
-    wide = jnp.promote_types(alone.dtype, jnp.float32)
+    """Return the largest difference relative to the largest number of the same step, in units of sqrt(eps)."""
+    compute_dtype = jnp.promote_types(alone.dtype, jnp.float32)
     digits = float(jnp.finfo(alone.dtype).eps) ** 0.5
-    a, b = (jnp.reshape(each, (_STEPS, -1)).astype(wide) for each in (together, alone))
+    a, b = (jnp.reshape(each, (_STEPS, -1)).astype(compute_dtype) for each in (together, alone))
     same = (a == b) | (jnp.isnan(a) & jnp.isnan(b))
-    largest = jnp.maximum(jnp.max(jnp.abs(b), axis=1, keepdims=True, initial=0.0), jnp.finfo(wide).tiny)
+    largest = jnp.maximum(jnp.max(jnp.abs(b), axis=1, keepdims=True, initial=0.0), jnp.finfo(compute_dtype).tiny)
     ratio = jnp.abs(a - b) / largest / digits  # in this order: the smallest number times digits is zero
     return jnp.max(jnp.where(same, 0.0, ratio), initial=0.0)

@@ -1,4 +1,4 @@
-"""Where the optimizer state lies: each array of it beside the parameter that it belongs to, on one device or on many."""
+"""Placing the optimizer state: each of its arrays is sharded as the parameter that it belongs to, on one device or many."""
 
 from __future__ import annotations
 
@@ -14,50 +14,52 @@ from .buffers import is_concrete
 from .state import PyTree
 
 
-def everywhere(params: PyTree) -> NamedSharding | None:
-    """The sharding that gives every device of params the whole array; None where no parameter lies on several devices."""
+def _replicated(params: PyTree) -> NamedSharding | None:
+    """Return the sharding that gives every device of params the whole array; None where params are on one device."""
     for leaf in jax.tree.leaves(params):
         if is_concrete(leaf) and isinstance(leaf.sharding, NamedSharding) and len(leaf.sharding.device_set) > 1:
             return NamedSharding(leaf.sharding.mesh, PartitionSpec())
     return None
 
 
-def made_beside(make: Callable[[PyTree], PyTree], params: PyTree, model: PyTree) -> PyTree:
-    """make(params), where an array that belongs to a parameter is sharded as that is; all others are on every device.
+def init_sharded_like(init: Callable[[PyTree], PyTree], params: PyTree, model: PyTree) -> PyTree:
+    """Return init(params) with every array that belongs to a parameter sharded as that is, and all others replicated.
 
     An array belongs to the parameter whose path its own path ends with, as in state.mu["w"] and params["w"], if it has that
-    parameter's shape. It is made where it stays: no device has to hold a whole one.
+    parameter's shape. It is made where it stays: no device has to hold the whole of it.
 
     Args:
-        make: can be traced.
+        init: can be traced.
         params: concrete arrays or traced ones, some or all of the model's.
-        model: all parameters of the model. Unless some of them lie on several devices (`NamedSharding`), of this process or
-            of others, make is simply called.
+        model: all parameters of the model. Unless some of them are on several devices (`NamedSharding`), of this process or
+            of others, init is simply called.
     """
-    rest = everywhere(model)
-    if rest is None:
-        return make(params)
+    replicated = _replicated(model)
+    if replicated is None:
+        return init(params)
     owners = {tuple(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(params)}
 
     def sharding(path: Any, leaf: Any) -> Any:
         suffixes = (tuple(path[start:]) for start in range(len(path) + 1))
         owner = next((owners[suffix] for suffix in suffixes if suffix in owners), None)
-        if owner is None or owner.shape != leaf.shape or owner.sharding.device_set != rest.device_set:
-            return rest
+        if owner is None or owner.shape != leaf.shape or owner.sharding.device_set != replicated.device_set:
+            return replicated
         return owner.sharding
 
-    shardings = jax.tree_util.tree_map_with_path(sharding, jax.eval_shape(make, params))
-    return jax.jit(make, out_shardings=shardings)(params)
+    shardings = jax.tree_util.tree_map_with_path(sharding, jax.eval_shape(init, params))
+    return jax.jit(init, out_shardings=shardings)(params)
 
 
-def put_everywhere(tree: PyTree, params: PyTree) -> PyTree:
-    """A tree of small arrays, those on one device copied to every device of params; as it is where params lie on one."""
-    rest = everywhere(params)
-    if rest is None:
+def replicate(tree: PyTree, params: PyTree) -> PyTree:
+    """Return a tree of small arrays with those on one device copied to every device of params."""
+    replicated = _replicated(params)
+    if replicated is None:
         return tree
 
-    def put(leaf: Any) -> Any:
-        value = None if not is_concrete(leaf) or len(leaf.devices()) > 1 else np.asarray(leaf)
-        return leaf if value is None else jax.jit(lambda: jnp.asarray(value), out_shardings=rest)()
+    def copy(leaf: Any) -> Any:
+        if not is_concrete(leaf) or len(leaf.devices()) > 1:
+            return leaf
+        value = np.asarray(leaf)
+        return jax.jit(lambda: jnp.asarray(value), out_shardings=replicated)()
 
-    return jax.tree.map(put, tree)
+    return jax.tree.map(copy, tree)

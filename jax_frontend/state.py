@@ -27,7 +27,7 @@ class CompensatedState(NamedTuple):
 
 
 def compensated_leaves(state: PyTree) -> int:
-    """How many parameters have a compensation somewhere in this optimizer state."""
+    """Return the number of parameters that have a compensation in an optimizer state."""
     kinds = (AdamState, CompensatedState)
     nodes = jax.tree.leaves(state, is_leaf=lambda node: isinstance(node, kinds))
     found = 0
@@ -40,9 +40,9 @@ def compensated_leaves(state: PyTree) -> int:
 
 
 def initial_compensation(params: PyTree, leaves: list[jax.Array | None]) -> PyTree:
-    """The compensations of the leaves of params as a tree like it."""
+    """Return the compensations of the leaves of params as a tree like it."""
     if type(params).__name__ == "_ParamsPlaceholder":
-        # optax.tree_map_params asks with it which fields are like params. Fields with None in them cannot be mapped
-        # together with another tree; as one leaf this one counts as "not like params" and is passed over as a whole.
+        # optax.tree_map_params finds by it the fields that are like params. Fields with None in them cannot be mapped
+        # together with another tree; a single leaf is taken as "not like params", and left alone.
         return jnp.zeros(())
     return jax.tree.unflatten(jax.tree.structure(params), leaves)

@@ -1,8 +1,8 @@
-"""What a training step takes and gives back: parameters and optimizer state, of unrolled models and of stacked layers."""
+"""The state of a training run: parameters and optimizer state, of unrolled models and of stacked layers."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -10,18 +10,18 @@ import jax.numpy as jnp
 import optax
 
 from ..core.errors import InvalidArgumentError, UnsupportedTensorError
-from .array_ops import ELSEWHERE, check_floating
+from .array_ops import NOT_TRAINED, check_floating
 from .buffers import buffers, check_alive, is_array_like, strong
 from .direct import as_transformation
 from .loss_scaling import LossScale, as_loss_scale
 from .separability import check_takes
-from .sharding import made_beside, put_everywhere
+from .sharding import init_sharded_like, replicate
 from .state import PyTree
-from .walk.layer_stack import NO_OUTER, LayerStack, check_layer_axis, check_parameters, looks_stacked
+from .walk.layer_stack import LayerStack, check_layer_axis, check_outer_and_layers, check_parameters, looks_stacked
 
 
 class TrainState(NamedTuple):
-    """What a training step takes and gives back."""
+    """Parameters and optimizer state, which a training step takes and returns."""
 
     params: PyTree  # the parameters
     opt_state: PyTree  # of the Optax transform; a `LayeredState` for stacked layers
@@ -36,81 +36,96 @@ class LayeredState(NamedTuple):
 
 
 def check_train_state(state: Any) -> None:
-    """Raise `InvalidArgumentError` for anything else than a `TrainState`."""
+    """Raise `InvalidArgumentError` unless `state` is a `TrainState`."""
     if not isinstance(state, TrainState):
         raise InvalidArgumentError(
-            f"state is a {type(state).__name__}, no TrainState; make it with init_train_state(tx, params), or "
-            "TrainState(params, opt_state) of what is held apart, and give each step the state that the last one returned."
+            f"state is a {type(state).__name__}, not a TrainState; make it with init_train_state(tx, params), or with "
+            "TrainState(params, opt_state) of the two, and give each step the state that the last one returned."
         )
 
 
 def init_train_state(
     tx: optax.GradientTransformation,
     params: PyTree,
-    stack: LayerStack | bool | None = None,
     *,
+    stack: LayerStack | None = None,
+    layered: bool | None = None,
     loss_scale: LossScale | float | None = None,
 ) -> TrainState:
-    """The state before the first step. Every array in it is its own: params stay usable when the state is donated.
+    """Return the state before the first step. All its arrays are copies: params stay usable when the state is donated.
 
-    For stacked layers the optimizer state has a layer axis: each layer is updated by itself, and what a transform takes of
-    a tensor (StableAdamW's mean square, a norm) is taken of each layer's. Where params are sharded (`NamedSharding`), so is
-    what the state has beside each of them.
+    With a layer axis each layer is updated by itself: what a transform computes of a tensor (StableAdamW's mean square, a
+    norm) is computed of each layer's. Where params are sharded (`NamedSharding`), the arrays of the optimizer state are sharded
+    as the parameters that they belong to.
 
     Args:
         tx: any Optax transform.
-        params: floating-point arrays; copied. What the model reads and does not train (integers, keys, quantized weights)
-            goes into the batch, or into the loss function by closure.
-        stack: of what kind params are. None: a dict with exactly the keys "outer" and "layers" is one stack of layers,
-            as `make_release_step` takes it; everything else is for `make_train_step`. A `LayerStack` says it itself, and
-            has to be given where it has several stacks. False: for `make_train_step`, whatever the keys are.
-        loss_scale: what the loss is multiplied by before it is differentiated, for float16: a `dynamic_loss_scale`, or a
-            number in [1, inf) that stays. It is copied into the state. None: the loss is not scaled.
+        params: floating-point arrays; copied. Give what the model reads and does not train (integers, keys, quantized weights)
+            as part of the batch, or to the loss function by closure.
+        stack: the model of `make_release_step`. params are checked against it; it has to be given where it has several stacks.
+        layered: whether the optimizer state has a layer axis, as `make_release_step` and `release_layers` need it, and
+            `make_train_step` does not. None: it has one if `stack` is given or params are a dict with exactly the keys "outer"
+            and "layers".
+        loss_scale: the factor by which the loss is multiplied before it is differentiated, for float16: a `dynamic_loss_scale`,
+            or a number in [1, inf) that stays. It is copied into the state. None: the loss is not scaled.
 
     Raises:
-        InvalidArgumentError: params that are not what stack says, or have no arrays, or were donated; tx is no transform.
-        UnsupportedTensorError: a parameter that is no floating-point array.
+        InvalidArgumentError: params that do not fit stack or layered, or have no arrays, or were donated; tx that is not a
+            transform.
+        UnsupportedTensorError: a parameter that is not a floating-point array.
         RefusedError: a transform of stacked layers that has a mask, or labels, for the tree of all parameters.
+
+    Example:
+        state = init_train_state(tx, {"outer": outer, "layers": layers}, loss_scale=dynamic_loss_scale())
     """
     as_transformation(tx)  # raises
     _check_parameters(params)
     scale = as_loss_scale(loss_scale)
-    if stack is not None and stack is not False and not isinstance(stack, LayerStack):
-        raise InvalidArgumentError(f"stack={stack!r} is not possible; give the LayerStack, False, or leave it out.")
-    if isinstance(stack, LayerStack):
-        check_parameters(stack, params)
-    single = stack is None and looks_stacked(params)
-    if single:
-        if params["outer"] is None:
-            raise InvalidArgumentError(NO_OUTER)
-        check_layer_axis(params["layers"], remedy=" For make_train_step give stack=False.")
+    layered = _check_layered(stack, layered, params)
     copied = jax.tree.map(lambda leaf: strong(jnp.copy(leaf)), params)
     init = as_transformation(tx).init
 
-    def of_part(part: PyTree, make: Callable[[PyTree], PyTree] = init) -> PyTree:
-        first = 0 if make is init else 1
-        check_takes(tx, jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape[first:], leaf.dtype), part))
-        return made_beside(make, part, copied)
+    def init_part(part: PyTree, vectorized: bool) -> PyTree:
+        kinds = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape[int(vectorized) :], leaf.dtype), part)
+        check_takes(tx, kinds)
+        return init_sharded_like(jax.vmap(init) if vectorized else init, part, copied)
 
-    if single or isinstance(stack, LayerStack):
-        layers, of_layers = copied["layers"], jax.vmap(init)
-        named = isinstance(stack, LayerStack) and isinstance(stack.layer, Mapping)
-        opt_state: PyTree = LayeredState(
-            of_part(copied["outer"]),
-            {name: of_part(layers[name], of_layers) for name in layers} if named else of_part(layers, of_layers),
-        )
+    if layered:
+        layers = copied["layers"]
+        several = stack is not None and isinstance(stack.layer, Mapping)
+        of_layers = {name: init_part(layers[name], True) for name in layers} if several else init_part(layers, True)
+        opt_state: PyTree = LayeredState(init_part(copied["outer"], False), of_layers)
     else:
-        opt_state = made_beside(init, copied, copied)
-    taken: set[Any] = set()
+        opt_state = init_sharded_like(init, copied, copied)
+    used: set[Any] = set()
 
-    def own(leaf: Any) -> Any:
+    def unshared(leaf: Any) -> Any:
         # Some transforms start from the parameters themselves (averages of them); a buffer can be donated only once.
-        held = buffers(leaf)
-        shared = not taken.isdisjoint(held)
-        taken.update(held)
+        found = buffers(leaf)
+        shared = not used.isdisjoint(found)
+        used.update(found)
         return jnp.copy(leaf) if shared else strong(leaf)
 
-    return jax.tree.map(own, TrainState(copied, opt_state, put_everywhere(jax.tree.map(jnp.copy, scale), copied)))
+    return jax.tree.map(unshared, TrainState(copied, opt_state, replicate(jax.tree.map(jnp.copy, scale), copied)))
+
+
+def _check_layered(stack: Any, layered: Any, params: PyTree) -> bool:
+    """Return whether the optimizer state has a layer axis, and raise `InvalidArgumentError` if params do not fit."""
+    if stack is not None and not isinstance(stack, LayerStack):
+        raise InvalidArgumentError(f"stack={stack!r} is not a LayerStack; give that of make_release_step, or leave it out.")
+    if layered not in (None, True, False):
+        raise InvalidArgumentError(f"layered={layered!r} is not possible; it must be True, False, or None.")
+    if stack is not None:
+        if layered is False:
+            raise InvalidArgumentError("layered=False does not go with stack=, which has layers; leave one of them out.")
+        check_parameters(stack, params)
+        return True
+    if layered is None:
+        layered = looks_stacked(params)
+    if layered:
+        check_outer_and_layers(params)
+        check_layer_axis(params["layers"], remedy=" For make_train_step give layered=False.")
+    return bool(layered)
 
 
 def _check_parameters(params: PyTree) -> None:
@@ -120,7 +135,7 @@ def _check_parameters(params: PyTree) -> None:
     for path, leaf in leaves:
         name = f"params{jax.tree_util.keystr(path)}"
         if not is_array_like(leaf):
-            raise UnsupportedTensorError(f"{name} is {type(leaf).__name__}; it must be a floating-point array. {ELSEWHERE}.")
+            raise UnsupportedTensorError(f"{name} is {type(leaf).__name__}; it must be a floating-point array. {NOT_TRAINED}.")
         check_alive(leaf, name)
     check_floating(params)
 
@@ -131,11 +146,11 @@ def check_made_by(tx: optax.GradientTransformation, params: PyTree, opt_state: P
     Args:
         params: arrays or jax.ShapeDtypeStructs.
     """
-    structures: list[Any] = [jax.tree.structure(opt_state)]
-    structures.append(jax.tree.structure(jax.eval_shape(as_transformation(tx).init, params)))
-    if structures[0] != structures[1]:
+    found: Any = jax.tree.structure(opt_state)
+    expected: Any = jax.tree.structure(jax.eval_shape(as_transformation(tx).init, params))
+    if found != expected:
         raise InvalidArgumentError(
-            f"the optimizer state is not one of this transform: it is {structures[0]}, and tx.init makes {structures[1]}. Make "
+            f"the optimizer state is not one of this transform: it is {found}, and tx.init makes {expected}. Make "
             "the state with init_train_state and the transform of the step."
         )
 
@@ -150,7 +165,7 @@ def check_unstacked(tx: optax.GradientTransformation, state: TrainState) -> None
     if isinstance(state.opt_state, LayeredState):
         raise InvalidArgumentError(
             "this optimizer state has a layer axis, for make_release_step; make the state for make_train_step with "
-            "init_train_state(tx, params, stack=False)."
+            "init_train_state(tx, params, layered=False)."
         )
     if state.loss_scale is not None:
         raise InvalidArgumentError("make_train_step does not scale the loss; leave loss_scale out of init_train_state.")

@@ -11,7 +11,7 @@ import optax
 from jax import lax
 
 from ..core.errors import InvalidArgumentError
-from .array_ops import widened
+from .array_ops import upcast
 from .direct import apply_directly, as_transformation
 from .donation import DonatingFunction
 from .losses import check_microbatches, chunks, divided, scaled_loss
@@ -30,25 +30,25 @@ def make_train_step(
     max_norm: float | None = None,
     clip_passes: int | None = None,
 ) -> DonatingFunction:
-    r"""A jitted training step (state, batch) -> (state, metrics) that donates its state.
+    r"""Return a jitted training step (state, batch) -> (state, metrics) that donates its state.
 
         g = mean over the micro-batches of the gradients       g <- g * min(1, max_norm/||g||)       update with tx
 
     For models whose layers are unrolled: XLA then interleaves backward pass and update, and only a few gradients are
-    alive at any time, with max_norm too. Of micro-batches the sum of all gradients is alive. Both are exact.
+    alive at any time, with max_norm too. With micro-batches the sum of all gradients is alive. Both are exact.
 
     Args:
         loss_fn: (params, batch) -> the mean loss, a floating-point scalar; or -> (sum, weight), two scalars: the loss
             is then sum/weight over the *whole* batch, however the weight (the number of tokens) is spread over the
             micro-batches. The weight is a constant: it is not differentiated.
         tx: any Optax transform.
-        microbatches: into how many equal chunks the leading axis of every leaf of the batch is cut: n chunks of every n-th
-            row, so that rows sharded over devices stay where they are. They run one after the other; their gradients are
+        microbatches: number of equal chunks into which the leading axis of every leaf of the batch is split: n chunks of
+            every n-th row, so that rows sharded over devices stay there. They run one after the other; their gradients are
             averaged in float32 (float64 for float64 parameters).
         max_norm: largest global norm of the gradient, in (0, inf); None: no clipping. The norm of finite gradients is
             finite wherever float32 can hold it. What is not finite propagates: a NaN makes all gradients NaN, an
             infinity becomes NaN and the others 0.
-        clip_passes: how often the backward pass runs for max_norm. 2: once for the norm, its gradients dropped one by one,
+        clip_passes: number of backward passes for max_norm. 2: once for the norm, its gradients dropped one by one,
             and once more for the update, on the activations of the one forward pass: up to two thirds more arithmetic.
             1: once, and all gradients wait for their norm: as many bytes more as the parameters have. None: 2, but 1 with
             micro-batches, whose gradients wait for each other anyway.
@@ -57,14 +57,19 @@ def make_train_step(
         A jitted function, with .lower and .trace. metrics are 0-d arrays: "loss", before the update; "grad_norm", the global
         norm before clipping; "skipped", a boolean: True when loss_fn gave (sum, weight) with a total weight that is not
         positive (0, NaN), so that there was no mean to descend; state is then unchanged. An update that a wrapper inside
-        tx drops (optax.apply_if_finite) is told by that wrapper's state, not here.
+        tx drops (optax.apply_if_finite) is counted in that wrapper's state, not here.
 
     Raises:
-        InvalidArgumentError: loss_fn is not callable, or tx no transform; microbatches, max_norm or clip_passes out of range;
-            when traced, a loss that is not a scalar, a batch that cannot be cut evenly, no TrainState, or the state of stacked
-            layers or of another transform; at a step, an array that was deleted, or that is to be donated twice.
+        InvalidArgumentError: loss_fn is not callable, tx is not a transform; microbatches, max_norm or clip_passes out of
+            range; when traced, a loss that is not a scalar, a batch that cannot be split evenly, a state that is not a
+            TrainState, or is of stacked layers or of another transform; at a step, an array that was deleted, or is to be
+            donated twice.
         UnsupportedTensorError: when traced, parameters that are not floating-point.
         RefusedError: when traced, if a transform after a compensated one changes its updates.
+
+    Example:
+        step = make_train_step(loss_fn, tx, microbatches=4, max_norm=1.0)
+        state, metrics = step(init_train_state(tx, params), batch)
     """
     if not callable(loss_fn):
         raise InvalidArgumentError(f"loss_fn={loss_fn!r} is not callable.")
@@ -83,8 +88,8 @@ def make_train_step(
             grads = backward(1.0)
             norm = global_norm(grads)
             if twice:
-                # Equal passes XLA would merge, through a barrier too. This one starts from a number that only the end of
-                # the first one gives: 1, or the norm where that is NaN, which no compiler can tell before.
+                # XLA would merge equal passes, through a barrier too. This one starts from a number that only the first one
+                # gives, at its end: 1, or the norm where that is NaN.
                 grads = backward(jnp.where(norm >= 0, 1.0, norm))
         grads = clipped(grads, norm, max_norm)
         new = TrainState(*apply_directly(tx, grads, state.opt_state, state.params))
@@ -105,7 +110,7 @@ def _clips_twice(clip_passes: Any, microbatches: int) -> bool:
     if clip_passes == 2 and microbatches > 1:
         raise InvalidArgumentError(
             f"clip_passes=2 with microbatches={microbatches} would save nothing: the gradients of the micro-batches are summed "
-            "up before the norm is known. Leave clip_passes out, or use make_release_step, which sums up layer by layer."
+            "before the norm is known. Leave clip_passes out, or use make_release_step, which sums layer by layer."
         )
     return clip_passes == 2
 
@@ -113,7 +118,7 @@ def _clips_twice(clip_passes: Any, microbatches: int) -> bool:
 def _backward(
     loss_fn: LossFunction, params: PyTree, batch: PyTree
 ) -> tuple[jax.Array, jax.Array | None, Callable[[Any], PyTree]]:
-    """The loss, the weight (None for a loss that is a mean), and the backward pass: the gradient times a number."""
+    """Return the loss, the weight (None for a mean), and a function from a factor to the gradient times it."""
     scaled, pull_back, loss = jax.vjp(lambda p: scaled_loss(loss_fn)(p, batch), params, has_aux=True)
 
     def backward(seed: Any) -> PyTree:
@@ -126,12 +131,12 @@ def _backward(
 def _mean_gradient(
     loss_fn: LossFunction, params: PyTree, batch: PyTree, microbatches: int
 ) -> tuple[jax.Array, jax.Array | None, PyTree]:
-    """The mean loss over the whole batch, the total weight (None for a loss that is a mean), the mean's gradient."""
+    """Return the mean loss over the whole batch, the total weight (None for a mean), and the gradient of the mean."""
     value_and_grad = jax.value_and_grad(scaled_loss(loss_fn), has_aux=True)
 
     def of_chunk(chunk: PyTree) -> PyTree:
         (_, loss), grads = value_and_grad(params, chunk)
-        grads = jax.tree.map(lambda g: widened(g) if loss.scale is None else widened(g) * loss.scale, grads)
+        grads = jax.tree.map(lambda g: upcast(g) if loss.scale is None else upcast(g) * loss.scale, grads)
         return (loss.total, loss.weight), grads
 
     def accumulate(sums: PyTree, chunk: PyTree) -> tuple[PyTree, None]:

@@ -1,7 +1,7 @@
 r"""The optimizers: ordinary Optax transforms with Optax's argument names.
 
-Each of them is one rule of the specification: arithmetic in float32 (float64 for float64 parameters), decay folded into
-the step, moments debiased as they are written. Updates have the parameter's dtype. Nothing in a state aliases a
+Each of them is one rule of the specification: arithmetic in float32 (float64 for float64 parameters), weight decay folded into
+the step, debiased moments. Updates have the parameter's dtype. Nothing in a state aliases a
 parameter. A transform here negates and scales by the learning rate itself; only `scale_by_stable_adam` leaves both to
 `optax.scale_by_learning_rate`.
 """
@@ -18,7 +18,7 @@ from ..core.errors import InvalidArgumentError
 from ..core.hyperparameters import HIGH_FULLY_DECOUPLED_DECAY, Scalar
 from ..core.rules import ADAM, ADAMW, STABLE_ADAMW, Rule
 from .arguments import Arguments, Mask, ScalarOrSchedule
-from .step import transformation
+from .rule_transform import transformation
 
 
 def stable_adamw(
@@ -35,7 +35,7 @@ def stable_adamw(
     max_lr: Scalar | None = None,
     compensation: str = "auto",
 ) -> optax.GradientTransformationExtraArgs:
-    r"""StableAdamW: AdamW with Adafactor's update clipping, so that no gradient clipping is needed.
+    r"""Return StableAdamW: AdamW with Adafactor's update clipping, which makes gradient clipping unnecessary.
 
         m += c1*(g-m)    v += c2*(g*g-v)            c = (1-b)/(1-b^t)
         eta = learning_rate / max(1, sqrt(mean(g*g / max(v, eps^2))))
@@ -51,7 +51,7 @@ def stable_adamw(
         eps: added to the square root of the second moment, in (0, inf).
         weight_decay: in [0, inf), a number or a schedule; multiplied by the learning rate, unless decouple_lr.
         mask: where weight decay applies: a tree of booleans like params or a prefix of it, or a function from params to
-            one. None: everywhere.
+            one. None: to all parameters.
         mu_dtype: dtype of the first moment. None: the parameter's.
         nu_dtype: dtype of the second moment. None: the parameter's, but float32 for float16 parameters, and for
             bfloat16 parameters where 1-b2 < 2^-7 or b2 is not known yet.
@@ -62,7 +62,7 @@ def stable_adamw(
         compensation: how low-precision parameters keep the bits that rounding loses: "auto" (split for bfloat16, kahan
             for float16), "kahan", "split" (bfloat16 only) or "none". Unless it is "none", the transform must be the last
             of a chain, and with low-precision parameters no wrapper around it may change its updates
-            (`optax.lookahead`, `optax.contrib.schedule_free`); see `compensated`.
+            (`optax.lookahead`, `optax.contrib.schedule_free`); `compensated` says why.
 
     `optax.inject_hyperparams` turns the numbers into arrays of the parameters' dtype. Give it
     hyperparam_dtype=jnp.float32 where that is bfloat16 or float16: a b1, b2 or eps rounded to it is refused.
@@ -71,8 +71,8 @@ def stable_adamw(
         A transform with an `AdamState`. Its update needs params, unless weight_decay is 0 and nothing is compensated.
 
     Raises:
-        InvalidArgumentError: a value is out of its range; an update lacks the params it needs, or a gradient has another shape
-            than its parameter.
+        InvalidArgumentError: a value is out of its range; params are missing in an update that needs them, or a gradient has
+            another shape than its parameter.
         UnsupportedTensorError: at init, a parameter is not a floating-point array; at an update, a gradient is not.
 
     Example:
@@ -116,7 +116,7 @@ def adamw(
     max_lr: Scalar | None = None,
     compensation: str = "auto",
 ) -> optax.GradientTransformationExtraArgs:
-    r"""AdamW: Adam with decoupled weight decay.
+    r"""Return AdamW: Adam with decoupled weight decay.
 
         m += c1*(g-m)    v += c2*(g*g-v)            c = (1-b)/(1-b^t)
         p <- p - learning_rate*(m/(sqrt(v)+eps) + weight_decay*p)
@@ -130,7 +130,7 @@ def adamw(
         eps: added to the square root of the second moment, in (0, inf).
         weight_decay: in [0, inf), a number or a schedule; multiplied by the learning rate, unless decouple_lr.
         mask: where weight decay applies: a tree of booleans like params or a prefix of it, or a function from params to
-            one. None: everywhere.
+            one. None: to all parameters.
         mu_dtype: dtype of the first moment. None: the parameter's.
         nu_dtype: dtype of the second moment. None: the parameter's, but float32 for float16 parameters, and for
             bfloat16 parameters where 1-b2 < 2^-7 or b2 is not known yet.
@@ -141,7 +141,7 @@ def adamw(
         compensation: how low-precision parameters keep the bits that rounding loses: "auto" (split for bfloat16, kahan
             for float16), "kahan", "split" (bfloat16 only) or "none". Unless it is "none", the transform must be the last
             of a chain, and with low-precision parameters no wrapper around it may change its updates
-            (`optax.lookahead`, `optax.contrib.schedule_free`); see `compensated`.
+            (`optax.lookahead`, `optax.contrib.schedule_free`); `compensated` says why.
 
     `optax.inject_hyperparams` turns the numbers into arrays of the parameters' dtype. Give it
     hyperparam_dtype=jnp.float32 where that is bfloat16 or float16: a b1, b2 or eps rounded to it is refused.
@@ -150,8 +150,8 @@ def adamw(
         A transform with an `AdamState`. Its update needs params, unless weight_decay is 0 and nothing is compensated.
 
     Raises:
-        InvalidArgumentError: a value is out of its range; an update lacks the params it needs, or a gradient has another shape
-            than its parameter.
+        InvalidArgumentError: a value is out of its range; params are missing in an update that needs them, or a gradient has
+            another shape than its parameter.
         UnsupportedTensorError: at init, a parameter is not a floating-point array; at an update, a gradient is not.
 
     Example:
@@ -195,7 +195,7 @@ def adam(
     max_lr: Scalar | None = None,
     compensation: str = "auto",
 ) -> optax.GradientTransformationExtraArgs:
-    r"""Adam, with weight decay as L2 regularisation.
+    r"""Return Adam, with weight decay as L2 regularisation.
 
         g += weight_decay*p    m += c1*(g-m)    v += c2*(g*g-v)            c = (1-b)/(1-b^t)
         p <- p - learning_rate * m/(sqrt(v)+eps)
@@ -207,7 +207,7 @@ def adam(
         eps: added to the square root of the second moment, in (0, inf).
         weight_decay: L2 regularisation, in [0, inf), a number or a schedule; added to the gradient, times p.
         mask: where weight decay applies: a tree of booleans like params or a prefix of it, or a function from params to
-            one. None: everywhere.
+            one. None: to all parameters.
         mu_dtype: dtype of the first moment. None: the parameter's.
         nu_dtype: dtype of the second moment. None: the parameter's, but float32 for float16 parameters, and for
             bfloat16 parameters where 1-b2 < 2^-7 or b2 is not known yet.
@@ -216,7 +216,7 @@ def adam(
         compensation: how low-precision parameters keep the bits that rounding loses: "auto" (split for bfloat16, kahan
             for float16), "kahan", "split" (bfloat16 only) or "none". Unless it is "none", the transform must be the last
             of a chain, and with low-precision parameters no wrapper around it may change its updates
-            (`optax.lookahead`, `optax.contrib.schedule_free`); see `compensated`.
+            (`optax.lookahead`, `optax.contrib.schedule_free`); `compensated` says why.
 
     `optax.inject_hyperparams` turns the numbers into arrays of the parameters' dtype. Give it
     hyperparam_dtype=jnp.float32 where that is bfloat16 or float16: a b1, b2 or eps rounded to it is refused.
@@ -225,8 +225,8 @@ def adam(
         A transform with an `AdamState`. Its update needs params, unless weight_decay is 0 and nothing is compensated.
 
     Raises:
-        InvalidArgumentError: a value is out of its range; an update lacks the params it needs, or a gradient has another shape
-            than its parameter.
+        InvalidArgumentError: a value is out of its range; params are missing in an update that needs them, or a gradient has
+            another shape than its parameter.
         UnsupportedTensorError: at init, a parameter is not a floating-point array; at an update, a gradient is not.
 
     Example:
@@ -269,11 +269,11 @@ def scale_by_stable_adam(
     weight_decay: ScalarOrSchedule = 0.0,
     mask: Mask = None,
 ) -> optax.GradientTransformationExtraArgs:
-    r"""The direction of StableAdamW, to be chained with `optax.scale_by_learning_rate`.
+    r"""Return the direction of StableAdamW, to be chained with `optax.scale_by_learning_rate`.
 
         (m/(sqrt(v)+eps) + weight_decay*p) / max(1, sqrt(mean(g*g / max(v, eps^2))))
 
-    The decay belongs inside the clip factor, therefore it is an argument here instead of an
+    The clip factor applies to the decay, too, which is therefore an argument here instead of an
     `optax.add_decayed_weights` in the chain. The direction is not negated, has the parameter's dtype, and cannot be
     compensated, since it is not what is added to the parameter; wrap the whole chain in `compensated` for that.
 
@@ -286,7 +286,7 @@ def scale_by_stable_adam(
             bfloat16 parameters where 1-b2 < 2^-7 or b2 is not known yet.
         weight_decay: in [0, inf), a number or a schedule.
         mask: where weight decay applies: a tree of booleans like params or a prefix of it, or a function from params to
-            one. None: everywhere.
+            one. None: to all parameters.
 
     Returns:
         A transform with an `AdamState`. Its update needs params, unless weight_decay is 0.

@@ -1,4 +1,4 @@
-"""One jitted update that uses up what it is given: gradients, state and parameters."""
+"""A jitted update that donates state and parameters, and deletes the gradients."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from .state import PyTree
 
 
 class Update(DonatingFunction):
-    """A jitted (grads, state, params) -> (params, state); see `make_update`.
+    """A jitted function (grads, state, params) -> (params, state), as `make_update` returns it.
 
-    `lower` and `trace` are those of jax.jit. There the outputs are (state, params), each in the buffer it came in: jax
-    gives an output the first donated buffer of its shape and dtype, so the outputs come in the order of the arguments.
+    `lower` and `trace` are those of jax.jit. There the outputs are (state, params), each in the buffer of its argument:
+    jax gives an output the first donated buffer of its shape and dtype, so the outputs have the order of the arguments.
     """
 
     def __init__(self, tx: optax.GradientTransformation) -> None:
@@ -31,13 +31,13 @@ class Update(DonatingFunction):
         super().__init__(update, "state", "params", keep_unused=True)
 
     def __call__(self, grads: PyTree, state: PyTree, params: PyTree, **extra_args: Any) -> tuple[PyTree, PyTree]:
-        """The new parameters and the new state. The arrays given are deleted; extra_args go to tx.update, and stay."""
+        """Return the new parameters and the new state. The arguments are deleted, but for extra_args, which go to tx.update."""
         state, params = super().__call__(grads, state, params, **extra_args)
         leaves = jax.tree_util.tree_leaves(params)
         if leaves and isinstance(leaves[0], Tracer):
             return params, state  # inside another jitted function, which decides what is donated
-        # jax donates a buffer only to an output, and nothing that comes out is for the gradients' buffers. Deleted they
-        # are free, too, as soon as the update has read them.
+        # jax donates a buffer to an output, and no output is for the gradients' buffers. They are freed by deleting them:
+        # the runtime keeps them until the update has read them.
         for leaf in jax.tree_util.tree_leaves(grads):
             if isinstance(leaf, jax.Array):
                 leaf.delete()
@@ -45,9 +45,9 @@ class Update(DonatingFunction):
 
 
 def make_update(tx: optax.GradientTransformation) -> Update:
-    """A jitted update that uses up gradients, state and parameters: no second copy of any of them ever exists.
+    """Return a jitted update that donates state and parameters and deletes the gradients: there is never a second copy of them.
 
-    Equal to tx.update and optax.apply_updates, but parameters of penstock's transforms are written directly: rounded
+    It equals tx.update and optax.apply_updates, but new parameters of penstock's transforms are written directly: rounded
     once, and with compensation always exact. Under optax.apply_if_finite and optax.MultiSteps their increments are added,
     and a compensation is exact while p/2 <= p' <= 2p.
 
@@ -64,5 +64,9 @@ def make_update(tx: optax.GradientTransformation) -> Update:
         InvalidArgumentError: tx is not a transform; at an update, an array that was deleted, or that is to be donated twice.
         UnsupportedTensorError: at an update, a leaf that is not an array.
         RefusedError: when traced, if a transform after a compensated one, or a wrapper around it, changes its updates.
+
+    Example:
+        update = make_update(tx)
+        params, state = update(grads, state, params)
     """
     return Update(tx)

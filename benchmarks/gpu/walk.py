@@ -108,7 +108,7 @@ def _arguments(method: Any, model: Any, dtype: Any) -> tuple[Any, Any, Any]:
 
     def state() -> Any:
         params = model.params(key, stacked=method.stacked, dtype=dtype)
-        return init_train_state(tx, params, None if method.layered else False)
+        return init_train_state(tx, params, layered=method.layered)
 
     return tx, state, lambda: model.batch(key, method.rows)
 

@@ -14,11 +14,10 @@ from ..state import PyTree
 
 
 def check_readable(tree: PyTree) -> None:
-    """Raise `InvalidArgumentError` unless all arrays of a state are in memory, and can be made again."""
+    """Raise `InvalidArgumentError` unless all arrays of a state are in memory, in dtypes that can be made here."""
     for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
         name = f"state{jax.tree_util.keystr(path)}"
-        numpys = isinstance(leaf, np.ndarray | np.generic)
-        if not numpys and not is_concrete(leaf):
+        if not isinstance(leaf, np.ndarray | np.generic) and not is_concrete(leaf):
             raise InvalidArgumentError(
                 f"{name} is {type(leaf).__name__}, not an array in memory; give what init_train_state made, and do not call "
                 "this inside of jax.jit."
@@ -29,7 +28,7 @@ def check_readable(tree: PyTree) -> None:
 
 
 def to_host(leaf: Any) -> np.ndarray:
-    """The whole array; where it lies with several processes, all of them must call this."""
+    """Return the whole array as numpy's; where it is sharded over several processes, all of them must call this."""
     if is_concrete(leaf) and not (leaf.is_fully_addressable or leaf.is_fully_replicated):
         from jax.experimental import multihost_utils
 
@@ -38,8 +37,8 @@ def to_host(leaf: Any) -> np.ndarray:
 
 
 def placed(array: np.ndarray, like: Any) -> jax.Array:
-    """The array where another one lies, in memory of its own, so that it can be donated."""
+    """Return the array with the sharding of another one, in memory of its own, so that it can be donated."""
     if not is_concrete(like) or (len(like.sharding.device_set) == 1 and not getattr(like, "committed", True)):
         return jnp.array(array)
-    # a copy: what a device is given as numpy's memory may stay that
+    # A copy: an array made of numpy's memory may share it.
     return jnp.copy(jax.make_array_from_callback(array.shape, like.sharding, lambda index: np.asarray(array[index])))

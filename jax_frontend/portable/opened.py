@@ -1,10 +1,10 @@
-"""A train state taken apart: its parameters by name, with the arrays that belong to each, and what its transform is."""
+"""The parameters of a train state by name, with the arrays that belong to each, and the rule and settings of its transform."""
 
 from __future__ import annotations
 
 import dataclasses
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import jax
@@ -16,36 +16,29 @@ from ...core.portable.match import Expected
 from ...core.portable.names import Names, Target, table_of
 from ...core.portable.state import PortableGroup
 from ...core.rules import Rule
+from ..arguments import Settings, settings_of
 from ..direct import as_transformation
-from ..enquiry import Answer, Settings, enquire
+from ..records import ARGUMENT, Record, Source
 from ..state import PyTree
 from ..train_state import TrainState, check_made_by
 from .arrays import check_readable, to_host
-from .optax_adam import check_adam, rule_of
+from .optax_adam import Declared, check_decays, declared
 from .roles import Kind, Part, parts_of, roles_of, zipped
 
 
 @dataclasses.dataclass(frozen=True)
 class Slot:
-    """One parameter and its arrays; with a layer axis where there is one.
-
-    Args:
-        parameter: the array.
-        arrays: of the optimizer state.
-        biased: whether the moments are as Optax keeps them.
-        count: of its updates; of each layer.
-        layered: whether there is a layer axis.
-    """
+    """One parameter and the arrays of the optimizer state that belong to it; all with a layer axis where `layered`."""
 
     parameter: Any
     arrays: dict[Kind, Any]
-    biased: bool
-    count: Any
+    biased: bool  # the moments are Optax's
+    count: Any  # number of updates; of each layer
     layered: bool
 
     @property
     def step(self) -> int:
-        """The number of its updates.
+        """Number of updates of the parameter.
 
         Raises:
             RefusedError: the layers have had different ones.
@@ -60,12 +53,12 @@ class Slot:
 
     @property
     def dtypes(self) -> StateDtypes:
-        """Those of the moments."""
+        """Dtypes of the moments."""
         return StateDtypes(*(self.arrays[kind].dtype.name for kind in (Kind.EXP_AVG, Kind.EXP_AVG_SQ)))
 
     @property
     def expected(self) -> Expected:
-        """What a file must have for it."""
+        """The shapes, dtypes and compensation that a file must have for the parameter."""
         dtype, kept = self.parameter.dtype.name, self.arrays.get(Kind.COMPENSATION)
         compensated = "none" if kept is None else "split" if kept.dtype.name == "int16" else "kahan"
         return Expected(dtype, self.parameter.shape, compensated, *((None, None) if self.biased else self.dtypes))
@@ -73,25 +66,17 @@ class Slot:
 
 @dataclasses.dataclass(frozen=True)
 class Opened:
-    """A train state taken apart, and what its transform is.
+    """A train state by parameter, and the rule and settings of its transform."""
 
-    Args:
-        parts: with the roles of their arrays.
-        slots: of the parameters that an Adam updates, by name.
-        rule: of all of them.
-        betas: of Optax's Adam; None where there is none.
-        settings: hyperparameters by the parameter's name.
-    """
-
-    parts: list[tuple[Part, PyTree]]
-    slots: dict[str, Slot]
-    rule: Rule
-    betas: tuple[float, float] | None
-    settings: dict[str, Settings]
+    parts: list[tuple[Part, PyTree]]  # with the roles of their arrays
+    slots: dict[str, Slot]  # of the parameters that an Adam updates, by name
+    rule: Rule  # of all of them
+    betas: tuple[float, float] | None  # of Optax's Adam; None where there is none
+    settings: dict[str, Settings]  # hyperparameters by name of the parameter
 
     @classmethod
-    def of(cls, tx: optax.GradientTransformation, state: TrainState, betas: Any) -> Opened:
-        """A train state of tx. Raises as `export_state` says."""
+    def of(cls, tx: optax.GradientTransformation, state: TrainState, rule: Any, betas: Any) -> Opened:
+        """Open a train state of tx. Raises as `export_state` says."""
         as_transformation(tx)  # raises
         check_readable(state)
         parts = []
@@ -102,29 +87,29 @@ class Opened:
             parts.append((part, roles))
         slots = {name: slot for part, roles in parts for name, slot in _slots(part, roles).items()}
         if not slots:
-            raise InvalidArgumentError(
-                "the optimizer state holds no moments of Adam's; there is nothing of it that a file could hold."
-            )
+            raise InvalidArgumentError("the optimizer state has no moments of Adam's; a file can hold nothing of it.")
         _check_counts(parts, slots)
-        answers = {part.name(path): answer for part, _ in parts for path, answer in enquire(tx, part.kinds).items()}
         biased = {name for name, slot in slots.items() if slot.biased}
-        rules = {_answer(answers, name).rule for name in slots if name not in biased}
-        settings = {name: _answer(answers, name).settings for name in slots if name not in biased}
-        found = None
+        sources = _sources(tx, [part for part, _ in parts], [name for name in slots if name not in biased])
+        rules = {source.rule for source in sources.values()}
+        settings = {name: settings_of(source.arguments, source.decays) for name, source in sources.items()}
+        given: Declared | None = None
         if biased:
-            own = [part for part, _ in parts if biased & part.parameters().keys()]
-            found = check_adam(tx, own, betas)
-            rules.add(rule_of(tx, own))
-            settings |= {name: {"beta1": found[0], "beta2": found[1]} for name in biased}
-        elif betas is not None:
-            raise InvalidArgumentError("betas is for optax.adam and optax.adamw; this transform knows its own. Leave it out.")
+            given = declared(rule, betas)
+            check_decays(tx, [part for part, _ in parts if biased & part.parameters().keys()], given.betas)
+            rules.add(given.rule)
+            settings |= {name: {"beta1": given.betas[0], "beta2": given.betas[1]} for name in biased}
+        elif rule is not None or betas is not None:
+            raise InvalidArgumentError(
+                "rule and betas are for optax.adam and optax.adamw; this transform tells its own. Leave them out."
+            )
         if len(rules) > 1:
-            listed = " and ".join(sorted(rule.name for rule in rules))
+            listed = " and ".join(sorted(each.name for each in rules))
             raise RefusedError(f"the transform updates some parameters by {listed}: a file has one rule for all of them.")
-        return cls(parts, slots, rules.pop(), found, settings)
+        return cls(parts, slots, rules.pop(), None if given is None else given.betas, settings)
 
     def table(self, names: Names) -> dict[str, Target]:
-        """From the names here to those in the file. Layers are taken apart unless `names` says something else."""
+        """Return the table from names here to names in the file. Layers are split unless `names` says something else."""
         layered = {
             part.name(path): part.name(path, layer=True)
             for part, _ in self.parts
@@ -136,20 +121,37 @@ class Opened:
         return default | table_of(names, list(self.slots))
 
     def groups(self) -> tuple[PortableGroup, ...]:
-        """The parameters by their hyperparameters."""
+        """Return the parameters grouped by their hyperparameters."""
         members: dict[Any, list[str]] = defaultdict(list)
         for name in self.slots:
             members[tuple(sorted(self.settings[name].items()))].append(name)
         return tuple(PortableGroup(dict(settings), tuple(sorted(found))) for settings, found in members.items())
 
 
-def _answer(answers: dict[str, Answer], name: str) -> Answer:
-    if name not in answers:
-        raise RefusedError(
-            f"it cannot be seen which rule updates {name!r}: something around penstock's transform does not hand its extra "
-            "arguments on. Make a wrapper of your own an optax.GradientTransformationExtraArgs; give optax.MultiSteps as it is."
-        )
-    return answers[name]
+def _sources(tx: Any, parts: list[Part], names: Collection[str]) -> dict[str, Source]:
+    """Return the penstock transforms that update these parameters, by name; nothing is computed.
+
+    Raises:
+        RefusedError: one of these parameters has none.
+    """
+    # optax.MultiSteps passes extra arguments on, but not as the transform that it calls itself.
+    transform = as_transformation(tx) if isinstance(tx, optax.GradientTransformation) else tx
+    found: dict[str, Source] = {}
+    for part in parts:
+        records: list[Record] = []
+
+        def update(params: PyTree, record: Any = records.append) -> PyTree:
+            return transform.update(params, transform.init(params), params, **{ARGUMENT: record})
+
+        jax.eval_shape(update, part.kinds)
+        found |= {part.name(record.path): record.source for record in records if record.source is not None}
+    for name in names:
+        if name not in found:
+            raise RefusedError(
+                f"the rule that updates {name!r} is unknown: a wrapper around penstock's transform does not pass extra "
+                "arguments on. Make it an optax.GradientTransformationExtraArgs; give optax.MultiSteps as it is."
+            )
+    return {name: found[name] for name in names}
 
 
 def _slots(part: Part, roles: PyTree) -> dict[str, Slot]:
@@ -166,8 +168,8 @@ def _slots(part: Part, roles: PyTree) -> dict[str, Slot]:
             biased |= {name} if role.biased else set()
         elif role.kind is Kind.ZERO and to_host(leaf).any():
             raise RefusedError(
-                f"{role.where} of the optimizer state is {to_host(leaf)}: gradients are being accumulated, and no portable "
-                "state holds those. Take the last of the micro-steps first, or start from a fresh state."
+                f"{role.where} of the optimizer state is {to_host(leaf)}: gradients are being accumulated, which a "
+                "portable state cannot hold. Take the last of the micro-steps first, or start from a fresh state."
             )
         elif role.kind is Kind.COUNT:
             for name in role.names:
@@ -181,8 +183,7 @@ def _slots(part: Part, roles: PyTree) -> dict[str, Slot]:
 
 
 def _check_arrays(tx: optax.GradientTransformation, part: Part, roles: PyTree) -> None:
-    """Raise `InvalidArgumentError` where the transform keeps an array of another shape, or penstock's of another dtype: the
-    state is of other parameters, or another one's."""
+    """Raise `InvalidArgumentError` for an array of another shape, or of penstock's of another dtype, than tx.init makes."""
     made = jax.tree.leaves(jax.eval_shape(as_transformation(tx).init, part.kinds))
     layers = jax.tree.leaves(part.params)[0].shape[:1] if part.layered else ()
     for (role, leaf), own in zip(zipped(part, roles), made, strict=True):
@@ -200,7 +201,7 @@ def _check_arrays(tx: optax.GradientTransformation, part: Part, roles: PyTree) -
 
 
 def _check_counts(parts: list[tuple[Part, PyTree]], slots: dict[str, Slot]) -> None:
-    """Raise `RefusedError` where a schedule has counted otherwise than the parameters' steps will say."""
+    """Raise `RefusedError` where the count of a schedule differs from the numbers of updates of its parameters."""
     for part, roles in parts:
         for role, leaf in zipped(part, roles):
             if role.kind is not Kind.COUNT:

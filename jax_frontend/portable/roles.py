@@ -1,7 +1,7 @@
-"""What each array of an optimizer state is to a portable state: a moment, a compensation, a count of updates, or nothing.
+"""The role of each array of an optimizer state: a moment, a compensation, a count of updates, or not part of a file.
 
-Only states that are known are carried. A chain, and wrappers that hand on what they wrap, have a portable state if what they
-keep besides Adam's is a count of updates, which follows from the parameters' steps, or begins anew without harm.
+Only known states have a portable state. A chain, or a wrapper, has one if what it keeps besides Adam's moments is a count of
+updates, which follows from the parameters' steps, or starts again without harm.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from ..walk.layer_stack import looks_stacked
 
 
 class Kind(enum.Enum):
-    """What an array of an optimizer state is."""
+    """Kind of an array of an optimizer state."""
 
     EXP_AVG = "exp_avg"
     EXP_AVG_SQ = "exp_avg_sq"
@@ -34,23 +34,16 @@ class Kind(enum.Enum):
 
 @dataclasses.dataclass(frozen=True)
 class Role:
-    """What one array of an optimizer state is.
-
-    Args:
-        kind: see `Kind`.
-        names: the parameter it belongs to; of a count those whose updates it counts.
-        where: its place in the optimizer state, for errors.
-        biased: of a moment, and of the count beside it: of Optax's Adam.
-    """
+    """Role of one array of an optimizer state."""
 
     kind: Kind
-    names: tuple[str, ...]
-    where: str
-    biased: bool = False
+    names: tuple[str, ...]  # the parameter it belongs to; of a count, those whose updates it counts
+    where: str  # its place in the optimizer state, for errors
+    biased: bool = False  # a moment of Optax's Adam, or its count
 
 
-# Of the states of Optax that are known, by the names of their types (not all are exported): what their fields are. None: a
-# state again. The counters of apply_if_finite only say how many updates in a row were dropped: they begin anew.
+# The known states of Optax by the names of their types (not all are exported), and the kinds of their fields; None: a state
+# again. The counters of apply_if_finite only say how many updates in a row were dropped: they start again.
 _FIELDS: dict[str, dict[str, Kind | None]] = {
     "ScaleByScheduleState": {"count": Kind.COUNT},
     "WrappedScheduleState": {"count": Kind.COUNT},
@@ -83,29 +76,22 @@ _FIELDS: dict[str, dict[str, Kind | None]] = {
 
 @dataclasses.dataclass(frozen=True)
 class Part:
-    """Parameters that a transform was given as one tree, and its state for them.
+    """Parameters that a transform was given as one tree, and its state for them."""
 
-    Args:
-        prefix: of the parameters' names.
-        params: with a leading layer axis where layered.
-        state: what tx.init, for layers under jax.vmap, made of them.
-        layered: whether there is a layer axis.
-    """
-
-    prefix: tuple[str, ...]
-    params: PyTree
-    state: PyTree
+    prefix: tuple[str, ...]  # of the parameters' names
+    params: PyTree  # with a leading layer axis where layered
+    state: PyTree  # of tx.init, for layers under jax.vmap
     layered: bool
 
     @property
     def kinds(self) -> PyTree:
-        """Shapes and dtypes of the parameters as the transform sees them: one layer's."""
+        """Shapes and dtypes of the parameters as the transform gets them: of one layer."""
         return jax.tree.map(
             lambda leaf: jax.ShapeDtypeStruct(leaf.shape[1:] if self.layered else leaf.shape, leaf.dtype), self.params
         )
 
     def name(self, path: Any, layer: bool = False) -> str:
-        """What a parameter is called: its path from the root of all parameters, joined by dots.
+        """Return the name of a parameter: its path from the root of all parameters, joined by dots.
 
         Args:
             path: within this part.
@@ -115,7 +101,7 @@ class Part:
         return ".".join([*self.prefix, *([LAYER] if layer else []), *([inner] if inner else [])]) or "params"
 
     def parameters(self) -> dict[str, Any]:
-        """The parameters by name.
+        """Return the parameters by name.
 
         Raises:
             InvalidArgumentError: two have one name.
@@ -132,17 +118,17 @@ class Part:
 
 
 def parts_of(state: Any) -> list[Part]:
-    """The parts of a train state.
+    """Return the parts of a train state.
 
     Raises:
-        InvalidArgumentError: it is none, or its parameters are not what its optimizer state says.
+        InvalidArgumentError: it is not a train state, or its parameters do not fit its optimizer state.
     """
     check_train_state(state)
     params, opt_state = state.params, state.opt_state
     if not isinstance(opt_state, LayeredState):
         return [Part((), params, opt_state, False)]
     if not looks_stacked(params):
-        raise InvalidArgumentError('the optimizer state is of {"outer": ..., "layers": ...}, and the parameters are not.')
+        raise InvalidArgumentError('the optimizer state is of {"outer": ..., "layers": ...}, but the parameters are not.')
     parts = [Part(("outer",), params["outer"], opt_state.outer, False)]
     if type(opt_state.layers) is dict:  # several stacks; no transform has a dict as its state
         stacks = opt_state.layers.items()
@@ -151,21 +137,21 @@ def parts_of(state: Any) -> list[Part]:
 
 
 def is_adam(node: Any) -> bool:
-    """Whether a node of an optimizer state holds Adam's moments, penstock's or Optax's."""
+    """Return whether a node of an optimizer state has Adam's moments, penstock's or Optax's."""
     return isinstance(node, AdamState | optax.ScaleByAdamState)
 
 
 def roles_of(part: Part, state: PyTree) -> PyTree:
-    """A tree like the state of a part, or one of the same structure, with a `Role` in the place of each array.
+    """Return a tree like the state of a part, or one of the same structure, with a `Role` for each array.
 
     Raises:
-        RefusedError: a state that no portable state can hold.
+        RefusedError: a state that has no portable state.
     """
     return _roles(part, state, (), type(state).__name__)
 
 
 def _names(part: Part, node: PyTree) -> tuple[str, ...]:
-    """The parameters whose moments are somewhere in a node."""
+    """Return the names of the parameters whose moments are in a node, or below it."""
     states = [found for found in jax.tree.leaves(node, is_leaf=is_adam) if is_adam(found)]
     return tuple(part.name(path) for found in states for path, _ in jax.tree_util.tree_leaves_with_path(found.mu))
 
@@ -174,7 +160,7 @@ def _roles(part: Part, node: PyTree, scope: tuple[str, ...], where: str) -> PyTr
     scope = _names(part, node) or scope
 
     def each(kind: Kind, tree: PyTree, field: str) -> PyTree:
-        """Of a tree like the parameters."""
+        """Return the roles of a tree like the parameters."""
         biased = not isinstance(node, AdamState | CompensatedState)
         return jax.tree_util.tree_map_with_path(
             lambda path, _: Role(kind, (part.name(path),), f"{where}.{field}", biased), tree
@@ -219,5 +205,5 @@ def _roles(part: Part, node: PyTree, scope: tuple[str, ...], where: str) -> PyTr
 
 
 def zipped(part: Part, roles: PyTree) -> Iterator[tuple[Role, Any]]:
-    """Every array of the state of a part with its role."""
+    """Return every array of the state of a part with its role."""
     return cast("Iterator[tuple[Role, Any]]", zip(jax.tree.leaves(roles), jax.tree.leaves(part.state), strict=True))

@@ -35,21 +35,22 @@ def export_state(
     *,
     parameters: bool = False,
     names: Names = None,
+    rule: str | None = None,
     betas: tuple[float, float] | None = None,
 ) -> None:
-    r"""Write the state of an optimizer to a file that both frameworks read; an earlier file is replaced when all is written.
+    r"""Write the state of an optimizer to a file that both frameworks read; an earlier file is replaced at the end.
 
-    The file holds of every parameter the debiased moments, the compensation and the number of updates, bit for bit. The
-    moments of optax.adam and optax.adamw are biased. They are divided in float64,
+    The file holds the debiased moments, the compensation and the number of updates of every parameter, bit for bit. The moments
+    of optax.adam and optax.adamw are biased. They are divided in float64,
 
         mu / (1-b1^t)        nu / (1-b2^t)
 
-    and rounded to the dtypes that they have: so not bit for bit.
+    and rounded to the dtypes that they have, so they are not kept bit for bit.
 
     Where tx is a chain, or wrapped: of `optax.masked`, `partition`, `inject_hyperparams`, `apply_if_finite`, `MultiSteps`
-    (between two updates), `compensated`, schedules and whatever keeps no state, the file holds all that a run needs to go on. A
-    transform that keeps something else is refused. Parameters that no Adam updates are not in the file, nor are the loss scale
-    and the values that `inject_hyperparams` keeps.
+    (between two updates), `compensated`, schedules and transforms without a state, the file holds all that a run needs to
+    go on. A transform with another state is refused. The file has no parameters that no Adam updates, no loss scale, and
+    no values that `inject_hyperparams` keeps.
 
     Args:
         path: of the file to write.
@@ -61,14 +62,15 @@ def export_state(
         parameters: write the parameters, too.
         names: from the names here to those in the file: a mapping, or a function; see `core.portable.names`. A stack of layers
             is "layers.w" here and "blocks.{layer}.w", or the like, in the file.
-        betas: (b1, b2) of optax.adam or optax.adamw, which do not tell theirs; penstock's transforms do.
+        rule, betas: "adam" or "adamw", and (b1, b2), of optax.adam or optax.adamw, whose states do not tell them; None for
+            penstock's transforms, which do. The betas are compared with what the transform does.
 
     Raises:
         RefusedError: a transform keeps something that the file has no place for; the file cannot be written.
-        InvalidArgumentError: state is no TrainState of tx, or was donated; betas are wrong or missing; a name that does not
-            fit.
+        InvalidArgumentError: state is not a TrainState of tx, or was donated; rule or betas are wrong or missing; a name that
+            does not fit.
     """
-    opened = _opened(tx, state, betas, parameters)
+    opened = _opened(tx, state, rule, betas, parameters)
     entries = {}
     for name, slot in opened.slots.items():
         mu, nu, step = to_host(slot.arrays[Kind.EXP_AVG]), to_host(slot.arrays[Kind.EXP_AVG_SQ]), slot.step
@@ -101,32 +103,33 @@ def import_state(
     *,
     parameters: bool = False,
     names: Names = None,
+    rule: str | None = None,
     betas: tuple[float, float] | None = None,
 ) -> TrainState:
-    r"""A train state with what `export_state`, of either frontend, has written. All of the file is checked first.
+    r"""Return a train state with what `export_state`, of either frontend, has written. All of the file is checked first.
 
     Training goes on bit for bit where the file came from this package in JAX. Moments of a lower dtype than tx keeps are
-    widened, which is exact; a parameter that the file has without compensation begins with nothing to make up for. For
+    upcast, which is exact; a compensation that the file does not have starts with zeros. For
     optax.adam and optax.adamw the moments are multiplied by 1-b^t in float64 and rounded to the dtypes that they have there.
     Counts of updates, those of schedules as well, become the file's.
 
     Args:
         path: of the file. Every process reads it.
         tx: the transform, of the file's rule.
-        state: of tx, as `init_train_state` makes it. It says which arrays there are, their dtypes and where they lie; it stays
-            as it is and shares no memory with what is returned.
+        state: of tx, as `init_train_state` makes it. It gives the arrays' dtypes and shardings; it stays as it is and
+            shares no memory with what is returned.
         parameters: take the parameters from the file, too; those that no Adam updates stay. Otherwise they all are those of
-            `state`, which must be *of the same moment*: a compensation holds the lost digits of just those values.
+            `state`, which must be *of the same moment*: a compensation holds the lost digits of those values.
         names: from the names here to those in the file, as for `export_state`.
-        betas: as for `export_state`.
+        rule, betas: as for `export_state`.
 
     Raises:
         RefusedError: tx keeps something that the file has no place for.
-        InvalidArgumentError: the file is damaged, or is not of this rule, model, dtypes or compensation; state is no
+        InvalidArgumentError: the file is damaged, or is not of this rule, model, dtypes or compensation; state is not a
             TrainState of tx, or was donated; parameters of one count that had different numbers of updates.
     """
-    opened = _opened(tx, state, betas, parameters)
-    # Each process reads the file, and what follows may gather arrays: none goes on alone.
+    opened = _opened(tx, state, rule, betas, parameters)
+    # Every process reads the file; what follows may gather arrays, so that none may fail alone.
     entries = together(lambda: _matched(path, opened, names, parameters), same=_described)
     arrays: dict[tuple[str, Kind], np.ndarray | None] = {}
     for name, slot in opened.slots.items():
@@ -140,12 +143,12 @@ def import_state(
     steps = {name: entry.step for name, entry in entries.items()}
 
     def value(role: Role, leaf: Any) -> np.ndarray | None:
-        """What an array becomes; None: it stays."""
+        """Return the new value of an array; None: it stays."""
         if role.kind is Kind.COUNT:
             return _count(role, leaf, steps)
         return arrays.get((role.names[0], role.kind)) if role.names else None
 
-    # Everything is known before anything is put on a device.
+    # All values are known before any is put on a device.
     values = [[value(role, leaf) for role, leaf in zipped(part, roles)] for part, roles in opened.parts]
     states = [
         jax.tree.unflatten(
@@ -158,15 +161,15 @@ def import_state(
     return _joined(state, [part for part, _ in opened.parts], trees, states)
 
 
-def _opened(tx: optax.GradientTransformation, state: TrainState, betas: Any, parameters: bool) -> Opened:
-    def told(opened: Opened) -> Any:
+def _opened(tx: optax.GradientTransformation, state: TrainState, rule: Any, betas: Any, parameters: bool) -> Opened:
+    def described(opened: Opened) -> Any:
         return opened.rule.name, [(name, slot.parameter.shape) for name, slot in opened.slots.items()], parameters
 
-    return together(lambda: Opened.of(tx, state, betas), same=told)
+    return together(lambda: Opened.of(tx, state, rule, betas), same=described)
 
 
 def _matched(path: str | os.PathLike[str], opened: Opened, names: Names, parameters: bool) -> dict[str, ParameterState]:
-    """The parameters of a file as the transform keeps them, by their names here."""
+    """Return the parameters of a file as the transform keeps them, by their names here."""
     given = rename_back(portable_file.load(path), opened.table(names))
     expected = {name: slot.expected for name, slot in opened.slots.items()}
     return matched(given, opened.rule.name, expected, parameters=parameters, arguments=("mu_dtype", "nu_dtype"))
@@ -182,13 +185,13 @@ def _holds(parameter: Any, array: np.ndarray) -> bool:
 
 def _count(role: Role, leaf: Any, steps: dict[str, int]) -> np.ndarray | None:
     found = sorted({steps[name] for name in role.names or steps})
-    if len(found) > 1 and not role.names:  # of no parameter, and of no use
+    if len(found) > 1 and not role.names:  # a count of no parameter is not used
         return None
     if len(found) > 1:
-        odd = next(name for name in role.names if steps[name] != steps[role.names[0]])
+        other = next(name for name in role.names if steps[name] != steps[role.names[0]])
         raise InvalidArgumentError(
-            f"{role.names[0]!r} has had {steps[role.names[0]]} updates and {odd!r} {steps[odd]}, but {role.where} counts those "
-            "of both; give each kind a transform of its own with optax.partition."
+            f"{role.names[0]!r} has had {steps[role.names[0]]} updates and {other!r} {steps[other]}, but {role.where} counts "
+            "those of both; give each kind a transform of its own with optax.partition."
         )
     if found[0] > jnp.iinfo(leaf.dtype).max:
         raise InvalidArgumentError(f"the file counts {found[0]} updates, more than {role.where}, {leaf.dtype}, can hold.")
@@ -208,7 +211,7 @@ def _with_parameters(part: Part, entries: dict[str, ParameterState]) -> PyTree:
 
 
 def _joined(state: TrainState, parts: list[Part], trees: list[PyTree], states: list[PyTree]) -> TrainState:
-    """The parts as the train state that they were."""
+    """Return the train state of which `parts_of` made the parts."""
     scale = jax.tree.map(jnp.copy, state.loss_scale)
     if len(parts) == 1:
         return TrainState(trees[0], states[0], scale)

@@ -1,37 +1,31 @@
-"""In-state accumulation (AdamA, https://arxiv.org/abs/2305.19982): micro-batch gradients go straight into the moments.
+"""In-state accumulation (AdamA, https://arxiv.org/abs/2305.19982): micro-batch gradients are added to the moments.
 
-The first micro-batch decays the moments, later ones only add to them, and the last one also steps: the functions of
-`core.update`, for the tensors of one layer.
+The first micro-batch decays the moments, later ones only add to them, and the last one also updates the parameters: the
+functions of `core.update`, for the tensors of one layer.
 """
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import optax
+from jax import lax
 
 from ...core import update as specification
 from ...core.errors import RefusedError
-from ..array_ops import jax_ops, widened
+from ..array_ops import jax_ops, upcast
+from ..rule_transform import Leaf, RuleTransformation, leaves_of
 from ..state import AdamState, PyTree
-from ..step import Leaf, RuleTransformation, leaves_of
+from ..train_state import TrainState
+from .passes import Arrays, backward, forward, head
+from .stacked import at
+from .step_settings import StepSettings, joined_state, split_state
 
-
-class Moments(NamedTuple):
-    """What micro-batches change of an optimizer state, like params each."""
-
-    mu: PyTree
-    nu: PyTree
-    mean_square: PyTree  # a number for each tensor: the sum over the micro-batches so far
-
-
-class Rest(NamedTuple):
-    """What they leave as it is."""
-
-    count: jax.Array  # type: ignore[assignment]
-    compensation: PyTree
+_MOMENTS = ("mu", "nu", "mean_square")
+_UPDATED = ("params", "mu", "nu", "compensation")
 
 
 def check_in_state(tx: optax.GradientTransformation) -> None:
@@ -43,60 +37,120 @@ def check_in_state(tx: optax.GradientTransformation) -> None:
         )
 
 
-def taken_apart(state: AdamState, params: PyTree, stacked: bool) -> tuple[Moments, Rest]:
-    """An optimizer state before the first micro-batch.
+def in_state_step(settings: StepSettings, state: TrainState, batch: PyTree) -> tuple[TrainState, dict[str, jax.Array]]:
+    """Run one micro-batch after the other through the whole model; the last one updates the parameters.
+
+    Args:
+        settings, state: of the step.
+        batch: with a leading axis of at least two micro-batches.
+    """
+    if state.loss_scale is not None:
+        raise RefusedError(
+            "accumulation='state' adds a micro-batch to the moments before an overflow of a later one is known; leave "
+            "accumulation out, or use bfloat16, which needs no loss scale."
+        )
+    model, tx = settings.model, settings.tx
+    outer, layers, states = split_state(model, state)
+
+    def walk(chunk: PyTree, update: Any, written: PyTree, read: PyTree) -> tuple[jax.Array, PyTree, PyTree]:
+        """Return the micro-batch's share of the mean loss, the outer gradient, and what was written."""
+        chunk = jax.tree.map(lambda leaf: leaf[None], chunk)
+        passed = forward(model, state.params, chunk, settings.save_residuals)
+        start = head(model, outer, passed, chunk, settings.microbatches, 1.0)
+        if start.weight is not None:
+            raise RefusedError(
+                "accumulation='state' needs the weight of the whole batch before the first gradient, so the loss cannot "
+                "be (sum, weight); return the mean, or leave accumulation out."
+            )
+
+        def rounded_update(arrays: Arrays, g: PyTree) -> Arrays:
+            return update(tx, arrays, settings.ready(g, arrays["params"]))
+
+        g, written, _ = backward(model, outer, chunk, passed, start, written, read, update=rounded_update, fence=settings.fence)
+        return start.loss, settings.ready(g, outer), written
+
+    outer_moments, outer_read = _split(state.opt_state.outer, outer, stacked=False)
+    moments, read = {}, {}
+    for name in layers:
+        moments[name], read[name] = _split(states[name], layers[name], stacked=True)
+
+    def one_microbatch(sums: PyTree, chunk: PyTree, first: bool = False) -> tuple[PyTree, jax.Array]:
+        of_outer, of_layers = sums
+        loss, g, of_layers = walk(chunk, functools.partial(accumulate, first=first), of_layers, read)
+        return (accumulate(tx, of_outer | outer_read, g, first=first), of_layers), loss
+
+    sums, loss = one_microbatch((outer_moments, moments), at(batch, 0), first=True)
+    if settings.microbatches > 2:
+        sums, losses = lax.scan(one_microbatch, sums, jax.tree.map(lambda leaf: leaf[1:-1], batch))
+        loss += jnp.sum(losses)
+    outer_moments, moments = sums
+    mean_squares = {name: {"mean_square": moments[name].pop("mean_square")} for name in layers}
+    written = {name: moments[name] | read[name] for name in layers}
+    last, g, new = walk(at(batch, -1), update_last, written, mean_squares)
+    new_outer = update_last(tx, outer_moments | outer_read, g)
+    new_state = joined_state(model, _pair(new_outer), {name: _pair(arrays) for name, arrays in new.items()}, None)
+    return new_state, {"loss": loss + last, "skipped": jnp.asarray(False)}
+
+
+def accumulate(tx: Any, arrays: Arrays, grads: PyTree, *, first: bool) -> Arrays:
+    """Add one micro-batch to the moments of one layer, and return them.
+
+    Args:
+        tx: one of penstock's transforms.
+        arrays: "params", "count", "compensation", and what changes: "mu", "nu" and "mean_square", the sum over the
+            micro-batches so far.
+        grads: of the layer.
+        first: this is the first micro-batch, which decays the moments.
+    """
+    _, treedef, leaves = _leaves(tx, arrays, grads)
+
+    def new(leaf: Leaf) -> tuple[Any, ...]:
+        state = specification.accumulate(jax_ops, tx.rule, *leaf, first=first)
+        return state.exp_avg, state.exp_avg_sq, state.mean_square
+
+    return _columns(treedef, [(None,) * 3 if leaf is None else new(leaf) for leaf in leaves], _MOMENTS)
+
+
+def update_last(tx: Any, arrays: Arrays, grads: PyTree) -> Arrays:
+    """Add the last micro-batch to the moments of one layer, update it, and return all its arrays but the mean square."""
+    count, treedef, leaves = _leaves(tx, arrays, grads)
+
+    def new(leaf: Leaf) -> tuple[Any, ...]:
+        parameter, state = specification.update(jax_ops, tx.rule, *leaf, first=False)
+        return parameter, state.exp_avg, state.exp_avg_sq, state.compensation
+
+    columns = _columns(treedef, [(None,) * 4 if leaf is None else new(leaf) for leaf in leaves], _UPDATED)
+    return {**columns, "count": count}
+
+
+def _columns(treedef: Any, rows: list[tuple[Any, ...]], names: tuple[str, ...]) -> Arrays:
+    return {name: treedef.unflatten([row[i] for row in rows]) for i, name in enumerate(names)}
+
+
+def _leaves(tx: RuleTransformation, arrays: Arrays, grads: PyTree) -> tuple[jax.Array, Any, list[Leaf | None]]:
+    state = AdamState(arrays["count"], arrays["mu"], arrays["nu"], arrays["compensation"])
+    count, treedef, leaves = leaves_of(tx.rule, tx.arguments, grads, state, arrays["params"])
+    sums = treedef.flatten_up_to(arrays["mean_square"])
+
+    def with_sum(leaf: Leaf | None, mean_square: Any) -> Leaf | None:
+        return leaf and leaf._replace(state=leaf.state._replace(mean_square=mean_square))
+
+    return count, treedef, list(map(with_sum, leaves, sums))
+
+
+def _split(state: AdamState, params: PyTree, stacked: bool) -> tuple[Arrays, Arrays]:
+    """Return (the arrays that micro-batches change, those that they only read), before the first micro-batch.
 
     Args:
         state, params: with a leading layer axis where stacked.
     """
 
     def zero(leaf: jax.Array) -> jax.Array:
-        return jnp.zeros(leaf.shape[:1] if stacked else (), jax.eval_shape(widened, leaf).dtype)
+        return jnp.zeros(leaf.shape[:1] if stacked else (), jax.eval_shape(upcast, leaf).dtype)
 
-    return Moments(state.mu, state.nu, jax.tree.map(zero, params)), Rest(state.count, state.compensation)
-
-
-def accumulate(tx: RuleTransformation, moments: Moments, rest: Rest, params: PyTree, grads: PyTree, *, first: bool) -> Moments:
-    """One micro-batch into the moments of one layer; its number of updates stays."""
-    _, treedef, leaves = _leaves(tx, moments, rest, params, grads)
-
-    def one(leaf: Leaf | None) -> tuple[Any, ...]:
-        if leaf is None:
-            return None, None, None
-        state = specification.accumulate(jax_ops, tx.rule, *leaf, first=first)
-        return state.exp_avg, state.exp_avg_sq, state.mean_square
-
-    return Moments(*_columns(treedef, [one(leaf) for leaf in leaves], 3))
+    moments = {"mu": state.mu, "nu": state.nu, "mean_square": jax.tree.map(zero, params)}
+    return moments, {"params": params, "count": state.count, "compensation": state.compensation}
 
 
-def update_last(
-    tx: RuleTransformation, moments: Moments, rest: Rest, params: PyTree, grads: PyTree
-) -> tuple[PyTree, AdamState]:
-    """The last micro-batch of one layer, and the step: its new parameters and state."""
-    count, treedef, leaves = _leaves(tx, moments, rest, params, grads)
-
-    def one(leaf: Leaf | None) -> tuple[Any, ...]:
-        if leaf is None:
-            return None, None, None, None
-        parameter, state = specification.update(jax_ops, tx.rule, *leaf, first=False)
-        return parameter, state.exp_avg, state.exp_avg_sq, state.compensation
-
-    new, mu, nu, compensation = _columns(treedef, [one(leaf) for leaf in leaves], 4)
-    return new, AdamState(count, mu, nu, compensation)
-
-
-def _columns(treedef: Any, rows: list[tuple[Any, ...]], count: int) -> list[PyTree]:
-    return [treedef.unflatten([row[i] for row in rows]) for i in range(count)]
-
-
-def _leaves(
-    tx: RuleTransformation, moments: Moments, rest: Rest, params: PyTree, grads: PyTree
-) -> tuple[jax.Array, Any, list[Leaf | None]]:
-    state = AdamState(rest.count, moments.mu, moments.nu, rest.compensation)
-    count, treedef, leaves = leaves_of(tx.rule, tx.arguments, grads, state, params)
-    squares = treedef.flatten_up_to(moments.mean_square)
-
-    def summed(leaf: Leaf | None, square: Any) -> Leaf | None:
-        return leaf and leaf._replace(state=leaf.state._replace(mean_square=square))
-
-    return count, treedef, list(map(summed, leaves, squares))
+def _pair(arrays: Arrays) -> tuple[PyTree, AdamState]:
+    return arrays["params"], AdamState(arrays["count"], arrays["mu"], arrays["nu"], arrays["compensation"])

@@ -1,4 +1,4 @@
-"""The model as the reverse walk needs it: what comes before the layers, one layer, what comes after."""
+"""The model of the reverse walk: a function for what comes before the layers, one for a layer, one for what comes after."""
 
 from __future__ import annotations
 
@@ -14,8 +14,6 @@ from ...core.errors import InvalidArgumentError, UnsupportedTensorError
 from ..state import PyTree
 from .stacked import is_floating
 
-NO_OUTER = 'params["outer"] is None; give {} where there are no parameters outside of the layers.'
-
 SOLE = "layers"
 """The name of the only stack of a model."""
 
@@ -29,10 +27,10 @@ class Layers:
             -> (x, auxiliary). x is a tree of floating-point arrays.
         enter: (outer, x, batch) -> x, before the first of these layers; x is what came before: of `LayerStack.embed`, or of
             the previous stack. None: the same x.
-        context: (outer, x, batch) -> a tree that all these layers read, computed beside enter from the same x: positions,
-            a mask, the encoder's output. It is differentiated where it is floating-point. None: there is no such argument.
-        inputs: (batch) -> a tree of what each layer has for its own, not differentiated: every leaf has a leading layer axis,
-            or is a single typed PRNG key (jax.random.key), which is split: two stacks need a key each. None: there is no such
+        context: (outer, x, batch) -> a tree that all these layers read, computed from the same x as enter: positions, a
+            mask, the encoder's output. It is differentiated where it is floating-point. None: there is no such argument.
+        inputs: (batch) -> a tree of each layer's own inputs, not differentiated: every leaf has a leading layer axis, or
+            is a single typed PRNG key (jax.random.key), which is split: two stacks need a key each. None: there is no such
             argument.
         auxiliary: layer returns (x, auxiliary), a tree of arrays (a router's loss); `LayerStack.loss` gets those of all
             layers, with a leading layer axis, and they are differentiated.
@@ -44,50 +42,47 @@ class Layers:
     inputs: Callable[..., Any] | None = None
     auxiliary: bool = False
 
-    def entered(self, outer: PyTree, x: PyTree, batch: PyTree) -> tuple[PyTree, PyTree]:
-        """(x, context) of the first of these layers."""
-        context = None if self.context is None else self.context(outer, x, batch)
-        return x if self.enter is None else self.enter(outer, x, batch), context
 
-    def inputs_of(self, batch: PyTree, layers: int) -> PyTree:
-        """The inputs of all layers, each leaf with a layer axis.
+def layer_inputs(layers: Layers, batch: PyTree, count: int) -> PyTree:
+    """Return what `Layers.inputs` gives for all `count` layers: every leaf with a layer axis; None where there are no inputs.
 
-        Raises:
-            InvalidArgumentError: a leaf has none.
-        """
-        if self.inputs is None:
-            return None
+    Raises:
+        InvalidArgumentError: a leaf has no axis of `count` layers.
+    """
+    if layers.inputs is None:
+        return None
 
-        def spread(path: Any, leaf: Any) -> Any:
-            shape = jnp.shape(leaf)
-            if not shape and jnp.issubdtype(jnp.asarray(leaf).dtype, jax.dtypes.prng_key):
-                return jax.random.split(leaf, layers)
-            if not shape or shape[0] != layers:
-                raise InvalidArgumentError(
-                    f"inputs(batch){jax.tree_util.keystr(path)} has shape {shape}; it must have a leading axis of the "
-                    f"{layers} layers, or be a typed PRNG key. What is the same for all layers belongs into context."
-                )
-            return jnp.asarray(leaf)
+    def split(path: Any, leaf: Any) -> Any:
+        shape = jnp.shape(leaf)
+        if not shape and jnp.issubdtype(jnp.asarray(leaf).dtype, jax.dtypes.prng_key):
+            return jax.random.split(leaf, count)
+        if not shape or shape[0] != count:
+            raise InvalidArgumentError(
+                f"inputs(batch){jax.tree_util.keystr(path)} has shape {shape}; it must have a leading axis of the "
+                f"{count} layers, or be a typed PRNG key. Return what is the same for all layers from context instead."
+            )
+        return jnp.asarray(leaf)
 
-        return jax.tree_util.tree_map_with_path(spread, self.inputs(batch))
+    return jax.tree_util.tree_map_with_path(split, layers.inputs(batch))
 
-    def __call__(self, layer_params: PyTree, x: PyTree, context: PyTree, inputs: PyTree) -> tuple[PyTree, PyTree]:
-        """One layer: (x, auxiliary), auxiliary None where there is none.
 
-        Raises:
-            InvalidArgumentError: when traced, if the layer changes the structure, a shape or a dtype of x, or x has leaves that
-                are not floating-point.
-        """
-        given = [value for asked, value in ((self.context, context), (self.inputs, inputs)) if asked is not None]
-        returned, auxiliary = self.layer(layer_params, x, *given), None
-        if self.auxiliary:
-            if not isinstance(returned, tuple) or len(returned) != 2:
-                raise InvalidArgumentError("a layer with auxiliary=True must return a tuple (x, auxiliary).")
-            returned, auxiliary = returned
-            if not all(is_floating(leaf) for leaf in jax.tree.leaves(auxiliary)):
-                raise InvalidArgumentError("a layer's auxiliary output must be floating-point arrays; cast it with astype.")
-        _check_carry(x, returned)
-        return returned, auxiliary
+def apply_layer(layers: Layers, layer_params: PyTree, x: PyTree, context: PyTree, inputs: PyTree) -> tuple[PyTree, PyTree]:
+    """Apply one layer and return (x, auxiliary); auxiliary is None where there is none.
+
+    Raises:
+        InvalidArgumentError: when traced, if the layer changes the structure, a shape or a dtype of x, or x has leaves that
+            are not floating-point.
+    """
+    arguments = [value for used, value in ((layers.context, context), (layers.inputs, inputs)) if used is not None]
+    returned, auxiliary = layers.layer(layer_params, x, *arguments), None
+    if layers.auxiliary:
+        if not isinstance(returned, tuple) or len(returned) != 2:
+            raise InvalidArgumentError("a layer with auxiliary=True must return a tuple (x, auxiliary).")
+        returned, auxiliary = returned
+        if not all(is_floating(leaf) for leaf in jax.tree.leaves(auxiliary)):
+            raise InvalidArgumentError("a layer's auxiliary output must be floating-point arrays; cast it with astype.")
+    _check_carry(x, returned)
+    return returned, auxiliary
 
 
 def _check_carry(before: PyTree, after: PyTree) -> None:
@@ -101,8 +96,8 @@ def _check_carry(before: PyTree, after: PyTree) -> None:
         name = f"x{jax.tree_util.keystr(path)}"
         if not is_floating(old):
             raise InvalidArgumentError(
-                f"{name}, which goes through the layers, has dtype {jnp.asarray(old).dtype}; only floating-point arrays can. "
-                "Give the layers others as context or inputs."
+                f"{name}, which passes through the layers, has dtype {jnp.asarray(old).dtype}; only floating-point arrays can. "
+                "Give others to the layers as context or inputs."
             )
         was, now = ((jnp.shape(leaf), jnp.asarray(leaf).dtype) for leaf in (old, new))
         if was != now:
@@ -143,72 +138,91 @@ class LayerStack:
                 raise InvalidArgumentError(f"{name}={getattr(self, name)!r} is not callable.")
         if isinstance(self.layer, Mapping) and not self.layer:
             raise InvalidArgumentError("layer={} names no stack; give at least one.")
-        for name, stack in self.sections.items():
-            if not callable(stack.layer):
-                raise InvalidArgumentError(f"the layer of {name!r} is {stack.layer!r}, which is not callable.")
-
-    @property
-    def sections(self) -> dict[str, Layers]:
-        """The stacks in their order."""
-        named = self.layer if isinstance(self.layer, Mapping) else {SOLE: self.layer}
-        return {name: layer if isinstance(layer, Layers) else Layers(layer) for name, layer in named.items()}
-
-    def named(self, layers: PyTree) -> dict[str, PyTree]:
-        """params["layers"], or anything like it, by name of the stack."""
-        return {name: layers[name] for name in self.layer} if isinstance(self.layer, Mapping) else {SOLE: layers}
-
-    def unnamed(self, named: dict[str, PyTree]) -> PyTree:
-        """`named` undone."""
-        return dict(named) if isinstance(self.layer, Mapping) else named[SOLE]
-
-    def entered(self, name: str, outer: PyTree, x: PyTree, batch: PyTree) -> tuple[PyTree, PyTree]:
-        """(x, context) of the first layer of a stack; x is what the previous stack returned, None for the first."""
-        first = name == next(iter(self.sections))
-        return self.sections[name].entered(outer, self.embed(outer, batch) if first else x, batch)
-
-    def loss_of(self, outer: PyTree, x: PyTree, batch: PyTree, auxiliary: dict[str, PyTree]) -> Any:
-        """What `loss` returns. auxiliary: of the stacks that have any."""
-        return self.loss(outer, x, batch, self.unnamed(auxiliary)) if auxiliary else self.loss(outer, x, batch)
+        for name, layers in stacks_of(self).items():
+            if not callable(layers.layer):
+                raise InvalidArgumentError(f"the layer of {name!r} is {layers.layer!r}, which is not callable.")
 
     def __call__(self, params: PyTree, batch: PyTree) -> Any:
-        """The loss over the whole batch at once."""
+        """Return the loss over the whole batch at once."""
         outer, x, auxiliary = params["outer"], None, {}
-        for name, layers in self.named(params["layers"]).items():
-            section = self.sections[name]
-            x, context = self.entered(name, outer, x, batch)
-            inputs = section.inputs_of(batch, number_of_layers(layers))
+        for name, layers in by_name(self, params["layers"]).items():
+            stack = stacks_of(self)[name]
+            x, context = enter_stack(self, name, outer, x, batch)
+            inputs = layer_inputs(stack, batch, number_of_layers(layers))
 
-            def body(x: PyTree, of_layer: PyTree, section: Layers = section, context: PyTree = context) -> Any:
-                return section(of_layer[0], x, context, of_layer[1])
+            def body(x: PyTree, of_layer: PyTree, stack: Layers = stack, context: PyTree = context) -> Any:
+                return apply_layer(stack, of_layer[0], x, context, of_layer[1])
 
             x, outputs = lax.scan(body, x, (layers, inputs))
-            if section.auxiliary:
+            if stack.auxiliary:
                 auxiliary[name] = outputs
-        return self.loss_of(outer, x, batch, auxiliary)
+        return model_loss(self, outer, x, batch, auxiliary)
+
+
+def stacks_of(model: LayerStack) -> dict[str, Layers]:
+    """Return the stacks of a model by name, in their order."""
+    named = model.layer if isinstance(model.layer, Mapping) else {SOLE: model.layer}
+    return {name: layer if isinstance(layer, Layers) else Layers(layer) for name, layer in named.items()}
+
+
+def by_name(model: LayerStack, layers: PyTree) -> dict[str, PyTree]:
+    """Return params["layers"], or a tree like it, as a dict by name of the stack."""
+    return {name: layers[name] for name in model.layer} if isinstance(model.layer, Mapping) else {SOLE: layers}
+
+
+def without_names(model: LayerStack, named: dict[str, PyTree]) -> PyTree:
+    """Return the tree of which `by_name` made a dict."""
+    return dict(named) if isinstance(model.layer, Mapping) else named[SOLE]
+
+
+def enter_stack(model: LayerStack, name: str, outer: PyTree, x: PyTree, batch: PyTree) -> tuple[PyTree, PyTree]:
+    """Return (x, context) of the first layer of a stack.
+
+    Args:
+        model, name: the stack.
+        outer, batch: the outer parameters and the batch.
+        x: what the previous stack returned; ignored for the first stack, which starts from `LayerStack.embed`.
+    """
+    stacks = stacks_of(model)
+    if name == next(iter(stacks)):
+        x = model.embed(outer, batch)
+    layers = stacks[name]
+    context = None if layers.context is None else layers.context(outer, x, batch)
+    return x if layers.enter is None else layers.enter(outer, x, batch), context
+
+
+def model_loss(model: LayerStack, outer: PyTree, x: PyTree, batch: PyTree, auxiliary: dict[str, PyTree]) -> Any:
+    """Return what `LayerStack.loss` returns; auxiliary has the auxiliary outputs by name of the stack, where there are any."""
+    return model.loss(outer, x, batch, without_names(model, auxiliary)) if auxiliary else model.loss(outer, x, batch)
 
 
 def number_of_layers(layers: PyTree) -> int:
-    """The length of the layer axis."""
+    """Return the length of the layer axis."""
     return int(jnp.shape(jax.tree.leaves(layers)[0])[0])
 
 
 def looks_stacked(params: PyTree) -> bool:
-    """Whether params are a dict with exactly the keys "outer" and "layers"."""
+    """Return whether params are a dict with exactly the keys "outer" and "layers"."""
     return isinstance(params, dict) and params.keys() == {"outer", "layers"}
 
 
-def check_parameters(stack: LayerStack, params: PyTree) -> None:
-    """Raise unless params are those of the stack.
-
-    Raises:
-        InvalidArgumentError: other keys, or leaves without a common layer axis.
-        UnsupportedTensorError: a leaf that is no floating-point array.
-    """
+def check_outer_and_layers(params: PyTree) -> None:
+    """Raise `InvalidArgumentError` unless params are a dict of the outer parameters and the layers."""
     if not looks_stacked(params):
         found = sorted(map(str, params)) if isinstance(params, dict) else type(params).__name__
         raise InvalidArgumentError(f'params must be a dict {{"outer": ..., "layers": ...}}, but have {found}.')
     if params["outer"] is None:
-        raise InvalidArgumentError(NO_OUTER)
+        raise InvalidArgumentError('params["outer"] is None; give {} where there are no parameters outside of the layers.')
+
+
+def check_parameters(stack: LayerStack, params: PyTree) -> None:
+    """Raise unless params fit the model.
+
+    Raises:
+        InvalidArgumentError: other keys, or leaves without a common layer axis.
+        UnsupportedTensorError: a leaf that is not a floating-point array.
+    """
+    check_outer_and_layers(params)
     if isinstance(stack.layer, Mapping):
         layers = params["layers"]
         if not isinstance(layers, dict) or layers.keys() != set(stack.layer):
@@ -222,7 +236,7 @@ def check_parameters(stack: LayerStack, params: PyTree) -> None:
                 f"params{jax.tree_util.keystr(path)} has dtype {getattr(leaf, 'dtype', type(leaf).__name__)}; parameters must "
                 "be floating-point arrays. Read others in embed, context, inputs or loss."
             )
-    for name, layers in stack.named(params["layers"]).items():
+    for name, layers in by_name(stack, params["layers"]).items():
         check_layer_axis(layers, "" if name == SOLE else name)
 
 
@@ -238,6 +252,6 @@ def check_layer_axis(layers: PyTree, name: str = "", remedy: str = "") -> None:
             raise InvalidArgumentError(
                 f"{root}{jax.tree_util.keystr(path)} has shape {jnp.shape(leaf)} and {root}"
                 f"{jax.tree_util.keystr(first_path)} {jnp.shape(first)}; all need a common leading layer axis, at least 1. "
-                "Stack the layers with jnp.stack, or make them with jax.vmap; what is not a layer's belongs into "
+                "Stack the layers with jnp.stack, or make them with jax.vmap; other parameters belong in "
                 f"params['outer'].{remedy}"
             )

@@ -1,8 +1,8 @@
 """The whole model, forward and backward: layer after layer, and for each layer all micro-batches.
 
-Forward, every layer saves what it needs; backward, a visitor gets each layer's gradient the moment it exists. The visitor's
-arrays are the loop's carry and are written in place. One layer's gradient is alive at any time, and that of the outer
-parameters.
+The forward pass saves what each layer's backward pass needs. The backward pass calls `update` with each layer's gradient as
+soon as it exists; the arrays that `update` writes are the loop's carry, and XLA writes them in place. Alive at any time are
+one layer's gradient and that of the outer parameters.
 """
 
 from __future__ import annotations
@@ -14,17 +14,26 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from ..array_ops import widened
+from ..array_ops import upcast
 from ..losses import scaled_loss
 from ..state import PyTree
 from .fence import fenced
-from .layer_pass import Cotangents, Given, Recomputed, Saved, gradient
-from .layer_stack import LayerStack, number_of_layers
-from .stacked import add, at, each, length, partition, put, swapped
+from .layer_pass import Cotangents, LayerArguments, Recomputed, Saved, gradient
+from .layer_stack import LayerStack, by_name, enter_stack, layer_inputs, model_loss, number_of_layers, stacks_of
+from .stacked import add, at, length, partition, put, scan_microbatches, swap_leading_axes
+
+Arrays = dict[str, PyTree]
+"""Arrays of the layers of a stack by what they are, such as "params" and "opt_state"; of all layers, or of one."""
+
+Update = Callable[[Arrays, PyTree], Arrays]
+"""(arrays of one layer, its gradient) -> those of the arrays that are written."""
+
+Measure = Callable[[PyTree, PyTree], PyTree]
+"""(sums so far, gradient of one layer) -> sums."""
 
 
-class OfStack(NamedTuple):
-    """What the forward pass leaves of one stack."""
+class StackForward(NamedTuple):
+    """What the forward pass saves of one stack."""
 
     layer_pass: Recomputed
     layers: int
@@ -35,15 +44,15 @@ class OfStack(NamedTuple):
 
 
 class Forward(NamedTuple):
-    """What the forward pass leaves."""
+    """What the forward pass saves of all stacks, and what the loss reads."""
 
-    stacks: dict[str, OfStack]
+    stacks: dict[str, StackForward]
     x: PyTree  # [micro-batches, ...], after the last layer
     auxiliary: dict[str, PyTree]  # [layers, micro-batches, ...]
 
 
 class Head(NamedTuple):
-    """The loss and where the backward pass starts."""
+    """The loss, and the cotangents with which the backward pass starts."""
 
     loss: jax.Array  # the mean
     weight: jax.Array | None  # the total; None for a loss that is a mean
@@ -52,196 +61,195 @@ class Head(NamedTuple):
     auxiliary: dict[str, PyTree]  # [layers, micro-batches, ...]
 
 
-class Visit(NamedTuple):
-    """What is done with the gradient of a layer. written, read: the layer's slices of the stacked arrays of either kind.
-
-    parameters: (written, read) -> the layer's parameters.
-    update: (written, read, gradient) -> written; None: nothing is written.
-    measure: (sums, gradient) -> sums; None: nothing is measured.
-    """
-
-    parameters: Callable[[PyTree, PyTree], PyTree]
-    update: Callable[[PyTree, PyTree, PyTree], PyTree] | None = None
-    measure: Callable[[PyTree, PyTree], PyTree] | None = None
-
-
-def forward(stack: LayerStack, params: PyTree, batch: PyTree, save_residuals: bool) -> Forward:
-    """From the batch to what the loss reads.
+def forward(model: LayerStack, params: PyTree, batch: PyTree, save_residuals: bool) -> Forward:
+    """Run the model from the batch up to the loss.
 
     Args:
+        model, params: the model and its parameters.
         batch: with a leading axis of micro-batches.
-        save_residuals: what a layer's backward pass needs is saved instead of computed a second time.
+        save_residuals: save what each layer's backward pass needs instead of computing it a second time.
     """
     x = None
-    stacks: dict[str, OfStack] = {}
+    stacks: dict[str, StackForward] = {}
     auxiliary: dict[str, PyTree] = {}
-    for name, layers in stack.named(params["layers"]).items():
-        stacks[name], x, outputs = _through(stack, name, params["outer"], layers, x, batch, save_residuals)
-        if stack.sections[name].auxiliary:
+    for name, layers in by_name(model, params["layers"]).items():
+        stacks[name], x, outputs = _forward_stack(model, name, params["outer"], layers, x, batch, save_residuals)
+        if stacks_of(model)[name].auxiliary:
             auxiliary[name] = outputs
     return Forward(stacks, x, auxiliary)
 
 
-def _through(
-    stack: LayerStack, name: str, outer: PyTree, layers: PyTree, entering: PyTree, batch: PyTree, save_residuals: bool
-) -> tuple[OfStack, PyTree, PyTree]:
-    """Into one stack and through its layers: what it leaves, x, and the auxiliary outputs."""
-    section, count, microbatches = stack.sections[name], number_of_layers(layers), length(batch)
+def _forward_stack(
+    model: LayerStack, name: str, outer: PyTree, layers: PyTree, entering: PyTree, batch: PyTree, save_residuals: bool
+) -> tuple[StackForward, PyTree, PyTree]:
+    """Run one stack; return what is saved, x, and the auxiliary outputs."""
+    stack, count, microbatches = stacks_of(model)[name], number_of_layers(layers), length(batch)
 
     def enter(_: Any, chunk: PyTree) -> tuple[Any, PyTree]:
         entering, batch = chunk
-        x, context = stack.entered(name, outer, entering, batch)
-        return None, (jax.tree.map(jnp.asarray, (x, context)), section.inputs_of(batch, count))
+        x, context = enter_stack(model, name, outer, entering, batch)
+        return None, (jax.tree.map(jnp.asarray, (x, context)), layer_inputs(stack, batch, count))
 
-    _, ((x, context), inputs) = each(enter, None, (entering, batch), microbatches)
-    inputs = swapped(inputs)
-    layer_pass = Recomputed(section)
+    _, ((x, context), inputs) = scan_microbatches(enter, None, (entering, batch), microbatches)
+    inputs = swap_leading_axes(inputs)
+    layer_pass = Recomputed(stack)
     if save_residuals:
 
-        def first(layers: PyTree, x: PyTree, context: PyTree, inputs: PyTree) -> tuple[PyTree, PyTree, Given]:
-            return at(layers, 0), at(x, 0), Given(at(context, 0), at(at(inputs, 0), 0))
+        def first(layers: PyTree, x: PyTree, context: PyTree, inputs: PyTree) -> tuple[PyTree, PyTree, LayerArguments]:
+            return at(layers, 0), at(x, 0), LayerArguments(at(context, 0), at(at(inputs, 0), 0))
 
-        layer_pass = Saved(section, *jax.eval_shape(first, layers, x, context, inputs))
+        layer_pass = Saved(stack, *jax.eval_shape(first, layers, x, context, inputs))
 
     def run(x: PyTree, of_layer: PyTree) -> tuple[PyTree, PyTree]:
         layer, inputs = of_layer
 
-        def one(_: Any, chunk: PyTree) -> tuple[Any, PyTree]:
-            x, *given = chunk
-            return None, layer_pass.forward(layer, x, Given(*given))
+        def one_microbatch(_: Any, chunk: PyTree) -> tuple[Any, PyTree]:
+            x, *arguments = chunk
+            return None, layer_pass.forward(layer, x, LayerArguments(*arguments))
 
-        _, (x, auxiliary, saved) = each(one, None, (x, context, inputs), microbatches)
+        _, (x, auxiliary, saved) = scan_microbatches(one_microbatch, None, (x, context, inputs), microbatches)
         return x, (auxiliary, saved)
 
     x, (auxiliary, saved) = lax.scan(run, x, (layers, inputs))
-    return OfStack(layer_pass, count, entering, context, inputs, saved), x, auxiliary
+    return StackForward(layer_pass, count, entering, context, inputs, saved), x, auxiliary
 
 
-def head(stack: LayerStack, outer: PyTree, passed: Forward, batch: PyTree, chunks: int, seed: jax.Array | float) -> Head:
-    """The mean loss, and its derivatives times seed.
+def head(model: LayerStack, outer: PyTree, passed: Forward, batch: PyTree, chunks: int, seed: jax.Array | float) -> Head:
+    """Return the mean loss, and its derivatives times seed.
 
     Args:
+        model, outer, passed: the model, its outer parameters, and its forward pass.
         batch: with a leading axis of micro-batches, all of them or some.
         chunks: how many micro-batches the mean is over.
         seed: the loss scale, or 1.
     """
-    loss_fn = scaled_loss(stack.loss_of)
+    loss_fn = scaled_loss(lambda *args: model_loss(model, *args))
 
-    def one(sums: PyTree, chunk: PyTree) -> tuple[PyTree, PyTree]:
+    def one_microbatch(sums: PyTree, chunk: PyTree) -> tuple[PyTree, PyTree]:
         x, auxiliary, batch = chunk
 
-        def of(outer: PyTree, x: PyTree, auxiliary: PyTree) -> Any:
+        def loss_of(outer: PyTree, x: PyTree, auxiliary: PyTree) -> Any:
             return loss_fn(outer, x, batch, auxiliary)
 
-        value, pullback, loss = jax.vjp(of, outer, x, auxiliary, has_aux=True)
+        value, pullback, loss = jax.vjp(loss_of, outer, x, auxiliary, has_aux=True)
         g, dx, d_auxiliary = pullback(jnp.asarray(seed / chunks, value.dtype))
         total, weight, scale = loss
-        g = jax.tree.map(lambda leaf: widened(leaf) if scale is None else widened(leaf) * scale * chunks, g)
+        g = jax.tree.map(lambda leaf: upcast(leaf) if scale is None else upcast(leaf) * scale * chunks, g)
         sums = (total, weight, g) if sums is None else add(sums, (total, weight, g))
         return sums, (dx, d_auxiliary, scale)
 
-    chunk = (passed.x, swapped(passed.auxiliary), batch)
+    chunk = (passed.x, swap_leading_axes(passed.auxiliary), batch)
     zeros = None
     if length(batch) > 1:
-        kinds = jax.eval_shape(lambda chunk: one(None, at(chunk, 0))[0], chunk)
+        kinds = jax.eval_shape(lambda chunk: one_microbatch(None, at(chunk, 0))[0], chunk)
         zeros = jax.tree.map(lambda kind: jnp.zeros(kind.shape, kind.dtype), kinds)
-    (total, weight, g), (dx, d_auxiliary, scales) = each(one, zeros, chunk, length(batch))
+    (total, weight, g), (dx, d_auxiliary, scales) = scan_microbatches(one_microbatch, zeros, chunk, length(batch))
     if weight is None:
-        return Head(total / chunks, None, g, dx, swapped(d_auxiliary))
-    # Now that the total weight is known, every micro-batch gets its share: scale*chunks/weight, about 1.
+        return Head(total / chunks, None, g, dx, swap_leading_axes(d_auxiliary))
+    # The total weight is only known now: every micro-batch's cotangents are multiplied by scale*chunks/weight, about 1.
     share = scales * chunks / weight
 
-    def shared(leaf: jax.Array) -> jax.Array:
-        return (widened(leaf) * share.reshape(share.shape + (1,) * (leaf.ndim - 1))).astype(leaf.dtype)
+    def reweighted(leaf: jax.Array) -> jax.Array:
+        return (upcast(leaf) * share.reshape(share.shape + (1,) * (leaf.ndim - 1))).astype(leaf.dtype)
 
-    dx, d_auxiliary = jax.tree.map(shared, (dx, d_auxiliary))
-    return Head(total / weight, weight, jax.tree.map(lambda leaf: leaf / weight, g), dx, swapped(d_auxiliary))
+    dx, d_auxiliary = jax.tree.map(reweighted, (dx, d_auxiliary))
+    return Head(total / weight, weight, jax.tree.map(lambda leaf: leaf / weight, g), dx, swap_leading_axes(d_auxiliary))
 
 
 def backward(
-    stack: LayerStack,
+    model: LayerStack,
     outer: PyTree,
     batch: PyTree,
     passed: Forward,
     start: Head,
-    visit: Visit,
-    written: dict[str, PyTree],
-    read: dict[str, PyTree],
-    sums: PyTree = None,
+    written: dict[str, Arrays],
+    read: dict[str, Arrays],
     *,
+    update: Update | None = None,
+    measure: Measure | None = None,
+    sums: PyTree = None,
     fence: str,
     proceed: jax.Array | None = None,
     outer_gradient: bool = True,
-) -> tuple[PyTree, dict[str, PyTree], PyTree]:
-    """The reverse walk over all stacks.
+) -> tuple[PyTree, dict[str, Arrays], PyTree]:
+    """Walk back over all stacks.
 
     Args:
-        outer: the outer parameters.
-        written: by name of the stack: arrays with a layer axis that `visit.update` writes, all of them.
-        read: the same for those that stay. None of them may be among those written: the old ones would have to be kept.
-        sums: what `visit.measure` adds to.
+        model, outer, batch, passed, start: the model, what it was given, and its forward pass.
+        written: by name of the stack, the arrays with a layer axis that `update` writes, all of them.
+        read: the same for the arrays that stay. An array is in one of both: XLA would copy one that is in both. "params" has to
+            be in either.
+        update: what is done with the gradient of a layer; None: nothing is written.
+        measure: what is added up over the layers' gradients, from `sums` on; None: nothing.
+        sums: what `measure` starts from.
+        fence: see `fenced`.
         proceed: 0-d boolean: False leaves what is written as it is.
-        outer_gradient: also that of the outer parameters; otherwise None.
+        outer_gradient: compute the gradient of the outer parameters, too; otherwise None is returned for it.
 
     Returns:
-        The gradient of the outer parameters in compute dtypes, what was written, and the sums.
+        The gradient of the outer parameters in compute dtypes, the written arrays, and the sums.
     """
     g, dx = (start.outer if outer_gradient else None), start.x
-    new: dict[str, PyTree] = {}
-    for index, (name, of_stack) in reversed(list(enumerate(passed.stacks.items()))):
-        cotangents, new[name], sums = _walk(
-            of_stack, visit, dx, start.auxiliary.get(name), written[name], read[name], sums, fence, proceed
+    new: dict[str, Arrays] = {}
+    for index, (name, saved) in reversed(list(enumerate(passed.stacks.items()))):
+        cotangents, new[name], sums = _backward_stack(
+            saved, dx, start.auxiliary.get(name), written[name], read[name], update, measure, sums, fence, proceed
         )
         if index or outer_gradient:
-            g, dx = _entering(stack, name, outer, batch, of_stack, cotangents, g)
+            g, dx = _backward_enter(model, name, outer, batch, saved, cotangents, g)
     return g, new, sums
 
 
-def _walk(
-    of_stack: OfStack,
-    visit: Visit,
+def _backward_stack(
+    saved: StackForward,
     dx: PyTree,
     d_auxiliary: PyTree,
-    written: PyTree,
-    read: PyTree,
+    written: Arrays,
+    read: Arrays,
+    update: Update | None,
+    measure: Measure | None,
     sums: PyTree,
     fence: str,
     proceed: jax.Array | None,
-) -> tuple[Cotangents, PyTree, PyTree]:
-    """One stack, from its last layer to its first."""
-    count, microbatches = of_stack.layers, length(dx)
+) -> tuple[Cotangents, Arrays, PyTree]:
+    """Walk back over one stack, from its last layer to its first."""
+    count, microbatches = saved.layers, length(dx)
+
+    def updated(old: Arrays, fixed: Arrays, g: PyTree) -> Arrays:
+        return {} if update is None else update(old | fixed, g)
 
     def body(k: jax.Array, carry: PyTree) -> PyTree:
         written, sums, cotangents = carry
         i = count - 1 - k
         old, fixed = at(written, i), at(read, i)
-        layer, given = visit.parameters(old, fixed), Given(of_stack.context, at(of_stack.inputs, i))
+        arguments = LayerArguments(saved.context, at(saved.inputs, i))
+        layer = (old | fixed)["params"]
         g, cotangents = gradient(
-            of_stack.layer_pass, layer, at(of_stack.saved, i), given, cotangents, at(d_auxiliary, i), microbatches
+            saved.layer_pass, layer, at(saved.saved, i), arguments, cotangents, at(d_auxiliary, i), microbatches
         )
-        if visit.measure is not None:
-            sums = visit.measure(sums, g)
-        if visit.update is not None:
-            new = fenced(fence, visit.update, old, fixed, g, always=k < count, proceed=proceed)
+        if measure is not None:
+            sums = measure(sums, g)
+        if update is not None:
+            new = fenced(fence, updated, old, fixed, g, always=k < count, proceed=proceed)
             written = put(written, new, i)  # all of it is new: a slice written back unchanged would cost whole stacks
         return written, sums, cotangents
 
-    floats, _ = partition(of_stack.context)
+    floats, _ = partition(saved.context)
     start = Cotangents(dx, jax.tree.map(jnp.zeros_like, floats))
     written, sums, cotangents = lax.fori_loop(0, count, body, (written, sums, start))
     return cotangents, written, sums
 
 
-def _entering(
-    stack: LayerStack, name: str, outer: PyTree, batch: PyTree, of_stack: OfStack, cotangents: Cotangents, total: PyTree
+def _backward_enter(
+    model: LayerStack, name: str, outer: PyTree, batch: PyTree, saved: StackForward, cotangents: Cotangents, total: PyTree
 ) -> tuple[PyTree, PyTree]:
-    """Backward through what leads from one stack, or the batch, into the next: (outer gradient, derivative of x)."""
+    """Go back through `enter_stack` of one stack; return (outer gradient, derivative of what the previous stack returned)."""
 
-    def one(total: PyTree, chunk: PyTree) -> tuple[PyTree, PyTree]:
+    def one_microbatch(total: PyTree, chunk: PyTree) -> tuple[PyTree, PyTree]:
         entering, batch, cotangents = chunk
 
         def enter(outer: PyTree, entering: PyTree) -> tuple[PyTree, PyTree]:
-            x, context = stack.entered(name, outer, entering, batch)
+            x, context = enter_stack(model, name, outer, entering, batch)
             return jax.tree.map(jnp.asarray, (x, partition(context)[0]))
 
         if total is None:
@@ -251,4 +259,4 @@ def _entering(
         g, dx = pullback(tuple(cotangents))
         return add(total, g), dx
 
-    return each(one, total, (of_stack.entering, batch, cotangents), length(batch))
+    return scan_microbatches(one_microbatch, total, (saved.entering, batch, cotangents), length(batch))

@@ -77,7 +77,7 @@ class StackedTrajectory(UnrolledTrajectory):
             "outer": {name: value for name, value in parameters.items() if "." not in name},
             "layers": jax.tree.map(lambda *leaves: jnp.stack(leaves), *layers),
         }
-        return jax_frontend.init_train_state(tx, stacked, stack), step
+        return jax_frontend.init_train_state(tx, stacked, stack=stack), step
 
     def held(self) -> dict[str, Held]:
         params, state = self.state.params, self.state.opt_state

@@ -9,7 +9,7 @@ import numpy as np
 import optax
 import pytest
 import torch
-from tests.jax_support import float64
+from tests.support.jax_training import float64
 
 from penstock.core import compensation as compensations
 from penstock.core.array_ops import numpy_dtype, numpy_ops

@@ -7,7 +7,16 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from tests.jax_support import TRANSFORMS, assert_close, assert_equal, scanned, scanned_over, train, train_directly, tree
+from tests.support.jax_training import (
+    TRANSFORMS,
+    assert_close,
+    assert_equal,
+    scanned,
+    scanned_over,
+    train,
+    train_directly,
+    tree,
+)
 
 from penstock.core import compensation as compensations
 from penstock.core.array_ops import numpy_ops
@@ -15,7 +24,7 @@ from penstock.core.compensation import Stored
 from penstock.core.errors import InvalidArgumentError, RefusedError
 from penstock.jax_frontend import CompensatedState, adamw, compensated, make_update, stable_adamw
 from penstock.jax_frontend.array_ops import jax_ops
-from penstock.jax_frontend.compensation import lacking, step
+from penstock.jax_frontend.compensation import residual, step
 from penstock.jax_frontend.direct import as_transformation
 
 MODES = [("bfloat16", "split"), ("bfloat16", "kahan"), ("float16", "kahan")]
@@ -40,7 +49,7 @@ def test_small_decay_is_not_lost(rule, compensation, direct) -> None:
 
 
 @pytest.mark.parametrize("direct", [False, True])
-def test_without_compensation_it_is_lost(direct) -> None:
+def test_small_decay_is_lost_without_compensation(direct) -> None:
     tx = adamw(1e-4, eps=1e-6, weight_decay=0.1, compensation="none")
     params, _ = scanned(tx, jnp.ones(16, jnp.bfloat16), jnp.full(16, 1e-30, jnp.bfloat16), 2000, direct)
     np.testing.assert_array_equal(np.asarray(params, np.float32), 1.0)
@@ -68,7 +77,7 @@ def test_split_is_the_float32_trajectory(direct) -> None:
     np.testing.assert_allclose(value("bfloat16", "split", low, state.compensation), high, rtol=3e-7)
 
 
-def test_directly_it_is_the_float32_trajectory_beyond_a_factor_of_two_too() -> None:
+def test_split_applied_directly_is_exact_beyond_a_factor_of_two() -> None:
     generator = np.random.default_rng(0)
     grads = jnp.asarray(generator.normal(size=(100, 64)), jnp.bfloat16)
     start = jnp.asarray(1e-3 * generator.normal(size=64), jnp.bfloat16)  # every step is ten times a parameter
@@ -96,8 +105,8 @@ def test_the_increment_leads_to_the_exact_parameter_within_a_factor_of_two(dtype
     exact = compensations.load(jax_ops, compensation, stored)
     stepped = jax.jit(lambda *a: step(compensation, *a, direct=False))(stored.parameter, exact, added)
     directly = jax.jit(lambda *a: step(compensation, *a, direct=True))(stored.parameter, exact, added)
-    assert stepped.update.dtype == stored.parameter.dtype
-    assert_equal(optax.apply_updates(stored.parameter, stepped.update), directly.parameter)
+    assert stepped.increment.dtype == stored.parameter.dtype
+    assert_equal(optax.apply_updates(stored.parameter, stepped.increment), directly.parameter)
     assert_equal(stepped.compensation, directly.compensation)
     expected = compensations.store(numpy_ops, compensation, np.asarray(exact) + added, dtype)
     assert_equal(directly.parameter, expected.parameter)
@@ -105,12 +114,12 @@ def test_the_increment_leads_to_the_exact_parameter_within_a_factor_of_two(dtype
 
 
 @pytest.mark.parametrize(("dtype", "compensation"), MODES)
-def test_beyond_it_saturates_within_a_spacing(dtype, compensation) -> None:
+def test_an_increment_beyond_a_factor_of_two_saturates_within_a_spacing(dtype, compensation) -> None:
     wide, added = moves(2, 20_000, -5.0, 5.0)
     stored = compensations.store(jax_ops, compensation, jnp.asarray(wide), dtype)
     exact = compensations.load(jax_ops, compensation, stored)
     stepped = jax.jit(lambda *a: step(compensation, *a, direct=False))(stored.parameter, exact, added)
-    reached = value(dtype, compensation, optax.apply_updates(stored.parameter, stepped.update), stepped.compensation)
+    reached = value(dtype, compensation, optax.apply_updates(stored.parameter, stepped.increment), stepped.compensation)
     target = np.asarray(exact, np.float64) + added
     spacing = 2.0 ** (-7 if dtype == "bfloat16" else -10) * np.maximum(np.abs(target), np.abs(wide)) * 4
     assert np.all(np.abs(reached - target) <= spacing)
@@ -118,13 +127,13 @@ def test_beyond_it_saturates_within_a_spacing(dtype, compensation) -> None:
 
 
 @pytest.mark.parametrize(("dtype", "compensation"), MODES)
-def test_a_compensation_never_leads_away(dtype, compensation) -> None:
+def test_a_compensation_never_increases_the_error(dtype, compensation) -> None:
     generator = np.random.default_rng(4)
     exact = (generator.normal(size=10_000) * 10.0 ** generator.uniform(-4, 2, size=10_000)).astype(np.float32)
     nearby = exact * generator.choice([1.0, 1.01, 0.5, -1.0, -0.01, 0.0, -0.0], size=exact.shape)
     reached = numpy_ops.cast(nearby.astype(np.float32), dtype)
     kept = jax_ops.cast(
-        lacking(compensation, exact, jnp.asarray(reached).astype("float32")),
+        residual(compensation, exact, jnp.asarray(reached).astype("float32")),
         compensations.compensation_dtype(compensation, dtype),
     )
     with_it = value(dtype, compensation, reached, kept)
@@ -144,11 +153,11 @@ def test_a_parameter_crosses_zero(compensation, direct) -> None:
 
 @pytest.mark.parametrize(("dtype", "compensation"), MODES)
 @pytest.mark.parametrize("direct", [False, True])
-def test_what_is_not_finite_stays_visible(dtype, compensation, direct) -> None:
+def test_infinities_and_nans_propagate(dtype, compensation, direct) -> None:
     params = jnp.asarray([1.0, 1.0, -1.0, np.inf, 60000.0], dtype)
     added = jnp.asarray([np.nan, np.inf, -np.inf, 1.0, 3e38], jnp.float32)
     stepped = step(compensation, params, params.astype("float32"), added, direct=direct)
-    after = stepped.parameter if direct else optax.apply_updates(params, stepped.update)
+    after = stepped.parameter if direct else optax.apply_updates(params, stepped.increment)
     reached = value(dtype, compensation, after, stepped.compensation)
     np.testing.assert_array_equal(reached[:4], [np.nan, np.inf, -np.inf, np.inf])
     assert reached[4] > 6e4
@@ -186,7 +195,7 @@ def test_integers_pass_through_compensated() -> None:
     assert_equal(optax.apply_updates(params, updates), {"w": params["w"] * 2, "n": jnp.arange(1, 4)})
 
 
-def test_refusals() -> None:
+def test_a_compensation_that_is_not_possible_is_refused() -> None:
     params = jnp.ones(3, jnp.bfloat16)
     with pytest.raises(InvalidArgumentError, match="compensates its updates itself"):
         compensated(stable_adamw(1e-3)).init(params)
@@ -213,6 +222,20 @@ def test_a_later_transform_is_refused_where_the_update_is_applied(tx) -> None:
     assert_close(after, train(chained, params.astype("float32"), [jnp.ones(3)])[0], rtol=1e-7)
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_an_increment_given_to_another_parameter_is_added_there(dtype) -> None:
+    """Its exact parameter is not taken: it is that of the parameter that the increment was computed for."""
+    inner = adamw(1e-2, compensation="none")
+
+    def swapped(updates, state, params=None, **extra_args):
+        updates, state = inner.update(updates, state, params, **extra_args)
+        return {"a": updates["b"], "b": updates["a"]}, state
+
+    tx = optax.GradientTransformationExtraArgs(inner.init, swapped)
+    params, grads = {"a": jnp.ones(3, dtype), "b": jnp.full(3, 5.0, dtype)}, {"a": jnp.ones(3, dtype), "b": -jnp.ones(3, dtype)}
+    assert_equal(train_directly(tx, params, [grads])[0], train(tx, params, [grads])[0])
+
+
 REFUSED = {
     "a chain around": optax.chain(optax.apply_if_finite(stable_adamw(1e-3), 3), optax.scale(0.5)),
     "a chain within": optax.MultiSteps(optax.chain(stable_adamw(1e-3), optax.scale(0.5)), 1),
@@ -235,7 +258,7 @@ ALLOWED = {
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_under_a_wrapper_that_decides_it_must_be_last_too(name) -> None:
+def test_a_later_transform_under_a_deciding_wrapper_is_refused(name) -> None:
     tx = as_transformation(REFUSED[name])
     params = jnp.ones(3, jnp.bfloat16)
     with pytest.raises(RefusedError, match=r"must be the last.*apply_if_finite.*compensation='none'"):
@@ -245,7 +268,7 @@ def test_under_a_wrapper_that_decides_it_must_be_last_too(name) -> None:
 
 
 @pytest.mark.parametrize("name", ALLOWED)
-def test_under_a_wrapper_that_decides_nothing_is_lost(name) -> None:
+def test_a_deciding_wrapper_loses_no_bits(name) -> None:
     tx, every = as_transformation(ALLOWED[name][0]), ALLOWED[name][1]
     expected, _ = train(stable_adamw(1e-3), jnp.ones(3), [jnp.ones(3)] * 20)
     reached, _ = train_directly(tx, jnp.ones(3, jnp.bfloat16), [jnp.ones(3, jnp.bfloat16)] * 20 * every)

@@ -1,4 +1,4 @@
-"""Composition: what Optax can do with its own optimizers it can do with these."""
+"""Optax composes these transforms as it does its own."""
 
 from __future__ import annotations
 
@@ -7,14 +7,13 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from tests.jax_support import TRANSFORMS, assert_close, assert_equal, gradients, train, train_directly, tree
+from tests.support.jax_training import TRANSFORMS, assert_close, assert_equal, gradients, train, train_directly, tree
 
 from penstock.core.errors import RefusedError
 from penstock.jax_frontend import adam, adamw, make_update, scale_by_stable_adam, stable_adamw
 from penstock.jax_frontend.direct import apply_directly
 
 WAYS = pytest.mark.parametrize("way", [train, train_directly])
-RULES = pytest.mark.parametrize("rule", TRANSFORMS)
 CASES_AND_WAYS = pytest.mark.parametrize(
     ("rule", "dtype", "way"),
     [
@@ -29,7 +28,7 @@ CASES = pytest.mark.parametrize(("rule", "dtype"), [("stable_adamw", "bfloat16")
 
 
 @CASES_AND_WAYS
-def test_chain(rule, way, dtype) -> None:
+def test_a_chain_equals_its_parts(rule, way, dtype) -> None:
     tx = TRANSFORMS[rule](1e-2)
     chained = optax.chain(optax.zero_nans(), optax.scale(2.0), tx)
     params, grads = tree(0, dtype), gradients(5, dtype)
@@ -38,7 +37,7 @@ def test_chain(rule, way, dtype) -> None:
 
 
 @CASES_AND_WAYS
-def test_masked_and_partition(rule, way, dtype) -> None:
+def test_masked_and_partition_update_their_parameters_only(rule, way, dtype) -> None:
     params, grads = tree(0, dtype), gradients(5, dtype)
     mine = {"matrix": True, "scalar": False, "empty": True, "none": None}
     alone = {name: params[name] for name in ("matrix", "empty")}
@@ -55,7 +54,7 @@ def test_masked_and_partition(rule, way, dtype) -> None:
 
 
 @WAYS
-def test_a_mask_tree_under_partition(way) -> None:
+def test_a_mask_tree_under_partition_applies_by_parameter(way) -> None:
     params, grads = {"a": jnp.ones(3), "b": jnp.ones(3)}, [{"a": jnp.zeros(3), "b": jnp.zeros(3)}]
     tx = adamw(1.0, weight_decay=0.1, mask={"a": True, "b": False})
     after, _ = way(optax.partition({"x": tx, "y": tx}, {"a": "x", "b": "y"}), params, grads)
@@ -63,7 +62,7 @@ def test_a_mask_tree_under_partition(way) -> None:
 
 
 @CASES_AND_WAYS
-def test_inject_hyperparams(rule, way, dtype) -> None:
+def test_injected_hyperparameters_equal_plain_ones(rule, way, dtype) -> None:
     params, grads = tree(0, dtype), gradients(6, dtype)
     schedule = optax.linear_schedule(1e-2, 1e-3, 6)
     options = {"nu_dtype": "float32"}
@@ -74,7 +73,7 @@ def test_inject_hyperparams(rule, way, dtype) -> None:
     assert state.hyperparams["b1"].dtype == jnp.float32
 
 
-def test_injected_decoupled_decay() -> None:
+def test_injected_decoupled_decay_equals_the_plain_one() -> None:
     params, grads = tree(0), gradients(3)
     options = {"weight_decay": 1e-4, "decouple_lr": True, "max_lr": 0.02}
     injected = optax.inject_hyperparams(stable_adamw)(1e-2, **options)
@@ -82,7 +81,7 @@ def test_injected_decoupled_decay() -> None:
 
 
 @CASES_AND_WAYS
-def test_multi_steps(rule, way, dtype) -> None:
+def test_multi_steps_equal_summed_gradients(rule, way, dtype) -> None:
     params, grads = tree(0, dtype), gradients(6, dtype)
     tx = TRANSFORMS[rule](1e-2)
     steps = optax.MultiSteps(tx, every_k_schedule=2, use_grad_mean=False)
@@ -91,7 +90,7 @@ def test_multi_steps(rule, way, dtype) -> None:
 
 
 @CASES_AND_WAYS
-def test_apply_if_finite(rule, way, dtype) -> None:
+def test_apply_if_finite_skips_only_what_is_not_finite(rule, way, dtype) -> None:
     params, grads = tree(0, dtype), gradients(4, dtype)
     tx = TRANSFORMS[rule](1e-2)
     bad = jax.tree.map(lambda leaf: leaf * jnp.nan, grads[0])
@@ -103,7 +102,7 @@ def test_apply_if_finite(rule, way, dtype) -> None:
 
 
 @CASES
-def test_lookahead(rule, dtype) -> None:
+def test_lookahead_moves_halfway(rule, dtype) -> None:
     tx = optax.lookahead(TRANSFORMS[rule](1e-2, compensation="none"), sync_period=2, slow_step_size=0.5)
     both = optax.LookaheadParams.init_synced(jnp.ones(4, dtype))
     grads = [optax.LookaheadParams(fast=jnp.full(4, 0.1, dtype), slow=jnp.zeros(4, dtype))] * 2
@@ -137,9 +136,8 @@ def test_compensation_under_schedule_free_is_refused_where_the_update_is_applied
     make_update(plain)(gradient, jax.tree.map(jnp.copy, plain.init(params)), params)
 
 
-@WAYS
-@RULES
-def test_schedule_free(rule, way) -> None:
+@pytest.mark.parametrize(("rule", "way"), list(zip(TRANSFORMS, (train_directly, train, train_directly), strict=True)))
+def test_schedule_free_converges(rule, way) -> None:
     base = TRANSFORMS[rule](5e-2, b1=0.0, weight_decay=0.0)
     tx = optax.contrib.schedule_free(base, learning_rate=5e-2, b1=0.9)
     target = jnp.asarray([1.0, -1.0, 0.5, 0.0])
@@ -168,17 +166,6 @@ def test_tree_map_params_finds_the_fields_like_parameters(rule, dtype) -> None:
     assert mapped.mu == specs
     assert mapped.nu == specs
     assert mapped.count == 0
-
-
-@CASES
-def test_quadratic_converges(rule, dtype) -> None:
-    target = jnp.asarray([1.0, -0.5, 0.25], dtype)
-    params = jnp.zeros(3, dtype)
-    tx = optax.chain(optax.clip_by_global_norm(5.0), TRANSFORMS[rule](optax.cosine_decay_schedule(0.1, 200)))
-    update, state = make_update(tx), tx.init(params)
-    for _ in range(200):
-        params, state = update(params - target, state, params)
-    np.testing.assert_allclose(np.asarray(params, np.float32), np.asarray(target, np.float32), atol=0.03)
 
 
 @pytest.mark.parametrize("make", [stable_adamw, adamw, adam])

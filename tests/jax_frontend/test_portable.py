@@ -1,4 +1,4 @@
-"""Portable state in JAX: what comes out of a file is what went in, whatever tx is, and a misfit is a sentence."""
+"""Portable state in JAX: an import restores what was exported, for every transform, and refuses what does not fit."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from tests.jax_support import TRANSFORMS, float64
+from tests.support.jax_training import TRANSFORMS, float64
+from tests.support.jax_walk import LAYERS, STACK, TX, batch, parameters
 from tests.support.portable_states import KINDS
-from tests.walk_support import LAYERS, STACK, TX, batch, parameters
 
 from penstock.core.errors import InvalidArgumentError, RefusedError
 from penstock.core.portable.file import describe, load, save
@@ -79,7 +79,7 @@ def path(tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize(("dtype", "compensation"), KINDS)
-def test_training_goes_on_bit_for_bit(path: Path, dtype: str, compensation: str) -> None:
+def test_training_continues_bitwise(path: Path, dtype: str, compensation: str) -> None:
     rule = list(TRANSFORMS)[KINDS.index((dtype, compensation)) % len(TRANSFORMS)]
     with float64():
         tx = TRANSFORMS[rule](1e-2, weight_decay=1e-1, compensation=compensation)
@@ -116,7 +116,7 @@ def halves_that_decay(params: Any) -> Any:
 
 
 @pytest.mark.parametrize("name", WRAPPED)
-def test_chains_and_wrappers_go_on_bit_for_bit(path: Path, name: str) -> None:
+def test_chains_and_wrappers_continue_bitwise(path: Path, name: str) -> None:
     """Schedules, too: they are at another value after three updates than at the start."""
     tx: Any = WRAPPED[name]()
     state = trained(tx, dtype="bfloat16")
@@ -134,7 +134,7 @@ def test_chains_and_wrappers_go_on_bit_for_bit(path: Path, name: str) -> None:
     )
 
 
-def test_the_groups_of_a_file_are_what_the_transforms_say(path: Path) -> None:
+def test_the_groups_of_a_file_have_the_hyperparameters_of_the_transforms(path: Path) -> None:
     tx = optax.multi_transform(
         {"first": adamw(1e-2, mask=lambda p: jax.tree.map(lambda x: x.ndim > 0, p)), "second": adamw(SCHEDULE)}, halves
     )
@@ -150,7 +150,7 @@ def test_the_groups_of_a_file_are_what_the_transforms_say(path: Path) -> None:
     assert group.hyperparameters == {**common, "learning_rate": 0.25, "weight_decay": 1e-5, "decouple_lr": True, "max_lr": 0.5}
 
 
-def test_the_walk_goes_on_bit_for_bit_and_is_not_compiled_again(path: Path) -> None:
+def test_the_walk_continues_bitwise_without_recompiling(path: Path) -> None:
     dtype = "bfloat16"  # and a float32 parameter among them
     step = make_release_step(STACK, TX)
     state = init_train_state(TX, parameters(dtype))
@@ -169,18 +169,20 @@ def test_the_walk_goes_on_bit_for_bit_and_is_not_compiled_again(path: Path) -> N
     assert not fresh.params["layers"]["up"].is_deleted()
 
 
-def test_several_stacks_and_a_stack_of_bare_arrays(path: Path) -> None:
+def test_several_stacks_and_bare_arrays_are_named_by_layer(path: Path) -> None:
     def layer(params: Any, x: jax.Array) -> jax.Array:
         return x + jnp.tanh(x @ params["w"])
 
     stack = LayerStack(lambda o, b: b, {"down": layer, "up": layer}, lambda o, x, b: jnp.mean(x**2))
     weights = jax.random.normal(jax.random.key(0), (5, 4, 4)) / 2
     params = {"outer": {}, "layers": {"down": {"w": weights[:2]}, "up": {"w": weights[2:]}}}
-    step, state = make_release_step(stack, TX), init_train_state(TX, params, stack)
+    step, state = make_release_step(stack, TX), init_train_state(TX, params, stack=stack)
     state, _ = step(state, weights[0])
     export_state(path, TX, state, parameters=True, names={"layers.up.w": "up.{layer}"})
     assert set(load(path).parameters) == {"layers.down.0.w", "layers.down.1.w", "up.0", "up.1", "up.2"}
-    found = import_state(path, TX, init_train_state(TX, params, stack), parameters=True, names={"layers.up.w": "up.{layer}"})
+    found = import_state(
+        path, TX, init_train_state(TX, params, stack=stack), parameters=True, names={"layers.up.w": "up.{layer}"}
+    )
     assert_same_bits(found, state)
     bare = init_train_state(TX, {"outer": {"a": jnp.ones(3)}, "layers": weights})
     export_state(path, TX, bare)
@@ -201,7 +203,7 @@ def test_names_are_mapped_and_kernels_transposed_both_ways(path: Path) -> None:
     assert np.array_equal(held["h.1.up.weight"].exp_avg, np.asarray(state.opt_state.layers.mu["up"])[1].T)
     fresh = init_train_state(TX, parameters())
     assert_same_bits(import_state(path, TX, fresh, parameters=True, names=names), state)
-    unrolled = init_train_state(TX, parameters(), stack=False)
+    unrolled = init_train_state(TX, parameters(), layered=False)
     with pytest.raises(InvalidArgumentError, match=r"lacks 'layers.bias', 'layers.down', 'layers.up'"):
         import_state(path, TX, unrolled, names={"outer.embedding": "wte.weight"})
     stacked = {"layers.bias": "layers.{layer}.bias", "layers.down": "layers.{layer}.down"} | names
@@ -211,7 +213,7 @@ def test_names_are_mapped_and_kernels_transposed_both_ways(path: Path) -> None:
         export_state(path, TX, state, names={"layers.ups": "x"})
 
 
-def test_moments_are_widened_exactly_and_a_compensation_begins_at_zero(path: Path) -> None:
+def test_moments_are_upcast_exactly_and_a_missing_compensation_is_zero(path: Path) -> None:
     low, high = adamw(1e-2, b2=0.9, compensation="none"), adamw(1e-2, b2=0.9, mu_dtype="float32", nu_dtype="float32")
     state = trained(low, dtype="bfloat16")
     export_state(path, low, state)
@@ -225,7 +227,7 @@ def test_moments_are_widened_exactly_and_a_compensation_begins_at_zero(path: Pat
         import_state(path, low, state)
 
 
-def test_the_parameters_stay_unless_they_are_asked_for(path: Path) -> None:
+def test_parameters_are_imported_only_on_request(path: Path) -> None:
     state = trained(TX, dtype="bfloat16")
     export_state(path, TX, state)
     fresh = init_train_state(TX, tree(7, "bfloat16"))
@@ -293,7 +295,7 @@ def test_numbers_of_updates_that_one_count_cannot_hold_are_refused(path: Path) -
         import_state(path, apart, later)
 
 
-def test_what_a_file_cannot_hold_is_refused_by_name(path: Path) -> None:
+def test_a_state_without_a_portable_form_is_refused_by_name(path: Path) -> None:
     def refused(tx: Any, said: str, steps: int = 1, kind: type[Exception] = RefusedError) -> None:
         with pytest.raises(kind, match=said):
             export_state(path, tx, trained(tx, steps))
@@ -310,7 +312,7 @@ def test_what_a_file_cannot_hold_is_refused_by_name(path: Path) -> None:
         optax.chain(adamw(1e-2, compensation="none"), scale_by_stable_adam()), "two transforms keep exp_avg of 'blocks.0.empty'"
     )
     hidden = optax.with_extra_args_support(optax.GradientTransformation(adamw(1e-2).init, adamw(1e-2).update))
-    refused(hidden, "cannot be seen which rule updates 'blocks.0.empty'")
+    refused(hidden, "the rule that updates 'blocks.0.empty' is unknown")
     sgd = compensated(optax.multi_transform({"first": adamw(1e-2, compensation="none"), "second": optax.sgd(1e-2)}, halves))
     with pytest.raises(RefusedError, match=r"'blocks.0.vector' is compensated, but no Adam updates it"):
         export_state(path, sgd, trained(sgd, dtype="bfloat16"))
@@ -330,16 +332,16 @@ def test_layers_that_have_had_different_numbers_of_updates_are_refused(path: Pat
         export_state(path, TX, state._replace(opt_state=state.opt_state._replace(layers=counts)))
 
 
-def test_what_is_no_state_of_the_transform_is_refused(path: Path) -> None:
+def test_a_state_of_another_kind_is_refused(path: Path) -> None:
     state = trained(TX)
     with pytest.raises(
-        InvalidArgumentError, match=r"state is a AdamState, no TrainState; .* TrainState\(params, opt_state\) of what"
+        InvalidArgumentError, match=r"state is a AdamState, not a TrainState; .* TrainState\(params, opt_state\) of the two"
     ):
         export_state(path, TX, state.opt_state)
     other: Any = optax.chain(TX, optax.identity())
     with pytest.raises(InvalidArgumentError, match="not one of this transform"):
         export_state(path, other, state)
-    with pytest.raises(InvalidArgumentError, match=r"betas is for optax\.adam"):
+    with pytest.raises(InvalidArgumentError, match=r"rule and betas are for optax\.adam"):
         export_state(path, TX, state, betas=(0.9, 0.99))
     twice: Any = {"a": {"b": jnp.ones(2)}, "a.b": jnp.ones(2)}
     with pytest.raises(InvalidArgumentError, match=r"two parameters are called 'a\.b'"):

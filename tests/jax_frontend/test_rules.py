@@ -1,4 +1,4 @@
-"""Laws of every rule: equal to Optax, to the float64 reference, and true to its formula in every dtype."""
+"""Laws of every rule: equal to Optax and to the float64 reference, and to its formula in every dtype."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from tests.jax_support import (
+from tests.support.jax_training import (
     DTYPES,
     TRANSFORMS,
     assert_close,
@@ -21,7 +21,7 @@ from tests.jax_support import (
     tree,
 )
 
-from penstock.core.moments import bias_correction
+from penstock.core.moments import corrected_one_minus_beta
 from penstock.core.reference import EndOfStep, Gradient, Reference, Settings
 from penstock.core.rules import RULES
 from penstock.jax_frontend import adam, adamw, scale_by_stable_adam, stable_adamw
@@ -110,7 +110,7 @@ def test_a_constant_gradient_gives_a_direction_of_one(rule) -> None:
 
 @pytest.mark.parametrize("direct", [False, True])
 @pytest.mark.parametrize("rule", ["stable_adamw", "adamw"])
-def test_float32_is_true_to_float64_over_2000_steps(rule, direct) -> None:
+def test_float32_stays_near_float64_over_2000_steps(rule, direct) -> None:
     generator = np.random.default_rng(5)
     params = jnp.asarray(generator.choice([-1.0, 1.0], 512) + 0.1 * generator.normal(size=512), jnp.float32)
     grads = np.asarray(generator.normal(size=(2000, 512)), np.float32)
@@ -124,14 +124,14 @@ def test_float32_is_true_to_float64_over_2000_steps(rule, direct) -> None:
 
 
 @pytest.mark.parametrize("beta", [0.9, 0.99, 0.999, 0.9999])
-def test_the_debias_keeps_its_digits_with_a_traced_count(beta) -> None:
+def test_a_bias_correction_of_a_traced_count_keeps_its_digits(beta) -> None:
     steps = jnp.arange(1, 2000, dtype=jnp.float32)
-    traced = jax.jit(lambda step: bias_correction(beta, step, jnp))(steps)
-    exact = [bias_correction(beta, step, np) for step in range(1, 2000)]
+    traced = jax.jit(lambda step: corrected_one_minus_beta(beta, step, jnp))(steps)
+    exact = [corrected_one_minus_beta(beta, step, np) for step in range(1, 2000)]
     np.testing.assert_allclose(traced, exact, rtol=5e-7)
 
 
-def test_the_building_block_chains_to_the_optimizer() -> None:
+def test_scale_by_stable_adam_in_a_chain_equals_stable_adamw() -> None:
     params, grads = tree(2), gradients(20)
     chained = optax.chain(
         scale_by_stable_adam(weight_decay=0.1, mask=MASK), optax.scale_by_learning_rate(lambda count: 1e-2 / (1 + count))

@@ -1,4 +1,4 @@
-"""make_update: equal to Optax's two calls, and everything it is given is used up."""
+"""make_update equals tx.update and optax.apply_updates, and deletes what it is given."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from tests.jax_support import TRANSFORMS, assert_close, assert_equal, gradients, train, train_directly, tree
+from tests.support.jax_training import TRANSFORMS, assert_close, assert_equal, gradients, train, train_directly, tree
 
 from penstock.jax_frontend import make_update, stable_adamw
 

@@ -13,7 +13,7 @@ import numpy as np
 import optax
 import pytest
 import torch
-from tests.jax_support import float64
+from tests.support.jax_training import float64
 from tests.support.portable_states import KINDS
 
 from penstock import jax_frontend, torch_frontend
@@ -203,7 +203,7 @@ class InJax:
 
     def __init__(self, make: Callable[..., Any]) -> None:
         self.tx = make(RATE, b1=BETAS[0], b2=BETAS[1], **SETTINGS)
-        self.betas = BETAS if make is optax.adamw else None
+        self.declared: Any = {"rule": "adamw", "betas": BETAS} if make is optax.adamw else {}
         self.step = jax_frontend.make_release_step(STACK, self.tx)
         self.state = jax_frontend.init_train_state(self.tx, jax_parameters(TorchModel()))
 
@@ -212,11 +212,11 @@ class InJax:
             self.state, _ = self.step(self.state, jnp.array(data(number)))
 
     def save(self, path: Path) -> None:
-        jax_frontend.export_state(path, self.tx, self.state, parameters=True, names=NAMES, betas=self.betas)
+        jax_frontend.export_state(path, self.tx, self.state, parameters=True, names=NAMES, **self.declared)
 
     def load(self, path: Path) -> None:
         state = jax_frontend.init_train_state(self.tx, jax.tree.map(jnp.zeros_like, self.state.params))
-        self.state = jax_frontend.import_state(path, self.tx, state, parameters=True, names=NAMES, betas=self.betas)
+        self.state = jax_frontend.import_state(path, self.tx, state, parameters=True, names=NAMES, **self.declared)
 
     def parameters(self) -> dict[str, Any]:
         return self.state.params

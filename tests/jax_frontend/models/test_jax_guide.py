@@ -1,4 +1,4 @@
-"""The guide to training in JAX: its examples run as they stand, and its table is what was measured."""
+"""The examples of the guide to training in JAX run, and its tables equal the measured figures."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ GUIDE = examples("jax.md")
 
 
 def test_there_is_an_example_for_every_use() -> None:
-    headings = ("Micro-batches, clipping, loss scaling", "What a call uses up", "Checkpoints", "Many devices")
+    headings = ("Micro-batches, clipping, loss scaling", "Donation", "Checkpoints", "Many devices")
     assert {*headings, "A loop of one's own"} == set(GUIDE)
 
 
@@ -37,7 +37,7 @@ def measured(name: str) -> dict[str, dict[str, float]]:
     [("| step | optax", "peak_memory_jax.json"), ("| step, on 4 devices", "peak_memory_jax_4_devices.json")],
     ids=["one device", "four devices"],
 )
-def test_the_memory_tables_are_what_was_measured(start: str, result: str) -> None:
+def test_the_memory_tables_equal_the_measured_figures(start: str, result: str) -> None:
     text = (ROOT / "docs" / "jax.md").read_text()
     shown = [
         [cell.strip() for cell in line.strip("|").split("|")]
@@ -50,7 +50,7 @@ def test_the_memory_tables_are_what_was_measured(start: str, result: str) -> Non
         assert cells == [f"{figures[name][o]:.2f}" if o in figures[name] else "-" for o in optimizers]
 
 
-def test_what_was_measured_is_what_is_promised() -> None:
+def test_the_measured_figures_keep_the_promises() -> None:
     figures = measured("peak_memory_jax.json")
     assert figures["make_release_step"]["stable_adamw"] <= 3.35
     assert max(figures["make_release_step, 4 micro-batches"].values()) <= 3.40

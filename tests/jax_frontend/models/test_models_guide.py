@@ -1,4 +1,4 @@
-"""Models of every library train through the walk as with the plain gradient and update: the guide's examples, as they stand."""
+"""The guide's examples for every library train in the walk as with the plain gradient and update."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import pytest
-from tests.jax_support import assert_close, float64
 from tests.support.examples import examples, run
-from tests.walk_support import reference
+from tests.support.jax_training import assert_close, float64
+from tests.support.jax_walk import reference
 
 import penstock.jax_frontend as frontend
 

@@ -1,14 +1,14 @@
-"""Two processes that hold half of every array each: the walk is that of one process."""
+"""The walk over two processes that hold half of every array each equals that of one process."""
 
 from __future__ import annotations
 
-from tests.processes_support import in_two_processes
+from tests.support.jax_processes import in_two_processes
 
 SCRIPT = """
 import numpy as np
 from penstock.jax_frontend import dynamic_loss_scale, init_train_state, make_release_step, make_update, stable_adamw
-from tests.processes_support import over_all, spread
-from tests.walk_support import STACK, batch, parameters
+from tests.support.jax_processes import over_all, spread
+from tests.support.jax_walk import STACK, batch, parameters
 
 assert jax.device_count() == 4 and jax.local_device_count() == 2
 
@@ -40,5 +40,5 @@ print("equal")
 """
 
 
-def test_two_processes_are_one() -> None:
+def test_two_processes_equal_one() -> None:
     in_two_processes(SCRIPT, "equal")

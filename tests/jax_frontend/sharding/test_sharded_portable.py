@@ -1,4 +1,4 @@
-"""Portable state of sharded parameters: the file is that of whole ones, and what comes out of it lies where it lay."""
+"""Portable state of sharded parameters: the file is that of whole ones, and an import restores the shardings."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from tests.jax_support import float64
-from tests.processes_support import in_two_processes
-from tests.sharding_support import LAYOUTS, ROWS, WIDTH, programs, rows, spread
-from tests.walk_support import STACK, TX, batch, parameters
+from tests.support.jax_processes import in_two_processes
+from tests.support.jax_sharding import LAYOUTS, ROWS, WIDTH, programs, rows, spread
+from tests.support.jax_training import float64
+from tests.support.jax_walk import STACK, TX, batch, parameters
 
 from penstock.jax_frontend import export_state, import_state, init_train_state, make_release_step
 
@@ -24,7 +24,7 @@ def in_float64() -> Iterator[None]:
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_over_eight_devices(tmp_path: Path, layout: str) -> None:
+def test_a_sharded_state_writes_the_same_bytes_and_comes_back_sharded(tmp_path: Path, layout: str) -> None:
     params, data = parameters("bfloat16", width=WIDTH), rows(batch(ROWS))
     step, state = make_release_step(STACK, TX), init_train_state(TX, spread(params, layout))
     state, _ = step(state, data)
@@ -54,8 +54,8 @@ from pathlib import Path
 import numpy as np
 from penstock.core.errors import PenstockError
 from penstock.jax_frontend import export_state, import_state, init_train_state
-from tests.processes_support import spread
-from tests.walk_support import TX, parameters
+from tests.support.jax_processes import spread
+from tests.support.jax_walk import TX, parameters
 
 params, path = parameters("bfloat16", width=8), Path(sys.argv[3])
 alone = init_train_state(TX, params)
@@ -83,13 +83,13 @@ def fails(said, function, where, *arguments, **options):
 nowhere = path.parent / "nowhere" / "state"
 fails("could not be written" if first else "process 0 failed: ", export_state, nowhere, state)
 fails("process 1 failed: " if first else "cannot be read", import_state, path if first else nowhere, state)
-fails("process 1 failed: " if first else "no TrainState", import_state, path, state if first else None)
+fails("process 1 failed: " if first else "not a TrainState", import_state, path, state if first else None)
 fails("other arguments", import_state, path, state, parameters=first)
 assert path.read_bytes() == content
 print("refused")
 """
 
 
-def test_over_two_processes(tmp_path: Path) -> None:
+def test_two_processes_export_and_fail_together(tmp_path: Path) -> None:
     """Nobody holds a whole array. What fails on one fails on both, and neither waits for ever."""
     in_two_processes(SCRIPT, "refused", str(tmp_path / "state"))

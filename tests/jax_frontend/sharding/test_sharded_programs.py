@@ -9,8 +9,8 @@ from typing import Any
 import jax
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
-from tests.sharding_support import DEVICES, ROWS, mesh, rows, spread
-from tests.walk_support import LENGTH, batch, embed, layer, mean_loss, parameters
+from tests.support.jax_sharding import DEVICES, ROWS, mesh, rows, spread
+from tests.support.jax_walk import LENGTH, batch, embed, layer, mean_loss, parameters
 
 from penstock.jax_frontend import LayerStack, init_train_state, make_release_step, stable_adamw
 

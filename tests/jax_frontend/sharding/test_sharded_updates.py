@@ -1,4 +1,4 @@
-"""Over eight devices: where a state lies, the mean square of a tensor in parts, and the steps that are no walk."""
+"""Over eight devices: the sharding of a state, the mean square of a sharded tensor, and the steps other than the walk."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ import numpy as np
 import optax
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
-from tests.jax_support import assert_close, float64
-from tests.sharding_support import DEVICES, LAYOUTS, ROWS, WIDTH, assert_lies_like, rows, spread, three_steps
-from tests.walk_support import STACK, batch, parameters
+from tests.support.jax_sharding import DEVICES, LAYOUTS, ROWS, WIDTH, assert_lies_like, rows, spread, three_steps
+from tests.support.jax_training import assert_close, float64
+from tests.support.jax_walk import STACK, batch, parameters
 
 from penstock.core.errors import InvalidArgumentError
 from penstock.jax_frontend import (
@@ -35,14 +35,14 @@ def in_float64() -> Iterator[None]:
 
 @pytest.mark.parametrize(
     ("layout", "options"),
-    [("data parallel", {}), ("fsdp", {"microbatches": 2, "max_norm": 0.05})],
-    ids=["data parallel", "fsdp, clip, micro-batches"],
+    [("data parallel", {}), ("fsdp", {"max_norm": 0.05}), ("fsdp", {"microbatches": 2, "max_norm": 0.05})],
+    ids=["data parallel", "fsdp, clip", "fsdp, clip, micro-batches"],
 )
-def test_make_train_step_is_the_same_on_many_devices(layout: str, options: dict[str, Any]) -> None:
+def test_make_train_step_over_devices_equals_one_device(layout: str, options: dict[str, Any]) -> None:
     params, data, tx = parameters("float64", width=WIDTH), batch(ROWS), stable_adamw(1e-2)
     step = make_train_step(STACK, tx, **options)
-    state, _ = three_steps(step, init_train_state(tx, spread(params, layout), stack=False), rows(data))
-    alone = init_train_state(tx, params, stack=False)
+    state, _ = three_steps(step, init_train_state(tx, spread(params, layout), layered=False), rows(data))
+    alone = init_train_state(tx, params, layered=False)
     for _ in range(3):
         alone, _ = step(alone, data)
     assert_close(state, alone, rtol=1e-12, atol=1e-12)
@@ -50,7 +50,7 @@ def test_make_train_step_is_the_same_on_many_devices(layout: str, options: dict[
 
 @pytest.mark.skipif(not hasattr(jax, "set_mesh"), reason="this jax has no meshes of explicit axes")
 @pytest.mark.parametrize("options", [{}, {"microbatches": 2, "max_norm": 0.05}], ids=["plain", "clip, micro-batches"])
-def test_a_mesh_of_explicit_axes(options: dict[str, Any]) -> None:
+def test_a_mesh_of_explicit_axes_equals_one_device(options: dict[str, Any]) -> None:
     """Where the shardings are part of the types. And without outer parameters, whose state still lies on all devices."""
     generator, tx = np.random.default_rng(4), stable_adamw(1e-2)
     data = jnp.asarray(generator.normal(size=(ROWS, WIDTH)))
@@ -74,7 +74,7 @@ def test_a_mesh_of_explicit_axes(options: dict[str, Any]) -> None:
     assert_close(state, alone, rtol=1e-12, atol=1e-12)
 
 
-def test_the_mean_square_is_that_of_the_whole_tensor() -> None:
+def test_the_mean_square_over_devices_is_that_of_the_whole_tensor() -> None:
     params, generator = parameters("float64", width=WIDTH), np.random.default_rng(3)
     grads = jax.tree.map(lambda leaf: jnp.asarray(generator.normal(size=leaf.shape)), params)
     grads["layers"]["up"] = grads["layers"]["up"].at[:, 0].multiply(1e3)  # all of the spike lies on one device
@@ -102,10 +102,10 @@ TRANSFORMS = {
 
 
 @pytest.mark.parametrize("name", TRANSFORMS)
-@pytest.mark.parametrize("stack", [None, False])
-def test_a_state_lies_beside_its_parameters(name: str, stack: Any) -> None:
+@pytest.mark.parametrize("layered", [True, False])
+def test_a_state_is_sharded_as_its_parameters(name: str, layered: bool) -> None:
     params = spread(parameters("float64", width=WIDTH), "fsdp")
-    state, up = init_train_state(TRANSFORMS[name], params, stack), params["layers"]["up"]
+    state, up = init_train_state(TRANSFORMS[name], params, layered=layered), params["layers"]["up"]
     assert_lies_like(state.params, params)
     assert {leaf.sharding.device_set == up.sharding.device_set for leaf in jax.tree.leaves(state)} == {True}
     for field in ("mu", "nu"):
@@ -120,9 +120,9 @@ def test_a_state_lies_beside_its_parameters(name: str, stack: Any) -> None:
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_a_refused_donation_is_an_error_and_not_a_crash(layout: str) -> None:
+def test_a_refused_donation_over_devices_raises(layout: str) -> None:
     tx, params = stable_adamw(1e-2), spread(parameters("float64", width=WIDTH), layout)
-    update, step, state = make_update(tx), make_train_step(STACK, tx), init_train_state(tx, params, stack=False)
+    update, step, state = make_update(tx), make_train_step(STACK, tx), init_train_state(tx, params, layered=False)
     grads, data = jax.tree.map(jnp.copy, params), rows(batch(ROWS))
     tied = {**params, "layers": {**params["layers"], "up": params["layers"]["down"]}}
     with pytest.raises(InvalidArgumentError, match=r"^params.*\['down'\] and params.*\['up'\] are the same memory"):

@@ -1,4 +1,4 @@
-"""Over eight devices the walk is the plain gradient and update, in place, and compiled once."""
+"""The walk over eight devices equals the plain gradient and update, in place, and is compiled once."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from tests.jax_support import assert_close, assert_equal, float64
-from tests.sharding_support import ROWS, WIDTH, rows, spread, three_steps
-from tests.walk_support import MASKED, STACK, batch, parameters, reference
+from tests.support.jax_sharding import ROWS, WIDTH, rows, spread, three_steps
+from tests.support.jax_training import assert_close, assert_equal, float64
+from tests.support.jax_walk import MASKED, STACK, batch, parameters, reference
 
 from penstock.jax_frontend import dynamic_loss_scale, init_train_state, make_release_step, stable_adamw
 
@@ -52,7 +52,7 @@ def test_equals_the_plain_gradient_and_update(layout: str, stack: Any, options: 
     np.testing.assert_allclose((metrics["loss"], metrics["grad_norm"]), (loss, norm), rtol=1e-12)
 
 
-def test_micro_batches_into_the_moments_are_the_same_on_many_devices() -> None:
+def test_in_state_accumulation_over_devices_equals_one_device() -> None:
     params, data = parameters("float64", width=WIDTH), batch(ROWS)
     step = make_release_step(STACK, TX, microbatches=2, accumulation="state")
     state, _ = three_steps(step, init_train_state(TX, spread(params, "fsdp")), rows(data))

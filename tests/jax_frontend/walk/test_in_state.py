@@ -1,19 +1,17 @@
-"""accumulation="state": every micro-batch straight into the moments, as the float64 reference does it."""
+"""accumulation="state" adds every micro-batch to the moments, as the float64 reference does."""
 
 from __future__ import annotations
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
-from tests.jax_support import TRANSFORMS, assert_equal, float64
-from tests.walk_support import LAYERS, MASKED, STACK, TX, batch, parameters
+from tests.support.jax_training import TRANSFORMS, assert_equal, float64
+from tests.support.jax_walk import LAYERS, STACK, TX, batch, parameters
 
-from penstock.core.errors import RefusedError
 from penstock.core.reference import Gradient, Reference, Settings
 from penstock.core.rules import RULES
-from penstock.jax_frontend import init_train_state, make_release_step, scale_by_stable_adam, stable_adamw
+from penstock.jax_frontend import init_train_state, make_release_step
 
 
 def named(tree, i=None):
@@ -59,7 +57,7 @@ def test_one_micro_batch_is_exact() -> None:
     assert_equal(inside, exact)
 
 
-def test_low_precision_keeps_its_dtypes_and_its_memory() -> None:
+def test_low_precision_states_keep_dtypes_and_are_donated() -> None:
     tx, data, params = TX, batch(), parameters("bfloat16")
     step, state = make_release_step(STACK, tx, microbatches=4, accumulation="state"), init_train_state(tx, params)
     dtypes = jax.tree.map(lambda leaf: (leaf.dtype, leaf.shape), state)
@@ -69,23 +67,3 @@ def test_low_precision_keeps_its_dtypes_and_its_memory() -> None:
         assert all(leaf.is_deleted() for leaf in given)
     assert jax.tree.map(lambda leaf: (leaf.dtype, leaf.shape), state) == dtypes
     assert any(np.any(np.asarray(leaf)) for leaf in jax.tree.leaves(state.opt_state.layers.compensation))
-
-
-def test_what_cannot_be_accumulated_is_refused() -> None:
-    tx, data = TX, batch()
-    foreign = {
-        "chain": optax.chain(optax.zero_nans(), tx),
-        "optax": optax.adamw(1e-2),
-        "injected": optax.inject_hyperparams(stable_adamw)(1e-2),
-        "direction": scale_by_stable_adam(),
-    }
-    for other in foreign.values():
-        with pytest.raises(RefusedError, match=r"only possible for stable_adamw, adamw and adam.*leave accumulation out"):
-            make_release_step(STACK, other, microbatches=2, accumulation="state")
-    with pytest.raises(RefusedError, match=r"norm of the whole gradient.*leave accumulation out"):
-        make_release_step(STACK, tx, microbatches=2, accumulation="state", max_norm=1.0)
-    with pytest.raises(RefusedError, match=r"weight of the whole batch.*return the mean"):
-        make_release_step(MASKED, tx, microbatches=2, accumulation="state")(init_train_state(tx, parameters()), data)
-    state = init_train_state(tx, parameters(), loss_scale=8.0)
-    with pytest.raises(RefusedError, match="overflow of a later one"):
-        make_release_step(STACK, tx, microbatches=2, accumulation="state")(state, data)

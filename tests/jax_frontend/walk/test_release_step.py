@@ -2,22 +2,17 @@
 
 from __future__ import annotations
 
-import functools
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from tests.jax_support import TRANSFORMS, assert_close, assert_equal, float64
-from tests.walk_support import (
+from tests.support.jax_training import TRANSFORMS, assert_close, assert_equal, float64
+from tests.support.jax_walk import (
     LAYERS,
-    MASKED,
     STACK,
     TX,
     batch,
-    each_loss,
     embed,
     layer,
     mean_loss,
@@ -29,42 +24,6 @@ from tests.walk_support import (
 from penstock.core.compensation import Stored, load
 from penstock.jax_frontend import LayeredState, Layers, LayerStack, init_train_state, make_release_step, stable_adamw
 from penstock.jax_frontend.array_ops import jax_ops
-
-CASES = {
-    "plain": (STACK, {}),
-    "micro-batches": (STACK, {"microbatches": 4}),
-    "clip": (STACK, {"max_norm": 0.05}),
-    "no clip": (STACK, {"max_norm": 1e6, "microbatches": 2, "save_residuals": True}),
-    "no fence": (STACK, {"fence": "none"}),
-    "sum and weight, micro-batches, clip": (MASKED, {"microbatches": 4, "max_norm": 0.05}),
-    "sum and weight, saved residuals, barrier": (MASKED, {"save_residuals": True, "fence": "barrier"}),
-}
-
-
-@functools.cache
-def trajectory(stack: LayerStack, max_norm: float | None) -> list[Any]:
-    tx, data = TX, batch()
-    plain, state, steps = reference(stack, tx, max_norm), init_train_state(tx, parameters("float64")), []
-    for _ in range(3):
-        state, loss, norm = plain(state, data)
-        steps.append((state, loss, norm))
-    return steps
-
-
-@pytest.mark.parametrize("case", CASES)
-def test_equals_the_plain_gradient_and_update_in_float64(case) -> None:
-    stack, given = CASES[case]
-    with float64():
-        tx, data = TX, batch()
-        step, state = make_release_step(stack, tx, **given), init_train_state(tx, parameters("float64"))
-        for expected, loss, norm in trajectory(stack, given.get("max_norm")):
-            state, metrics = step(state, data)
-            np.testing.assert_allclose(metrics["loss"], loss, rtol=1e-12)
-            np.testing.assert_allclose(metrics["grad_norm"], norm, rtol=1e-12)
-            assert not metrics["skipped"]
-            assert_close(state, expected, rtol=1e-12, atol=1e-12)
-        assert all(metrics[name].shape == () for name in ("loss", "grad_norm", "skipped"))
-        assert step.jitted._cache_size() == 1
 
 
 @pytest.mark.parametrize(
@@ -79,17 +38,22 @@ def test_equals_the_plain_gradient_and_update_in_float64(case) -> None:
     ids=[*TRANSFORMS, "chain", "inject_hyperparams", "MultiSteps", "lamb"],
 )
 def test_every_separable_transform_can_be_walked(tx) -> None:
+    """On a small model: what the transform does is the same on any."""
+    stack = LayerStack(lambda o, b: b * o["scale"], lambda p, x: x + jnp.tanh(x @ p), lambda o, x, b: jnp.mean((x - 1) ** 2))
     with float64():
-        params, data = parameters("float64"), batch()
-        step, plain = make_release_step(STACK, tx), reference(STACK, tx)
+        data = jnp.asarray(np.random.default_rng(1).normal(size=(2, 4)))
+        params = {"outer": {"scale": jnp.ones(4)}, "layers": jnp.asarray(np.random.default_rng(2).normal(size=(3, 4, 4)))}
+        step, plain = make_release_step(stack, tx), reference(stack, tx)
         state, expected = init_train_state(tx, params), init_train_state(tx, params)
+        assert isinstance(state.opt_state, LayeredState)
+        assert all(leaf.shape[0] == 3 for leaf in jax.tree.leaves(state.opt_state.layers))  # counts, too
         for _ in range(2):
             state, _ = step(state, data)
             expected, *_ = plain(expected, data)
         assert_close(state, expected, rtol=1e-12, atol=1e-12)
 
 
-def test_a_spike_in_one_layer_leaves_the_others_alone() -> None:
+def test_a_spike_in_one_layer_changes_no_other() -> None:
     tx, data, params = TX, batch(), parameters()
 
     @jax.custom_vjp
@@ -126,7 +90,7 @@ def test_a_spike_in_one_layer_leaves_the_others_alone() -> None:
 @pytest.mark.parametrize(
     ("dtype", "compensation", "digits"), [("bfloat16", "split", 22), ("bfloat16", "kahan", 15), ("float16", "kahan", 20)]
 )
-def test_compensated_parameters_are_what_float32_ones_would_be(dtype, compensation, digits) -> None:
+def test_compensated_parameters_equal_float32_parameters(dtype, compensation, digits) -> None:
     """Of a model whose gradients do not depend on its parameters; the steps are far below a spacing of the dtype."""
     stack = LayerStack(lambda o, b: b["x"], lambda p, x: x + p.astype(jnp.float32), lambda o, x, b: jnp.mean(x * b["y"]))
     generator = np.random.default_rng(0)
@@ -146,64 +110,7 @@ def test_compensated_parameters_are_what_float32_ones_would_be(dtype, compensati
     np.testing.assert_allclose(resolved, exact, rtol=2.0**-digits, atol=5 * 2.0**-25 if dtype == "float16" else 0.0)
 
 
-@pytest.mark.parametrize(("rule", "dtype"), [("stable_adamw", "bfloat16"), ("adamw", "float32"), ("adam", "bfloat16")])
-def test_it_learns_donates_and_compiles_once(rule, dtype) -> None:
-    tx, data, params = TRANSFORMS[rule](optax.linear_schedule(3e-2, 0.0, 30)), batch(), parameters(dtype)
-    step, state, losses = make_release_step(STACK, tx, max_norm=1.0), init_train_state(tx, params), []
-    dtypes = jax.tree.map(lambda leaf: leaf.dtype, state)
-    for _ in range(15):
-        given = jax.tree.leaves(state)
-        state, metrics = step(state, data)
-        assert all(leaf.is_deleted() for leaf in given)
-        losses.append(float(metrics["loss"]))
-    assert losses[-1] < 0.7 * losses[0]
-    assert step.jitted._cache_size() == 1
-    assert jax.tree.map(lambda leaf: leaf.dtype, state) == dtypes
-    assert not any(leaf.is_deleted() for leaf in jax.tree.leaves(params))
-
-
-def test_counts_and_states_have_a_layer_axis() -> None:
-    tx = optax.chain(optax.zero_nans(), TX)
-    state = init_train_state(tx, parameters())
-    assert isinstance(state.opt_state, LayeredState)
-    assert all(leaf.shape[0] == LAYERS for leaf in jax.tree.leaves(state.opt_state.layers))
-    state, _ = make_release_step(STACK, tx)(state, batch())
-    np.testing.assert_array_equal(state.opt_state.layers[1].count, np.ones(LAYERS))
-    assert state.opt_state.outer[1].count == 1
-
-
-@pytest.mark.parametrize(("weight", "fence"), [(0, "conditional"), (-1, "barrier"), (float("nan"), "none")])
-def test_a_weight_that_is_not_positive_skips_the_update(weight, fence) -> None:
-    tx, params = TX, parameters()
-    stack = LayerStack(embed, layer, lambda o, x, b: (each_loss(o, x, b).sum(), b["weight"].sum()))
-    step = make_release_step(stack, tx, microbatches=2, fence=fence)
-    state, metrics = step(init_train_state(tx, params), {**batch(), "weight": jnp.full(8, weight, jnp.float32)})
-    assert metrics["skipped"]
-    assert_equal(state, init_train_state(tx, params))
-    state, metrics = step(state, {**batch(), "weight": jnp.ones(8)})
-    assert not metrics["skipped"]
-    assert state.opt_state.outer.count == 1
-
-
-def test_gradients_are_summed_in_float32() -> None:
-    """256 micro-batches: a bfloat16 sum would stop growing."""
-    stack = LayerStack(lambda o, b: b[:, None], lambda p, x: x * p, lambda o, x, b: x.mean().astype(jnp.float32))
-    data, tx = jnp.asarray([1.0] + [1 / 512] * 255, jnp.bfloat16), optax.sgd(1.0)
-    params = {"outer": {}, "layers": jnp.ones((1,), jnp.bfloat16)}
-    _, metrics = make_release_step(stack, tx, microbatches=256)(init_train_state(tx, params), data)
-    np.testing.assert_allclose(metrics["grad_norm"], np.mean(np.asarray(data, np.float64)), rtol=2**-8)
-
-
-def test_what_is_not_finite_propagates_through_clipping() -> None:
-    tx, params, data = optax.sgd(1.0), parameters(), batch()
-    params["layers"]["bias"] = params["layers"]["bias"].at[0, 0].set(jnp.nan)
-    state, metrics = make_release_step(STACK, tx, max_norm=1.0)(init_train_state(tx, params), data)
-    assert np.isnan(metrics["grad_norm"])
-    assert not metrics["skipped"]
-    assert np.isnan(np.asarray(state.params["layers"]["up"])).all()
-
-
-def test_the_update_is_that_of_one_layer_outside() -> None:
+def test_the_update_equals_that_of_a_layer_outside_of_the_walk() -> None:
     """apply_directly, vectorised over the layer axis, on the same gradients: a float32 contraction more or less."""
     tx, data, params = TX, batch(), parameters()
     state, _ = make_release_step(STACK, tx)(init_train_state(tx, params), data)

@@ -1,4 +1,4 @@
-"""What the walk costs: the state is updated in place, one layer's gradient is alive, the program does not grow with depth."""
+"""Memory of the walk: the state is updated in place, one layer's gradient is alive, the program does not grow with depth."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 import jax
 import pytest
-from tests.walk_support import STACK, TX, batch, embed, layer, mean_loss, parameters
+from tests.support.jax_walk import STACK, TX, batch, embed, layer, mean_loss, parameters
 
 from penstock.jax_frontend import LayerStack, adamw, init_train_state, make_release_step
 

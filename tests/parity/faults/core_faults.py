@@ -10,7 +10,7 @@ import numpy as np
 from penstock.core import compensation, moments, update
 from penstock.core.compensation import Stored
 from penstock.core.moments import Moments
-from penstock.jax_frontend import step
+from penstock.jax_frontend import rule_transform
 from penstock.parity.backends import specification
 
 from .planting import Fault, instead, value
@@ -57,20 +57,20 @@ def _never_first(correct: Any, *args: Any, first: bool) -> Any:
 FAULTS = [
     Fault(
         "debiasing off by one",
-        instead(moments, "bias_correction", lambda correct, beta, step, xp: correct(beta, step + 1, xp)),
+        instead(moments, "corrected_one_minus_beta", lambda correct, beta, step, xp: correct(beta, step + 1, xp)),
         B_ADAMW,
         "numpy",
     ),
     Fault(
         "no debiasing",
-        instead(moments, "bias_correction", lambda correct, beta, step, xp: 1.0 - beta),
+        instead(moments, "corrected_one_minus_beta", lambda correct, beta, step, xp: 1.0 - beta),
         B_ADAMW,
         "numpy",
     ),
     Fault(
         "beta2 in the place of beta1",
         instead(
-            step,
+            rule_transform,
             "bias_corrections",
             lambda correct, given, number, xp: correct(dataclasses.replace(given, beta1=given.beta2), number, xp),
         ),

@@ -15,7 +15,7 @@ from penstock.jax_frontend import train_step
 from penstock.jax_frontend.arguments import Arguments
 from penstock.jax_frontend.array_ops import JaxOps
 from penstock.jax_frontend.direct import apply_directly
-from penstock.jax_frontend.walk import in_state, passes, release_step
+from penstock.jax_frontend.walk import in_state, passes, release_step, step_settings
 
 from .planting import Fault, instead, value
 
@@ -131,7 +131,7 @@ FAULTS = [
         instead(
             in_state,
             "accumulate",
-            lambda correct, tx, written, rest, params, g, *, first: correct(tx, written, rest, params, g, first=True),
+            lambda correct, tx, arrays, g, *, first: correct(tx, arrays, g, first=True),
         ),
         "events/state/stable_adamw/float32",
         "walk",
@@ -144,7 +144,7 @@ FAULTS = [
     ),
     Fault(
         "the walk does not unscale",
-        instead(release_step._Release, "_ready", _still_scaled),
+        instead(step_settings.StepSettings, "ready", _still_scaled),
         "events/overflow/stable_adamw/bfloat16",
         "walk",
     ),

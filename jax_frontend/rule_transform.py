@@ -1,4 +1,4 @@
-"""The update of a whole tree by a rule of the specification: what every transform of this frontend consists of."""
+"""The Optax transform of a rule of the specification: the update of a whole tree of parameters."""
 
 from __future__ import annotations
 
@@ -17,49 +17,47 @@ from ..core.compensation import Stored
 from ..core.dtypes import check_parameter_dtype, compute_dtype
 from ..core.errors import InvalidArgumentError, UnsupportedTensorError
 from ..core.hyperparameters import RANGES, Hyperparameters
-from ..core.moments import Corrections, bias_corrections
+from ..core.moments import Corrections, bias_corrections, is_zero
 from ..core.rules import Rule
 from .arguments import Arguments, decayed
 from .array_ops import jax_ops
-from .compensation import Stepped, initial_leaf, params_needed, step
-from .direct import Destination, destination_of
-from .enquiry import ARGUMENT as ENQUIRY
-from .enquiry import Enquiry
+from .compensation import initial_leaf, params_needed, step
+from .records import Record, Source, recorder
 from .state import AdamState, PyTree, initial_compensation
 
 
 @dataclasses.dataclass(frozen=True)
 class _Numbers:
-    """The numbers of one update in one compute dtype, for parameters with and without decay."""
+    """Hyperparameters and bias corrections of one update, in one compute dtype."""
 
-    decaying: Hyperparameters
-    plain: Hyperparameters
+    decaying: Hyperparameters  # of parameters with weight decay
+    plain: Hyperparameters  # of those without
     corrections: Corrections
 
     @classmethod
-    def of(cls, hyperparameters: Hyperparameters, updates: Array, wide: str) -> _Numbers:
-        """Nothing here may widen the arithmetic: arrays are cast, numpy's numbers become Python's, which are weak.
+    def of(cls, hyperparameters: Hyperparameters, updates: Array, dtype: str) -> _Numbers:
+        """Convert the hyperparameters so that none upcasts the arithmetic: arrays are cast, others become Python floats.
 
         Args:
             hyperparameters: of this update.
             updates: 0-d int32, the number of this update, from 1 on.
-            wide: the compute dtype.
+            dtype: the compute dtype.
         """
         cast: dict[str, Any] = {}
         for name in RANGES:
             value = getattr(hyperparameters, name)
             if value is not None:
-                cast[name] = float(value) if isinstance(value, numbers.Real) else jax_ops.cast(value, wide)
+                cast[name] = float(value) if isinstance(value, numbers.Real) else jax_ops.cast(value, dtype)
         decaying = dataclasses.replace(hyperparameters, **cast)
         return cls(
             decaying,
             dataclasses.replace(decaying, weight_decay=0.0),
-            bias_corrections(decaying, jax_ops.cast(updates, wide), jnp),
+            bias_corrections(decaying, jax_ops.cast(updates, dtype), jnp),
         )
 
 
 class Leaf(NamedTuple):
-    """One parameter at an update: what `core.update` takes, in its order."""
+    """The arguments of `core.update` for one parameter, in its order."""
 
     hyperparameters: Hyperparameters
     corrections: Corrections
@@ -70,14 +68,14 @@ class Leaf(NamedTuple):
 
 
 class RuleTransformation(optax.GradientTransformationExtraArgs):
-    """An Optax transform that is a rule of the specification, and knows which."""
+    """An Optax transform with the rule and the arguments that it was made of."""
 
     rule: Rule
     arguments: Arguments
 
 
 def transformation(rule: Rule, arguments: Arguments) -> RuleTransformation:
-    """The Optax transform of a rule."""
+    """Return the Optax transform of a rule."""
 
     def init(params: PyTree) -> AdamState:
         treedef: Any = jax.tree.structure(params)
@@ -102,22 +100,25 @@ def transformation(rule: Rule, arguments: Arguments) -> RuleTransformation:
                 f"state is a {type(state).__name__}, and {rule.name} needs an AdamState; make it with tx.init(params) of this "
                 "transform (import_state takes over optax's), and call update(grads, state, params) in this order."
             )
-        destination = destination_of(extra_args)
-        if isinstance(asked := extra_args.pop(ENQUIRY, None), Enquiry):
-            mask = True if arguments.mask is None else arguments.mask
-            asked.hear(rule, arguments, state, jax.tree.leaves(decayed(mask, params)))
+        record = recorder(extra_args)
         if params is None:
             _check_without_params(rule, arguments, state)
         count, treedef, leaves = leaves_of(rule, arguments, updates, state, params)
+        paths = [path for path, _ in jax.tree_util.tree_leaves_with_path(updates, is_leaf=lambda x: x is None)]
+        given = [None] * len(leaves) if params is None else treedef.flatten_up_to(params)
         kept = zip(*(treedef.flatten_up_to(field) for field in state[1:]), strict=True)
         results: list[tuple[Any, ...]] = []
-        for leaf, (mu, nu, compensation) in zip(leaves, kept, strict=True):
-            if leaf is None:  # nothing to update with: the state stays as it is
-                if compensation is not None and destination is not None:
-                    destination.without_gradient += 1
+        for path, parameter, leaf, (mu, nu, compensation) in zip(paths, given, leaves, kept, strict=True):
+            if leaf is None:  # without a gradient the state stays as it is
+                increment, new = None, parameter
                 results.append((None, mu, nu, compensation))
             else:
-                results.append(_update_leaf(rule, leaf, arguments.scales_only, destination))
+                increment, new, *state_of_leaf = _update_leaf(rule, leaf, arguments.scales_only, direct=record is not None)
+                results.append((increment, *state_of_leaf))
+            if record is not None:
+                decays = leaf is not None and not is_zero(leaf.hyperparameters.weight_decay)
+                source = Source(rule, arguments, decays)
+                record(Record(path, parameter, increment, new, compensation is not None, source))
         columns = zip(*results, strict=True) if results else ((), (), (), ())
         updates, mu, nu, compensation = (treedef.unflatten(column) for column in columns)
         return updates, AdamState(count, mu, nu, compensation)
@@ -130,23 +131,23 @@ def transformation(rule: Rule, arguments: Arguments) -> RuleTransformation:
 def leaves_of(
     rule: Rule, arguments: Arguments, updates: PyTree, state: AdamState, params: PyTree | None
 ) -> tuple[jax.Array, Any, list[Leaf | None]]:
-    """What one update needs: its number, the structure of updates, and every leaf, None where there is no gradient.
+    """Return the number of this update, the structure of updates, and every leaf; None where there is no gradient.
 
     Args:
         updates: the gradients, or a tree of None with the structure of params.
         state: as it is before the update; its count is that of earlier updates.
-        params: None where neither decay nor compensation looks at them.
+        params: None where neither weight decay nor compensation needs them.
     """
     count: Any = optax.safe_increment(state.count)
     hyperparameters = arguments.hyperparameters(state.count)
     treedef: Any
     grads, treedef = jax.tree_util.tree_flatten_with_path(updates, is_leaf=lambda x: x is None)
-    parameters = [None] * len(grads) if params is None else _beside(treedef, params, "the parameters")
+    parameters = [None] * len(grads) if params is None else _flatten_like(treedef, params, "the parameters")
     if params is None or arguments.mask is None or not arguments.decays:
         decays_of = [True] * len(grads)
     else:
         decays_of = treedef.flatten_up_to(decayed(arguments.mask, params))
-    states = [_beside(treedef, field, "the optimizer state") for field in (state.mu, state.nu, state.compensation)]
+    states = [_flatten_like(treedef, field, "the optimizer state") for field in (state.mu, state.nu, state.compensation)]
     by_dtype: dict[str, _Numbers] = {}
     leaves: list[Leaf | None] = []
     for (path, gradient), parameter, decays, *kept in zip(grads, parameters, decays_of, *states, strict=True):
@@ -156,21 +157,21 @@ def leaves_of(
         _check_gradient(gradient, kept[0], path)
         compensation = "none"
         if parameter is None:
-            parameter = jnp.zeros_like(gradient)  # no decay: only its dtype is looked at
+            parameter = jnp.zeros_like(gradient)  # without decay only its dtype matters
         else:
             compensation = compensations.resolve(arguments.compensation, jax_ops.dtype_name(parameter))
             _check_compensation(compensation, kept[2], parameter, path)
-        wide = compute_dtype(jax_ops.dtype_name(parameter))
-        if wide not in by_dtype:
-            by_dtype[wide] = _Numbers.of(hyperparameters, count, wide)
-        numbers_ = by_dtype[wide]
+        dtype = compute_dtype(jax_ops.dtype_name(parameter))
+        if dtype not in by_dtype:
+            by_dtype[dtype] = _Numbers.of(hyperparameters, count, dtype)
+        numbers_ = by_dtype[dtype]
         chosen = numbers_.decaying if decays else numbers_.plain
         leaves.append(Leaf(chosen, numbers_.corrections, compensation, parameter, gradient, specification.TensorState(*kept)))
     return count, treedef, leaves
 
 
-def _beside(gradients: Any, tree: PyTree, name: str) -> list[Any]:
-    """The leaves of a tree beside those of the gradients, of which only the structure is given."""
+def _flatten_like(gradients: Any, tree: PyTree, name: str) -> list[Any]:
+    """Return the leaves of a tree in the order of the gradients, of which only the structure is given."""
     try:
         return list(gradients.flatten_up_to(tree))
     except (TypeError, ValueError) as error:
@@ -210,17 +211,13 @@ def _check_compensation(compensation: str, kept: Array | None, parameter: Array,
         )
 
 
-def _update_leaf(
-    rule: Rule, leaf: Leaf, scales_only: bool, destination: Destination | None
-) -> tuple[Array, Array, Array, Array | None]:
-    """(increment, mu, nu, compensation) of one parameter."""
+def _update_leaf(rule: Rule, leaf: Leaf, scales_only: bool, *, direct: bool) -> tuple[Any, ...]:
+    """Return (increment, new parameter, mu, nu, compensation) of one parameter; no new parameter where scales_only."""
     hyperparameters, corrections, compensation, parameter, gradient, state = leaf
-    wide = compensations.load(jax_ops, compensation, Stored(parameter, state.compensation))
-    added, state = specification.increment(jax_ops, rule, hyperparameters, corrections, wide, gradient, state)
+    value = compensations.load(jax_ops, compensation, Stored(parameter, state.compensation))
+    added, state = specification.increment(jax_ops, rule, hyperparameters, corrections, value, gradient, state)
     if scales_only:
-        stepped = Stepped(jax_ops.cast(-added, jax_ops.dtype_name(parameter)), parameter, None)
-    else:
-        stepped = step(compensation, parameter, wide, added, direct=destination is not None)
-        if destination is not None:
-            destination.put(stepped.update, stepped.parameter, compensated=compensation != "none")
-    return stepped.update, state.exp_avg, state.exp_avg_sq, stepped.compensation
+        direction = jax_ops.cast(-added, jax_ops.dtype_name(parameter))
+        return direction, None, state.exp_avg, state.exp_avg_sq, None
+    new = step(compensation, parameter, value, added, direct=direct)
+    return new.increment, new.parameter, state.exp_avg, state.exp_avg_sq, new.compensation

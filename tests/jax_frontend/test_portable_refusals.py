@@ -1,4 +1,4 @@
-"""Mistakes at an import into JAX that would train on with wrong numbers, or whose error has to say what to do."""
+"""Mistakes at an import into JAX that would give wrong numbers are refused with a remedy."""
 
 from __future__ import annotations
 
@@ -23,13 +23,14 @@ def path(tmp_path: Path) -> Path:
 
 def trained(tx: Any, dtype: Any = "float32", seed: int = 0) -> TrainState:
     values = np.random.default_rng(seed).normal(size=(2, 3, 4))
-    state = init_train_state(tx, {"layers": {"w": jnp.asarray(values, dtype)}, "outer": {"v": jnp.ones(3, dtype)}}, stack=False)
+    params = {"layers": {"w": jnp.asarray(values, dtype)}, "outer": {"v": jnp.ones(3, dtype)}}
+    state = init_train_state(tx, params, layered=False)
     gradients = jax.tree.map(lambda leaf: jnp.full_like(leaf, 0.1), state.params)
     return TrainState(*make_update(tx)(gradients, state.opt_state, state.params))
 
 
 @pytest.mark.parametrize("compensation", ["split", "kahan"])
-def test_lost_digits_are_not_put_beside_other_parameters(path: Path, compensation: str) -> None:
+def test_a_compensation_of_other_parameters_is_refused(path: Path, compensation: str) -> None:
     tx = adamw(1e-2, compensation=compensation)
     state, other = trained(tx, "bfloat16"), trained(tx, "bfloat16", seed=1)
     export_state(path, tx, state, parameters=True)
@@ -58,7 +59,7 @@ def test_the_state_of_a_transform_with_other_dtypes_is_refused(path: Path, there
         import_state(path, adamw(1e-2, **here), state)
 
 
-def test_float64_of_numpy_is_not_narrowed(path: Path) -> None:
+def test_float64_arrays_are_refused_without_x64(path: Path) -> None:
     tx = adamw(1e-2)
     wide = jax.tree.map(lambda leaf: np.asarray(leaf, "float64" if leaf.dtype.kind == "f" else None), trained(tx))
     with pytest.raises(InvalidArgumentError, match=r"state.params.* is float64; set jax_enable_x64"):
@@ -86,7 +87,7 @@ def test_layers_stay_stacked_in_the_file_where_names_says_so(path: Path) -> None
 
 @pytest.mark.parametrize("layered", [False, True])
 @pytest.mark.parametrize("parameters", [False, True])
-def test_a_square_matrix_whose_values_lie_transposed_is_refused(path: Path, layered: bool, parameters: bool) -> None:
+def test_a_square_matrix_that_is_transposed_is_refused(path: Path, layered: bool, parameters: bool) -> None:
     """Neither the shapes nor the names tell; the parameters in the file do."""
     tx = adamw(1e-2)
     values = jnp.asarray(np.random.default_rng(0).normal(size=(2, 3, 3)), "float32")
@@ -105,7 +106,7 @@ def test_a_square_matrix_whose_values_lie_transposed_is_refused(path: Path, laye
     import_state(path, tx, here)
 
 
-def test_what_is_no_path_or_no_names_is_told(path: Path) -> None:
+def test_a_path_or_names_of_another_type_are_refused(path: Path) -> None:
     tx = adamw(1e-2)
     state = trained(tx)
     for given in (None, 3, b"state", ["state"]):

@@ -11,6 +11,7 @@ import optax
 
 from penstock.jax_frontend import LayeredState, LayerStack, TrainState, stable_adamw
 from penstock.jax_frontend.direct import apply_directly
+from penstock.jax_frontend.walk.layer_stack import by_name, without_names
 
 LAYERS, WIDTH, VOCABULARY, ROWS, LENGTH = 3, 6, 7, 8, 5
 
@@ -37,7 +38,7 @@ def masked_loss(outer: Any, x: jax.Array, batch: Any) -> tuple[jax.Array, jax.Ar
 
 
 TX = stable_adamw(1e-2)
-"""One object for many tests: what was checked of it once is remembered."""
+"""One object for many tests, since its separability is checked once."""
 
 STACK = LayerStack(embed, layer, mean_loss)
 MASKED = LayerStack(embed, layer, masked_loss)
@@ -61,29 +62,44 @@ def batch(rows: int = ROWS) -> dict[str, jax.Array]:
     return {"tokens": jnp.asarray(tokens), "mask": jnp.asarray(generator.random(tokens.shape) < 0.6)}
 
 
-def reference(stack: LayerStack, tx: Any, max_norm: float | None = None) -> Any:
-    """(state, batch) -> (state, loss, norm): the plain gradient, optax's clipping, each layer updated by itself."""
+def own_loop(outer: Any, layers: Any, batch: Any) -> jax.Array:
+    """The loss of STACK with a loop over the layers of its own, for `release_layers`."""
+    x, _ = jax.lax.scan(lambda x, index: (layers(index, x), None), embed(outer, batch), layers.indices)
+    return mean_loss(outer, x, batch)
 
-    def loss_fn(params: Any, batch: Any) -> jax.Array:
-        loss = stack(params, batch)
+
+def reference(loss_fn: Any, tx: Any, max_norm: float | None = None) -> Any:
+    """Return (state, batch) -> (state, loss, norm): the plain gradient, optax's clipping, and the plain update.
+
+    Args:
+        loss_fn: (params, batch) -> the mean, or (sum, weight); a `LayerStack` for a state with a layer axis.
+        tx: updates each layer by itself where the state has a layer axis.
+        max_norm: largest global norm.
+    """
+
+    def mean(params: Any, batch: Any) -> jax.Array:
+        loss = loss_fn(params, batch)
         return loss[0] / loss[1] if isinstance(loss, tuple) else loss
 
     @jax.jit
     def step(state: TrainState, batch: Any) -> tuple[TrainState, jax.Array, jax.Array]:
-        loss, grads = jax.value_and_grad(loss_fn)(state.params, batch)
+        loss, grads = jax.value_and_grad(mean)(state.params, batch)
         norm = jnp.sqrt(sum(jnp.sum(leaf**2) for leaf in jax.tree.leaves(grads)))
         if max_norm is not None:
             grads, _ = optax.clip_by_global_norm(max_norm).update(grads, optax.EmptyState())
-        return updated(stack, tx, state, grads), loss, norm
+        if isinstance(state.opt_state, LayeredState):
+            return updated(loss_fn, tx, state, grads), loss, norm
+        updates, opt_state = tx.update(grads, state.opt_state, state.params)
+        return TrainState(optax.apply_updates(state.params, updates), opt_state), loss, norm
 
     return step
 
 
 def updated(stack: LayerStack, tx: Any, state: TrainState, grads: Any) -> TrainState:
-    """The update of each layer by itself."""
+    """Return the state after one update of the outer parameters and of each layer by itself."""
     outer, outer_state = apply_directly(tx, grads["outer"], state.opt_state.outer, state.params["outer"])
     each = jax.vmap(lambda g, s, p: apply_directly(tx, g, s, p))
-    named = [stack.named(tree) for tree in (grads["layers"], state.opt_state.layers, state.params["layers"])]
+    named = [by_name(stack, tree) for tree in (grads["layers"], state.opt_state.layers, state.params["layers"])]
     new = {name: each(*(tree[name] for tree in named)) for name in named[0]}
-    layers, states = (stack.unnamed({name: pair[i] for name, pair in new.items()}) for i in (0, 1))
+    layers, states = (without_names(stack, {name: pair[i] for name, pair in new.items()}) for i in (0, 1))
     return TrainState({"outer": outer, "layers": layers}, LayeredState(outer_state, states), state.loss_scale)

@@ -1,4 +1,4 @@
-"""Two processes with two devices each, and arrays that lie on all four."""
+"""Two processes with two devices each, and arrays that are sharded over all four."""
 
 from __future__ import annotations
 
@@ -13,8 +13,9 @@ import jax
 import numpy as np
 import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from tests.conftest import XLA_FLAGS
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 
 START = """
 import sys
@@ -34,7 +35,7 @@ def in_two_processes(script: str, last_line: str, *arguments: str) -> None:
     environment = {
         **os.environ,
         "PYTHONPATH": f"{ROOT / 'src'}{os.pathsep}{ROOT}",
-        "XLA_FLAGS": "--xla_force_host_platform_device_count=2",
+        "XLA_FLAGS": " ".join(("--xla_force_host_platform_device_count=2", *XLA_FLAGS[1:])),
         "JAX_PLATFORMS": "cpu",
         "JAX_ENABLE_X64": "1",
     }
