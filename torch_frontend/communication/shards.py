@@ -49,7 +49,7 @@ def shard_of(tensor: Any) -> Shard | None:
     if not is_sharded(tensor):
         return None
     mesh = tensor.device_mesh
-    sharded = [dimension for dimension, placement in enumerate(tensor.placements) if placement.is_shard()]
+    sharded = [n for n, placement in enumerate(tensor.placements) if not placement.is_replicate()]  # strided ones, too
     groups = tuple(mesh.get_group(dimension) for dimension in sharded if mesh.size(dimension) > 1)
     return Shard(groups, local(tensor).numel(), tensor.numel())
 

@@ -18,6 +18,7 @@ from ...core.release import Action, Ledger, Policy, Status
 from ..array_ops import dtype_name
 from ..communication import communication_name, select_communication
 from ..releasable import ReleasableOptimizer
+from ..verification import verify
 from . import boundaries
 from .guard import guard_loss, two_passes
 from .hooks import check_ownership
@@ -63,6 +64,11 @@ class Release:
         return self._pipeline.last_norm
 
     @property
+    def max_norm(self) -> float | None:
+        """The declared norm. It cannot be changed: remove the release and call `release_gradients` again."""
+        return self._pipeline.max_norm if self._pipeline.max_norm_of_each is None else self._pipeline.max_norm_of_each
+
+    @property
     def model(self) -> nn.Module | None:
         """The model, or None if it no longer exists."""
         return self._pipeline.hooks.model
@@ -96,6 +102,30 @@ class Release:
             raise InvalidArgumentError(f"loss has shape {tuple(loss.shape)}; guard() takes a scalar, for instance loss.mean().")
         run: Any = torch.compiler.disable(self._backward_of_guarded)
         return guard_loss(loss, run, self._pipeline.step)
+
+    def verify(self, loss_fn: Callable[[], Tensor]) -> None:
+        """Compare a plain and a released step on your own model and batch, bit for bit, and restore everything.
+
+        It finds what release cannot see: code that reads a parameter during backward after its update. Run it once, before
+        training. Parameters, buffers, optimizer state and torch's random numbers are restored.
+
+        Args:
+            loss_fn: function without arguments that computes the loss of one batch, 0-d; called two or three times.
+
+        Raises:
+            RefusedError: the steps differ (the text names the first parameter that does); loss_fn is not deterministic; a step
+                is not closed; the release has a scaler, or accumulation="state", which is not exact.
+
+        Example:
+            release = release_gradients(model, optimizer)
+            release.verify(lambda: model(batch).loss)
+        """
+        self._require_closed("verify()")
+        if self._pipeline.scaler is not None:
+            raise RefusedError("verify() does not scale losses; verify a release without scaler=, which computes the same.")
+        if self._pipeline.step.policy is Policy.STATE and self._pipeline.step.strict:
+            raise RefusedError("accumulation='state' is an approximation, and its bits differ; verify a release without it.")
+        verify(self, loss_fn)
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:

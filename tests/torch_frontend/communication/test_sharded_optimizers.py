@@ -160,3 +160,30 @@ def skips_on_every_rank() -> None:
 
 def test_an_infinity_in_one_shard_skips_the_step_on_all(ranks: Ranks) -> None:
     ranks.run(skips_on_every_rank)
+
+
+def strided_shards_are_shards() -> None:
+    """fully_shard over tensor parallelism of one dimension: StableAdamW's mean square is that of the whole tensor."""
+    from torch.distributed.tensor import DTensor, Shard
+    from torch.distributed.tensor.placement_types import _StridedShard
+
+    mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("data", "tensor"))
+    start, first, second = torch.ones(4, 3), torch.ones(4, 3), torch.ones(4, 3)
+    second[:2] *= 30.0  # which clips the update, and on one rank only if each looked at its own part
+    rank, layout = torch.distributed.get_rank(), [_StridedShard(0, split_factor=1), Shard(0)]
+
+    def part(tensor: torch.Tensor) -> DTensor:
+        here = tensor.chunk(2)[rank].clone()
+        return DTensor.from_local(here, mesh, layout, run_check=False, shape=tensor.shape, stride=tensor.stride())
+
+    plain, strided = torch.nn.Parameter(start.clone()), torch.nn.Parameter(part(start))
+    optimizers = [StableAdamW([parameter], lr=1e-2) for parameter in (plain, strided)]
+    for gradient in (first, second):
+        plain.grad, strided.grad = gradient.clone(), part(gradient)
+        for optimizer in optimizers:
+            optimizer.step()
+    assert_close([strided.to_local()], [plain.chunk(2)[rank]], 1e-6, "a strided shard")
+
+
+def test_strided_shards_are_shards(ranks: Ranks) -> None:
+    ranks.run(strided_shards_are_shards)
