@@ -234,7 +234,7 @@ class ReleasableOptimizer(TensorUpdates):
         finally:
             handle.remove()
         with torch.no_grad():
-            saved_state.restore_dtypes(final, self.param_groups, self.state)
+            saved_state.restore_tensors(final, self.param_groups, self.state)
 
     def __getstate__(self) -> dict[str, Any]:
         if self.release is not None:

@@ -63,7 +63,7 @@ def check_fits(state: Mapping[str, Any], parameter: Tensor, compensation_dtype: 
 def sendable(state_dict: dict[str, Any]) -> dict[str, Any]:
     """Return the state_dict with int16 shards as int32, so that `full_state_dict=True` works.
 
-    torch.distributed does not send int16, the dtype of the "split" compensation. `restore_dtypes` converts the values back.
+    torch.distributed does not send int16, the dtype of the "split" compensation. `restore_tensors` converts the values back.
     """
     states = dict(state_dict["state"])
     for index, state in states.items():
@@ -140,10 +140,14 @@ def _check_tensor_state(state: Mapping[str, Any], parameter: Tensor, expected: s
         raise InvalidArgumentError(f"the state of {described} lacks {missing}; the file is damaged or of another optimizer.")
 
 
-def restore_dtypes(saved: Mapping[str, Any], groups: list[dict[str, Any]], state: Mapping[Tensor, dict[str, Any]]) -> None:
-    """Restore the dtypes of saved tensors, which torch's loading has cast to the parameter's dtype."""
+def restore_tensors(saved: Mapping[str, Any], groups: list[dict[str, Any]], state: Mapping[Tensor, dict[str, Any]]) -> None:
+    """Restore the dtypes of saved tensors, which torch casts to the parameter's, and make step numbers tensors."""
     for saved_group, group in zip(saved["param_groups"], groups, strict=True):
         for index, parameter in zip(saved_group["params"], group["params"], strict=True):
+            step = state[parameter].get("step") if parameter in state else None
+            if step is not None and not isinstance(step, Tensor):  # as torch's optimizers accept it
+                place = parameter.device if group["capturable"] else "cpu"
+                state[parameter]["step"] = torch.tensor(float(step), dtype=torch.float32, device=place)
             for key in PER_ELEMENT:
                 value = saved["state"].get(index, {}).get(key)
                 if not isinstance(value, Tensor):

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from ..core.errors import InvalidArgumentError, RefusedError
+from .autograd.saved_context import SavedContext
 from .communication.shards import local
 from .releasable import ReleasableOptimizer
 
@@ -29,9 +30,8 @@ class TrainingState:
         self._tensors = {tensor: tensor.detach().clone() for tensor in self._all_tensors()}
         self._state = {p: {key: _copy(value) for key, value in state.items()} for p, state in optimizer.state.items()}
         self._skipped = optimizer.skipped
-        self._random = torch.get_rng_state()
-        self._devices = {p.device for p in optimizer._parameters() if p.device.type != "cpu"}
-        self._device_random = {device: torch.get_device_module(device).get_rng_state(device) for device in self._devices}
+        self._random = SavedContext(optimizer._parameters(), preserve_rng_state=True)
+        self._random.save_rng_state()
 
     def _all_tensors(self) -> list[Tensor]:
         return [*dict.fromkeys([*self._model.parameters(), *self._model.buffers(), *self._optimizer._parameters()])]
@@ -48,9 +48,7 @@ class TrainingState:
             else:
                 self._optimizer.state[parameter].update({key: _copy(value) for key, value in before.items()})
         self._optimizer.skipped = self._skipped
-        torch.set_rng_state(self._random)
-        for device, state in self._device_random.items():
-            torch.get_device_module(device).set_rng_state(state, device)
+        self._random.restore_rng_state(0)
 
     @torch.no_grad()
     def results(self) -> Copies:

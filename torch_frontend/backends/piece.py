@@ -27,8 +27,20 @@ class Piece:
     """
 
     __slots__ = (
-        "a", "b", "compensation", "dtype", "exp_avg", "exp_avg_sq", "gradient", "parameter", "slot",
-        "upcast_exp_avg", "upcast_exp_avg_sq", "upcast_gradient",
+        "a",
+        "b",
+        "coding",
+        "compensation",
+        "dtype",
+        "exp_avg",
+        "exp_avg_sq",
+        "gradient",
+        "parameter",
+        "rule",
+        "settings",
+        "upcast_exp_avg",
+        "upcast_exp_avg_sq",
+        "upcast_gradient",
     )  # fmt: skip
     parameter: Tensor
     gradient: Tensor | None
@@ -40,7 +52,7 @@ class Piece:
     upcast_exp_avg_sq: Any
 
     def __init__(self, slot: TensorSlot, a: Tensor, b: Tensor) -> None:
-        self.slot = slot
+        self.rule, self.settings, self.coding = slot.rule, slot.settings, slot.compensation
         self.a, self.b, self.dtype = a, b, a.dtype
 
     def __enter__(self) -> None:
@@ -53,7 +65,7 @@ class Piece:
         """Return the compensated parameter in the compute dtype; the parameter itself if it has that dtype."""
         if self.parameter.dtype is self.dtype:
             return self.parameter
-        return compensations.load(torch_ops, self.slot.compensation, Stored(self.parameter, self.compensation))
+        return compensations.load(torch_ops, self.coding, Stored(self.parameter, self.compensation))
 
     def load_moments(self) -> None:
         """Set the upcast moments."""
@@ -66,7 +78,7 @@ class Piece:
 
         squares: the sum of the gradient's squares is appended here if maximize or L2 change the gradient.
         """
-        gradient, rule, current = self.gradient, self.slot.rule, self.slot.settings.hyperparameters
+        gradient, rule, current = self.gradient, self.rule, self.settings.hyperparameters
         assert gradient is not None
         if gradient.dtype is not self.dtype:
             gradient = gradient.to(self.dtype)
@@ -114,7 +126,7 @@ class Piece:
 
     def reset(self) -> None:
         """Set moments to zero whose beta is 0: `core.moments.reset_where_beta_is_zero`."""
-        current = self.slot.settings.hyperparameters
+        current = self.settings.hyperparameters
         if is_zero(current.beta1):
             self.upcast_exp_avg.zero_()
         if is_zero(current.beta2):
@@ -122,7 +134,7 @@ class Piece:
 
     def squares_are_the_gradients(self) -> bool:
         """Whether the upcast gradient has the gradient's squares; otherwise `prepare` has summed them."""
-        return not (self.slot.rule.l2 or self.slot.settings.hyperparameters.maximize)
+        return not (self.rule.l2 or self.settings.hyperparameters.maximize)
 
     def ratios(self) -> Tensor:
         """Return g*g / max(v, eps^2) in scratch, after `accumulate`: `core.moments.mean_square` before the mean."""
@@ -137,7 +149,7 @@ class Piece:
         torch.mul(gradient, gradient, out=square)
         if squares is not None and self.squares_are_the_gradients():
             squares.append(square.sum())
-        if first and is_zero(self.slot.settings.hyperparameters.beta2):
+        if first and is_zero(self.settings.hyperparameters.beta2):
             moment.copy_(square.mul_(numbers.second))
         elif first:
             torch.add(exp_avg_sq, square.sub_(exp_avg_sq).mul_(numbers.second), out=moment)
@@ -146,7 +158,7 @@ class Piece:
         return self._ratios(moment)
 
     def _ratios(self, exp_avg_sq: Tensor) -> Tensor:
-        eps = self.slot.settings.hyperparameters.eps
+        eps = self.settings.hyperparameters.eps
         floored = torch.clamp(exp_avg_sq, min=max(eps * eps, SMALLEST_NORMAL_FLOAT32), out=self.a)
         return torch.div(self.upcast_gradient, floored, out=floored).mul_(self.upcast_gradient)
 
@@ -160,7 +172,7 @@ class Piece:
         parameter.sub_(step.mul_(eta))
         if parameter is self.parameter:
             return
-        stored = compensations.store(torch_ops, self.slot.compensation, parameter, dtype_name(self.parameter.dtype))
+        stored = compensations.store(torch_ops, self.coding, parameter, dtype_name(self.parameter.dtype))
         self.parameter.copy_(stored.parameter)
         if stored.compensation is not None:
             assert self.compensation is not None

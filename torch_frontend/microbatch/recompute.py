@@ -12,9 +12,9 @@ from torch.func import functional_call
 
 from ...core.errors import RefusedError
 from ..autograd.graph import Graph
+from ..autograd.saved_context import SavedContext
 from ..release.hooks import owner_of
 from .division import Division, Structure, outputs_of
-from .saved_context import SavedContext
 
 HALF_PRECISION = (torch.bfloat16, torch.float16)
 

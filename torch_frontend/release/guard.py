@@ -23,6 +23,7 @@ from ...core.release import Ledger
 from ..autograd.graph import Graph
 from ..autograd.leaves import SavedGradients
 from ..autograd.passes import is_compiled
+from ..autograd.saved_context import SavedContext
 from ..clipping import clip_coefficient, gradient_norm, is_finite
 from ..communication.shards import Shard, is_sharded, sum_over_shards
 from .hooks import check_ownership
@@ -116,7 +117,8 @@ def two_passes(pipeline: Pipeline, loss: Tensor, seed: Tensor, keep_bytes: int) 
     check_ownership(foreign, mine=pipeline)
     if graph.has(CheckpointFunction):  # it cannot run in a pass that leaves anything out
         keep_bytes = 0
-    aside = SavedGradients(foreign)
+    aside, context = SavedGradients(foreign), SavedContext(hooks.parameters, preserve_rng_state=True)
+    context.save_rng_state()
     judge = pipeline.optimizer.on_nonfinite != "propagate" or pipeline.scaler is not None
     measured = Measurement(step.ledger, judge=judge, keep_bytes=keep_bytes)
     try:
@@ -141,6 +143,7 @@ def two_passes(pipeline: Pipeline, loss: Tensor, seed: Tensor, keep_bytes: int) 
         left_over = [parameter for parameter in measured.norms if parameter not in measured.kept]
         aside.restore(add=not left_over)
         if left_over:
+            context.restore_rng_state(0)  # what draws random numbers in backward computes the same gradient again
             others = [leaf for leaf in graph.leaves & foreign if leaf.requires_grad]
             _second_pass(loss, seed, [*left_over, *others] if measured.kept else None)
         for parameter in list(measured.kept):

@@ -139,6 +139,11 @@ class Pipeline:
             arrive = self.arrive
             self.arrive = lambda parameter: (kept if self.communication.accumulates_locally() else arrive)(parameter)
 
+    def drop_stages(self) -> None:
+        """Drop the stages, some of which refer to this object, so that no cycle keeps the optimizer alive after remove()."""
+        for name in ("arrive", "use", "update", "queue", "_rescale", "held_average"):
+            delattr(self, name)
+
     @contextlib.contextmanager
     def measuring(self, measurement: Any) -> Iterator[None]:
         """Measure the gradients of the backward in this context; nothing else changes."""

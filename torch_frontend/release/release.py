@@ -96,7 +96,7 @@ class Release:
             raise InvalidArgumentError(
                 f"loss is a {type(loss).__name__}; guard() takes the 0-d tensor that backward() is called on."
             )
-        if not (self._pipeline.needs_guard and loss.requires_grad and torch.is_grad_enabled()):
+        if self._removed or not (self._pipeline.needs_guard and loss.requires_grad and torch.is_grad_enabled()):
             return loss
         if loss.dim() != 0:
             raise InvalidArgumentError(f"loss has shape {tuple(loss.shape)}; guard() takes a scalar, for instance loss.mean().")
@@ -163,8 +163,13 @@ class Release:
         step.clear_markers()
         pipeline.communication.detach()
         pipeline.hooks.remove()
+        pipeline.drop_stages()
         if self.optimizer.release is self:
             self.optimizer.release = None
+
+    @property
+    def _removed(self) -> bool:
+        return self.optimizer.release is not self
 
     def __enter__(self) -> Release:
         return self
@@ -177,7 +182,7 @@ class Release:
         self.remove()
 
     def _backward_of_guarded(self, loss: Tensor, seed: Tensor) -> None:
-        if self._pipeline.paused:
+        if self._pipeline.paused or self._removed:
             torch.autograd.backward(loss, seed)
         else:
             two_passes(self._pipeline, loss, seed, self._keep_bytes)
@@ -187,12 +192,13 @@ class Release:
         check_ownership(parameters, mine=self._pipeline)
 
     def _require_closed(self, call: str) -> None:
-        """Raise `RefusedError` in the middle of a step."""
+        """Raise `RefusedError` in the middle of a step that has changed a parameter or its state."""
         for key, status in self._pipeline.step.touched():
-            raise RefusedError(
-                f"{call} in the middle of a step: {self._pipeline.hooks.describe(key)} is {status.value}. Call "
-                "optimizer.step() first (or finish the micro-batches with optimizer_accumulation=False)."
-            )
+            if status is not Status.HELD:  # a held gradient has changed nothing
+                raise RefusedError(
+                    f"{call} in the middle of a step: {self._pipeline.hooks.describe(key)} is {status.value}. Call "
+                    "optimizer.step() first (or finish the micro-batches with optimizer_accumulation=False)."
+                )
 
     def _close_step(self) -> None:
         boundaries.close_step(self._pipeline)

@@ -19,6 +19,9 @@ from ..groups import UsedSettings
 from ..releasable import ReleasableOptimizer
 from .marker import MarkerContext, ReleasedGradient
 
+NO_PASS = object()
+"""Stands for the number of a pass where there is none; not None, which is every pass's number where torch tells no numbers."""
+
 
 class Member:
     """A released parameter, and the marker that its gradient leaves in `.grad`.
@@ -70,7 +73,7 @@ class Step:
         contaminated: ids of parameters whose held gradient includes a part of a refused backward.
         last: the running pass is the last micro-batch.
         watched_pass: number of the pass that updates parameters and at whose end a callback runs; None without one.
-        pass_id: number of the running pass; this object itself before the first.
+        pass_id: number of the running pass; `NO_PASS` before the first.
         still_expected: parameters of which the running pass will deliver another gradient.
         completed: the backward that released gradients in this step has reached its end.
         markers_cleared: paused() has cleared the markers of this step.
@@ -94,7 +97,7 @@ class Step:
         self.contaminated: set[int] = set()
         self.last = True
         self.watched_pass: int | None = None
-        self.pass_id: Any = self
+        self.pass_id: Any = NO_PASS
         self.still_expected: set[Tensor] = set()
         self.completed = self.markers_cleared = False
         self._status: dict[int, Status] = {}  # of parameters that are neither idle nor released
@@ -136,9 +139,9 @@ class Step:
                 "has updated parameters. Call optimizer.step() after each backward; or add the losses up and call "
                 "backward() once; or declare the micro-batches with accumulation='hold' or 'state'."
             )
-        if not nested or self.pass_id is self:
+        if not nested or self.pass_id is NO_PASS:
             self.refresh()
-            if self.pass_id is self and not self._status:  # the first pass of a step
+            if self.pass_id is NO_PASS and not self._status:  # the first pass of a step
                 self.context.squares.clear()
                 self.context.judged = False
             if self.policy is Policy.RELEASE and not measures:
@@ -275,7 +278,7 @@ class Step:
         self.remove_from_ledger()
         kept = [key for key, status in self._status.items() if status is Status.ACCUMULATED and not self.strict]
         self._status = dict.fromkeys(kept, Status.ACCUMULATED)
-        self.settings, self._top, self.pass_id = UsedSettings(self.optimizer.rule), None, self
+        self.settings, self._top, self.pass_id = UsedSettings(self.optimizer.rule), None, NO_PASS
         self.still_expected = set()
         self.completed = self.markers_cleared = False
 

@@ -163,7 +163,7 @@ FAULTS = [
     ),
     Fault(
         "resume drops the compensation",
-        instead(saved_state, "restore_dtypes", _forgets_compensation),
+        instead(saved_state, "restore_tensors", _forgets_compensation),
         "identity/resume/adamw/bfloat16",
         "eager",
     ),

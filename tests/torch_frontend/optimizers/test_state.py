@@ -12,6 +12,7 @@ from tests.support.torch_models import (
     batches,
     layers,
     loss_of,
+    same_parameters,
     snapshot,
     train,
     unchanged,
@@ -23,7 +24,7 @@ from penstock.torch_frontend import Adam, AdamW, StableAdamW, release_gradients
 
 
 def test_state_dict_in_the_middle_of_a_step_raises() -> None:
-    for accumulation in (None, "hold", "state"):
+    for accumulation in (None, "state"):
         model = layers()
         optimizer = AdamW(model.parameters())
         release_gradients(model, optimizer, accumulation=accumulation)
@@ -127,3 +128,19 @@ def test_a_state_of_another_precision_or_rule_is_refused() -> None:
     bad["param_groups"][0]["lr"] = -1.0
     with pytest.raises(InvalidArgumentError, match=r"lr=-1\.0"):
         wide.load_state_dict(bad)
+
+
+@pytest.mark.parametrize("number", [int, float])
+def test_a_step_that_was_saved_as_a_number_is_loaded_as_a_tensor(number: type) -> None:
+    """As torch's optimizers load it: old files have numbers."""
+    models = [layers(), layers()]
+    optimizers = [AdamW(model.parameters(), lr=1e-2) for model in models]
+    train(models[0], optimizers[0], batches(2))
+    saved = copy.deepcopy(optimizers[0].state_dict())
+    for state in saved["state"].values():
+        state["step"] = number(state["step"])
+    models[1].load_state_dict(models[0].state_dict())
+    optimizers[1].load_state_dict(saved)
+    for model, optimizer in zip(models, optimizers, strict=True):
+        train(model, optimizer, batches(2))
+    assert same_parameters(*models)

@@ -1,0 +1,100 @@
+"""After remove() nothing of a release acts any more, and nothing of it keeps the optimizer or a parameter alive."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from collections.abc import Iterator
+
+import pytest
+import torch
+from tests.support.torch_models import batches, layers, same_parameters
+from torch import nn
+
+from penstock.torch_frontend import AdamW, release_gradients
+
+MODES = [
+    {},
+    {"max_norm": 1.0},
+    {"accumulation": "hold"},
+    {"accumulation": "state"},
+    {"max_norm": 1.0, "clipping": "per_tensor"},
+]
+
+
+@pytest.fixture
+def without_collector() -> Iterator[None]:
+    """Only reference counts free objects."""
+    gc.disable()
+    yield
+    gc.enable()
+
+
+@pytest.mark.usefixtures("without_collector")
+@pytest.mark.parametrize("arguments", MODES, ids=str)
+def test_nothing_lives_on_after_remove(arguments: dict[str, object]) -> None:
+    model = layers()
+    optimizer = AdamW(model.parameters(), lr=1e-2)
+    release = release_gradients(model, optimizer, **arguments)
+    for batch in batches(2):
+        release.guard(model(batch).pow(2).mean()).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    release.remove()
+    alive = [weakref.ref(thing) for thing in (model, optimizer, release, *model.parameters())]
+    del model, optimizer, release
+    assert [reference() for reference in alive] == [None] * len(alive)
+
+
+@pytest.mark.parametrize("guarded_before", [False, True])
+def test_a_guarded_loss_of_a_removed_release_is_a_plain_one(guarded_before: bool) -> None:
+    model, plain = layers(), layers()
+    optimizer = AdamW(model.parameters(), lr=1e-2)
+    release = release_gradients(model, optimizer, max_norm=1.0)
+    loss = model(batches(1)[0]).pow(2).mean()
+    if guarded_before:
+        loss = release.guard(loss)
+    release.remove()
+    (loss if guarded_before else release.guard(loss)).backward()
+    plain(batches(1)[0]).pow(2).mean().backward()
+    assert all(torch.equal(p.grad, q.grad) for p, q in zip(model.parameters(), plain.parameters(), strict=True))
+    assert same_parameters(model, plain)
+
+
+def test_state_dict_between_held_micro_batches_is_that_of_the_last_step() -> None:
+    """A checkpoint may be asked for at any moment; held gradients have changed nothing."""
+    model = layers()
+    optimizer = AdamW(model.parameters(), lr=1e-2)
+    release_gradients(model, optimizer, accumulation="hold")
+    model(batches(1)[0]).pow(2).mean().backward()
+    assert optimizer.state_dict()["state"] == {}
+    optimizer.step()
+    saved = optimizer.state_dict()["state"]
+    model(batches(1)[0]).pow(2).mean().backward()
+    torch.testing.assert_close(optimizer.state_dict()["state"], saved, rtol=0, atol=0)
+
+
+def test_guard_computes_the_measured_gradient_again_where_backward_draws_random_numbers() -> None:
+    class Noisy(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx, gradient):
+            return gradient * torch.rand_like(gradient)
+
+    models = [layers(), layers()]
+    optimizers = [AdamW(model.parameters(), lr=1e-2) for model in models]
+    release, drawn = release_gradients(models[1], optimizers[1], max_norm=0.01), []
+    for number, (model, optimizer) in enumerate(zip(models, optimizers, strict=True)):
+        torch.manual_seed(0)
+        loss = Noisy.apply(model(batches(1)[0])).pow(2).mean()
+        (release.guard(loss) if number else loss).backward()
+        if not number:
+            norm = nn.utils.clip_grad_norm_(model.parameters(), 0.01)
+        optimizer.step()
+        drawn.append(torch.rand(()))
+    assert drawn[0] == drawn[1]
+    torch.testing.assert_close(release.last_norm.float(), norm)
+    assert all(torch.allclose(p, q, rtol=0, atol=1e-6) for p, q in zip(*(m.parameters() for m in models), strict=True))
