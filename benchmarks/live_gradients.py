@@ -198,7 +198,7 @@ def _layers(nbytes: int | None) -> str:
 
 
 def main() -> None:
-    """Measure, print, and write the page if asked to."""
+    """Measure, print, and write the page if --write is given."""
     parser = parser_of(__doc__)
     parser.add_argument("--write", type=Path, metavar="FILE", help="write the page there")
     arguments = parser.parse_args()

@@ -64,7 +64,7 @@ class TensorSlot:
 
     @property
     def corrections(self) -> Corrections:
-        """c1 and c2 of this update: numbers, or 0-d tensors in the compute dtype when capturable."""
+        """The factors c1 and c2 of this update: numbers, or 0-d tensors in the compute dtype when capturable."""
         if self.capturable:
             return bias_corrections(self.hyperparameters, self.state["step"].to(self.compute_dtype) + 1, torch)
         return self.settings.corrections(self.step_number)

@@ -13,7 +13,7 @@ import triton.language as tl
 
 @triton.jit
 def bias_correction(first, log, step_ptr, ON_DEVICE: tl.constexpr, COMPUTE: tl.constexpr):
-    """(1-beta)/(1-beta^t): `core.moments.bias_correction`.
+    """Return (1-beta)/(1-beta^t): `core.moments.bias_correction`.
 
     If the number of updates is on the host, `first` is already the result. If it is on the device, `first` is 1-beta and
     `log` is log(beta), and with x = t*log(beta), in float64,
@@ -32,14 +32,14 @@ def bias_correction(first, log, step_ptr, ON_DEVICE: tl.constexpr, COMPUTE: tl.c
 
 @triton.jit
 def clipped_learning_rate(learning_rate, mean_square):
-    """lr / max(1, sqrt(mean_square)): `core.moments.clipped_learning_rate`. NaN gives NaN."""
+    """Return lr / max(1, sqrt(mean_square)): `core.moments.clipped_learning_rate`. NaN gives NaN."""
     root = tl.sqrt(mean_square)
     return tl.where(root <= 1.0, learning_rate, learning_rate / root)
 
 
 @triton.jit
 def prepared_gradient(g, parameter, decay, FIRST: tl.constexpr, L2: tl.constexpr, MAXIMIZE: tl.constexpr):
-    """`core.update.prepared_gradient`: -g with maximize, plus decay*p in the first micro-batch with L2."""
+    """Return g, or -g with maximize, plus decay*p in the first micro-batch with L2: `core.update.prepared_gradient`."""
     if MAXIMIZE:
         g = -g
     if L2 and FIRST:
@@ -49,7 +49,7 @@ def prepared_gradient(g, parameter, decay, FIRST: tl.constexpr, L2: tl.constexpr
 
 @triton.jit
 def next_exp_avg(m, g, correction, FIRST: tl.constexpr, ZERO: tl.constexpr):
-    """m + c1*(g-m), or m + c1*g for a later micro-batch: `core.moments.first_moments`, `later_moments`.
+    """Return m + c1*(g-m), or m + c1*g for a later micro-batch: `core.moments.first_moments`, `later_moments`.
 
     ZERO: beta1 is 0, and m is set to 0 first: `core.moments.reset_where_beta_is_zero`.
     """
@@ -63,7 +63,7 @@ def next_exp_avg(m, g, correction, FIRST: tl.constexpr, ZERO: tl.constexpr):
 
 @triton.jit
 def next_exp_avg_sq(v, g, correction, FIRST: tl.constexpr, ZERO: tl.constexpr):
-    """v + c2*(g*g-v), or v + c2*g*g for a later micro-batch, as `next_exp_avg`."""
+    """Return v + c2*(g*g-v), or v + c2*g*g for a later micro-batch, as `next_exp_avg`."""
     if FIRST:
         if ZERO:
             v = tl.zeros_like(v)
@@ -74,13 +74,13 @@ def next_exp_avg_sq(v, g, correction, FIRST: tl.constexpr, ZERO: tl.constexpr):
 
 @triton.jit
 def squared_ratio(g, v, floor):
-    """g*g / max(v, eps^2): `core.moments.mean_square` before the mean. NaN gives NaN."""
+    """Return g*g / max(v, eps^2): `core.moments.mean_square` before the mean. NaN gives NaN."""
     return g / tl.where(v < floor, floor, v) * g
 
 
 @triton.jit
 def stepped(parameter, m, v, eta, eps, decay, L2: tl.constexpr):
-    """p - eta*(m/(sqrt(v)+eps) + decay*p), with `core.moments.direction`."""
+    """Return p - eta*(m/(sqrt(v)+eps) + decay*p), with `core.moments.direction`."""
     step = m / (tl.sqrt(v) + eps)
     if not L2:
         step = step + tl.where(decay != 0.0, decay * parameter, 0.0)
@@ -89,7 +89,7 @@ def stepped(parameter, m, v, eta, eps, decay, L2: tl.constexpr):
 
 @triton.jit
 def load_parameter(p, k, COMPENSATION: tl.constexpr, COMPUTE: tl.constexpr):
-    """The number that p and its compensation k represent: `core.compensation.load`."""
+    """Return the number that p and its compensation k represent: `core.compensation.load`."""
     if COMPENSATION == "split":
         high = p.to(tl.int16, bitcast=True).to(tl.int32) << 16
         magnitude = high & 0x7FFFFFFF
@@ -105,7 +105,7 @@ def load_parameter(p, k, COMPENSATION: tl.constexpr, COMPUTE: tl.constexpr):
 
 @triton.jit
 def store_parameter(x, PARAMETER: tl.constexpr, COMPENSATION: tl.constexpr):
-    """(p, k) that represent the number x: `core.compensation.store`. Without compensation k is p and must not be stored."""
+    """Return p and k that represent x: `core.compensation.store`. Without compensation k is p and must not be stored."""
     if COMPENSATION == "split":
         bits = tl.where(x == x, x.to(tl.int32, bitcast=True), 0x7FC00000)
         high = (bits + 0x8000) & -0x10000

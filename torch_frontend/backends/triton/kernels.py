@@ -49,7 +49,7 @@ def update_group(
     G: tl.constexpr, M: tl.constexpr, V: tl.constexpr, P: tl.constexpr, K: tl.constexpr, COMPUTE: tl.constexpr,
     TILES: tl.constexpr, BLOCK: tl.constexpr, TAIL: tl.constexpr,
 ):  # fmt: skip
-    r"""`core.update.update`, with first=True, of every tensor of a table.
+    r"""Update every tensor of a table: `core.update.update` with first=True.
 
         m += c1*(g-m)      v += c2*(g*g-v)      eta = lr / max(1, sqrt(mean(g*g / max(v, eps^2))))       (CLIP)
         p <- p - eta*(m/(sqrt(v)+eps) + decay*p)                 (without CLIP eta = lr; with L2: g += decay*p instead)
@@ -156,7 +156,7 @@ def update_tensor(
     G: tl.constexpr, M: tl.constexpr, V: tl.constexpr, P: tl.constexpr, K: tl.constexpr, COMPUTE: tl.constexpr,
     TILES: tl.constexpr, BLOCK: tl.constexpr, TAIL: tl.constexpr,
 ):  # fmt: skip
-    r"""`core.update.update`, `accumulate` or `apply` of one tensor, by ACTION; the mathematics is that of `update_group`.
+    r"""Update, accumulate or apply for one tensor, by ACTION, as in `core.update`; the mathematics is that of `update_group`.
 
         FIRST      m += c1*(g-m)    v += c2*(g*g-v)
         otherwise  m += c1*g        v += c2*g*g                    (a later micro-batch of the same update)
