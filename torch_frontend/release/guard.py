@@ -20,6 +20,7 @@ from torch.utils.checkpoint import CheckpointFunction
 
 from ...core.errors import NonFiniteGradientError, PenstockError, RefusedError
 from ...core.release import Ledger
+from ..autograd.donated import require_no_donation
 from ..autograd.graph import Graph
 from ..autograd.leaves import SavedGradients
 from ..autograd.passes import is_compiled
@@ -115,6 +116,8 @@ def two_passes(pipeline: Pipeline, loss: Tensor, seed: Tensor, keep_bytes: int) 
     foreign = graph.leaves | graph.behind_checkpoints | set(() if hooks.model is None else hooks.model.parameters())
     foreign -= set(hooks.parameters)
     check_ownership(foreign, mine=pipeline)
+    if "CompiledFunctionBackward" in graph.functions:
+        require_no_donation(loss)
     if graph.has(CheckpointFunction):  # it cannot run in a pass that leaves anything out
         keep_bytes = 0
     aside, context = SavedGradients(foreign), SavedContext(hooks.parameters, preserve_rng_state=True)

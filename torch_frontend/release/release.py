@@ -16,6 +16,7 @@ from ...core.errors import InvalidArgumentError, RefusedError, UnsupportedTensor
 from ...core.hyperparameters import Range, check_number
 from ...core.release import Action, Ledger, Policy, Status
 from ..array_ops import dtype_name
+from ..autograd.donated import compile_without_donation
 from ..communication import communication_name, select_communication
 from ..releasable import ReleasableOptimizer
 from ..verification import verify
@@ -313,6 +314,8 @@ def release_gradients(
             "updated already. Use on_nonfinite='skip', or max_norm=float('inf') with release.guard(loss)."
         )
     last = (lambda: False) if holds_until_step else sync
+    if guarded:
+        compile_without_donation()
     policy = {None: Policy.RELEASE, "hold": Policy.HOLD, "state": Policy.STATE}[accumulation]
     assert last is not None
     communication = select_communication(model, _trained(optimizer), process_group)
