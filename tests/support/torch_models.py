@@ -80,3 +80,25 @@ def snapshot(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[Tensor]
 
 def unchanged(before: list[Tensor], after: list[Tensor]) -> bool:
     return len(before) == len(after) and all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
+
+
+# -- internals, of which tests use nothing else ---------------------------------------------------------------------------
+
+
+def backend_of(optimizer: Any) -> Any:
+    return optimizer._backend
+
+
+def use_backend(optimizer: Any, backend: Any) -> Any:
+    """Have the optimizer's updates made by another backend: one that counts, fails or cannot run here."""
+    optimizer._backend = backend
+    return backend
+
+
+def slot_of(optimizer: Any, parameter: Tensor) -> Any:
+    """What an update of the parameter reads and writes, as a backend gets it."""
+    return optimizer._slot(parameter)
+
+
+def all_parameters(optimizer: torch.optim.Optimizer) -> list[Any]:
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]

@@ -7,16 +7,7 @@ import math
 import pytest
 import torch
 import torch.distributed as dist
-from tests.support.rank_models import (
-    WIDTH,
-    Net,
-    assert_close,
-    assert_ranks_equal,
-    data,
-    ddp,
-    parameters_of,
-    sharded,
-)
+from tests.support.rank_models import WIDTH, Net, assert_close, assert_ranks_equal, data, ddp, parameters_of, sharded
 from tests.support.ranks import Ranks
 from torch import Tensor, nn
 

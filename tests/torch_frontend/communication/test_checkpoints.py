@@ -10,19 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from tests.support.rank_models import (
-    ENGINES,
-    LR,
-    THREE,
-    Net,
-    assert_bitwise,
-    data,
-    ddp,
-    parameters_of,
-    sharded,
-    train,
-    whole,
-)
+from tests.support.rank_models import ENGINES, LR, THREE, Net, assert_bitwise, data, ddp, parameters_of, sharded, train, whole
 from tests.support.ranks import Ranks
 from torch import nn
 from torch.distributed.checkpoint.state_dict import (

@@ -12,16 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from tests.support.rank_models import (
-    ENGINES,
-    THREE,
-    Net,
-    assert_close,
-    assert_ranks_equal,
-    ddp,
-    micro_batches,
-    parameters_of,
-)
+from tests.support.rank_models import ENGINES, THREE, Net, assert_close, assert_ranks_equal, ddp, micro_batches, parameters_of
 from tests.support.ranks import Ranks
 from tests.support.rows import rows
 from torch import Tensor, nn

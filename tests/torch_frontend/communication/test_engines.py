@@ -6,16 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from tests.support.rank_models import (
-    Net,
-    assert_bitwise,
-    assert_close,
-    assert_ranks_equal,
-    ddp,
-    parameters_of,
-    sharded,
-    train,
-)
+from tests.support.rank_models import Net, assert_bitwise, assert_close, assert_ranks_equal, ddp, parameters_of, sharded, train
 from tests.support.ranks import Ranks
 from torch import nn
 

@@ -7,16 +7,7 @@ import weakref
 
 import pytest
 import torch
-from tests.support.torch_models import (
-    batches,
-    gone,
-    layers,
-    loss_of,
-    same_parameters,
-    snapshot,
-    train,
-    unchanged,
-)
+from tests.support.torch_models import batches, gone, layers, loss_of, same_parameters, snapshot, train, unchanged
 from torch import nn
 
 from penstock.core.errors import InvalidArgumentError, RefusedError, UnsupportedTensorError
