@@ -127,6 +127,13 @@ ENGINES: dict[str, Callable[[Net], nn.Module]] = {
     "fsdp2": sharded,
 }
 THREE = ["process_group", "ddp", "fsdp2"]
+
+
+def wrapped(model: Net, engine: str) -> nn.Module:
+    """By an engine, with DistributedDataParallel as it is by default."""
+    return ddp(model) if engine == "ddp" else ENGINES[engine](model)
+
+
 LR = {"lr": 1e-2, "weight_decay": 0.1}
 
 

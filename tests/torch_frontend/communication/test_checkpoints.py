@@ -10,7 +10,18 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from tests.support.rank_models import ENGINES, LR, THREE, Net, assert_bitwise, data, ddp, parameters_of, sharded, train, whole
+from tests.support.rank_models import (
+    LR,
+    THREE,
+    Net,
+    assert_bitwise,
+    data,
+    parameters_of,
+    sharded,
+    train,
+    whole,
+    wrapped,
+)
 from tests.support.ranks import Ranks
 from torch import nn
 from torch.distributed.checkpoint.state_dict import (
@@ -34,7 +45,7 @@ pytestmark = [
 
 def build(engine: str, dtype: torch.dtype, seed: int = 0, rule: type = AdamW):
     net = Net(dtype, seed=seed)
-    model = net if engine == "single" else ddp(net) if engine == "ddp" else ENGINES[engine](net)
+    model = net if engine == "single" else wrapped(net, engine)
     optimizer = rule(model.parameters(), **LR)
     return model, optimizer
 

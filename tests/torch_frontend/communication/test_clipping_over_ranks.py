@@ -19,6 +19,7 @@ from tests.support.rank_models import (
     micro_batches,
     parameters_of,
     train,
+    wrapped,
 )
 from tests.support.ranks import Ranks
 from torch import nn
@@ -82,7 +83,7 @@ def held_and_clipped(engine: str) -> None:
     optimizer = AdamW(stock.parameters(), **LR)
     clip = lambda: torch.nn.utils.clip_grad_norm_(stock.parameters(), MAX_NORM)  # noqa: E731
     micro_batches(stock, optimizer, range(6), unsynchronised=True, before_step=clip)
-    model = ddp(Net()) if engine == "ddp" else ENGINES[engine](Net())
+    model = wrapped(Net(), engine)
     optimizer = AdamW(model.parameters(), **LR)
     release_gradients(model, optimizer, accumulation="hold", max_norm=MAX_NORM)
     micro_batches(model, optimizer, range(6), unsynchronised=True)
@@ -151,7 +152,7 @@ def grad_scaler(engine: str, accumulation: str | None, max_norm: float | None) -
     optimizer = AdamW(stock.parameters(), **LR)
     clip = (lambda: None) if max_norm is None else (lambda: torch.nn.utils.clip_grad_norm_(stock.parameters(), max_norm))
     expected_scales = scaled(stock, optimizer, new_scaler(), lambda loss: loss, clip, count)
-    model = ddp(Net()) if engine == "ddp" else ENGINES[engine](Net())
+    model = wrapped(Net(), engine)
     optimizer = AdamW(model.parameters(), **LR)
     scaler = new_scaler()
     now = [0]
@@ -183,7 +184,7 @@ def test_grad_scaler_with_an_overflow_on_one_rank(ranks: Ranks, engine: str, acc
 
 def skips_alike(engine: str) -> None:
     """on_nonfinite="skip" is judged on the average, and of a sharded gradient on all shards."""
-    model = ddp(Net()) if engine == "ddp" else ENGINES[engine](Net())
+    model = wrapped(Net(), engine)
     optimizer = AdamW(model.parameters(), **LR, on_nonfinite="skip")
     release = release_gradients(model, optimizer)
     before = parameters_of(model)

@@ -12,7 +12,16 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from tests.support.rank_models import ENGINES, THREE, Net, assert_close, assert_ranks_equal, ddp, micro_batches, parameters_of
+from tests.support.rank_models import (
+    THREE,
+    Net,
+    assert_close,
+    assert_ranks_equal,
+    ddp,
+    micro_batches,
+    parameters_of,
+    wrapped,
+)
 from tests.support.ranks import Ranks
 from tests.support.rows import rows
 from torch import Tensor, nn
@@ -110,7 +119,7 @@ def visit(backend: str, engine: str, compensation: str) -> None:
     for c, verdict in cells(backend, engine, compensation):
         model = build(c)
         start = parameters_of(model)
-        loop = Loop(c, ddp(model) if engine == "ddp" else ENGINES[engine](model), backend)
+        loop = Loop(c, wrapped(model, engine), backend)
         if verdict.kind is Kind.REFUSED:
             with pytest.raises(RefusedError) as raised:
                 loop.release()

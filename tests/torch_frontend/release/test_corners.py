@@ -112,16 +112,6 @@ def test_to_empty_after_set_up_is_refused() -> None:
     assert all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
 
 
-def test_a_swapped_module_is_refused() -> None:
-    model = layers()
-    optimizer = AdamW(model.parameters())
-    release_gradients(model, optimizer)
-    model[1] = layers(1)[0]
-    loss_of(model, batches(1)[0]).backward()
-    with pytest.raises(RefusedError, match=r"'1\.0\.weight'.*replaced"):
-        optimizer.step()
-
-
 def test_a_copy_trains_alike_and_leaves_the_original_alone() -> None:
     model = layers()
     optimizer = StableAdamW(model.parameters(), lr=1e-2)
