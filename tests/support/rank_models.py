@@ -83,6 +83,12 @@ def parameters_of(model: nn.Module) -> list[Tensor]:
     return [whole(parameter) for parameter in model.parameters()]
 
 
+def everything(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[Tensor]:
+    """Parameters and state, whole; collective."""
+    states = [optimizer.state.get(p, {}) for p in model.parameters()]
+    return parameters_of(model) + [whole(state[key]) for state in states for key in sorted(state)]
+
+
 def train(
     model: nn.Module,
     optimizer: torch.optim.Optimizer,

@@ -16,10 +16,10 @@ from tests.support.rank_models import (
     Net,
     assert_bitwise,
     data,
+    everything,
     parameters_of,
     sharded,
     train,
-    whole,
     wrapped,
 )
 from tests.support.ranks import Ranks
@@ -60,12 +60,6 @@ def load(model: nn.Module, optimizer: torch.optim.Optimizer, where: str) -> None
     dcp.load(state, checkpoint_id=where)
     set_model_state_dict(model, state["model"])
     set_optimizer_state_dict(model, optimizer, state["optimizer"])
-
-
-def everything(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
-    """Parameters and state, whole; collective."""
-    states = [whole(optimizer.state[p][key]) for p in model.parameters() for key in sorted(optimizer.state[p])]
-    return parameters_of(model) + states
 
 
 def resumes(engine: str, dtype: torch.dtype, where: str) -> None:

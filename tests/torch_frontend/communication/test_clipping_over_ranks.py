@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -16,7 +18,6 @@ from tests.support.rank_models import (
     data,
     ddp,
     loss_of,
-    micro_batches,
     parameters_of,
     train,
     wrapped,
@@ -33,17 +34,13 @@ MAX_NORM = 0.3
 CLIP_BOUND = 1e-5
 
 
-def stock_clipped(steps: int, rule: type = AdamW, skip=lambda step: False, per_tensor: bool = False) -> tuple[nn.Module, list]:
+def stock_clipped(steps: int, rule: type, skip: Callable[[int], bool]) -> tuple[nn.Module, list]:
     model = ddp(Net(dead=True), find_unused_parameters=True)
     optimizer = rule(model.parameters(), **LR)
     norms = []
 
     def clip() -> None:
-        if per_tensor:
-            for parameter in model.parameters():
-                torch.nn.utils.clip_grad_norm_([parameter], MAX_NORM)
-        else:
-            norms.append(torch.nn.utils.clip_grad_norm_(model.parameters(), MAX_NORM).item())
+        norms.append(torch.nn.utils.clip_grad_norm_(model.parameters(), MAX_NORM).item())
 
     train(model, optimizer, range(steps), before_step=clip, skip=skip)
     return model, norms
@@ -76,39 +73,6 @@ def test_two_passes_equal_stock_ddp_with_clipping(ranks: Ranks, engine: str, rul
 
 def test_two_passes_with_parameters_that_one_rank_does_not_use(ranks: Ranks) -> None:
     ranks.run(guarded, "process_group", AdamW, True)
-
-
-def held_and_clipped(engine: str) -> None:
-    stock = ddp(Net())
-    optimizer = AdamW(stock.parameters(), **LR)
-    clip = lambda: torch.nn.utils.clip_grad_norm_(stock.parameters(), MAX_NORM)  # noqa: E731
-    micro_batches(stock, optimizer, range(6), unsynchronised=True, before_step=clip)
-    model = wrapped(Net(), engine)
-    optimizer = AdamW(model.parameters(), **LR)
-    release_gradients(model, optimizer, accumulation="hold", max_norm=MAX_NORM)
-    micro_batches(model, optimizer, range(6), unsynchronised=True)
-    assert_ranks_equal(parameters_of(model), engine)
-    assert_close(parameters_of(model), parameters_of(stock), CLIP_BOUND, engine)
-
-
-@pytest.mark.parametrize("engine", THREE)
-def test_held_gradients_are_clipped_by_the_norm_of_their_average(ranks: Ranks, engine: str) -> None:
-    ranks.run(held_and_clipped, engine)
-
-
-def each_by_its_own_norm(engine: str) -> None:
-    stock, _ = stock_clipped(10, per_tensor=True)
-    model = ENGINES[engine](Net(dead=True))
-    optimizer = AdamW(model.parameters(), **LR)
-    release_gradients(model, optimizer, max_norm=MAX_NORM, clipping="per_tensor")
-    train(model, optimizer, range(10))
-    assert_ranks_equal(parameters_of(model), engine)
-    assert_close(parameters_of(model), parameters_of(stock), CLIP_BOUND, engine)
-
-
-@pytest.mark.parametrize("engine", THREE)
-def test_per_tensor_clipping_over_ranks_equals_stock_ddp(ranks: Ranks, engine: str) -> None:
-    ranks.run(each_by_its_own_norm, engine)
 
 
 def two_passes_on_ddp() -> None:

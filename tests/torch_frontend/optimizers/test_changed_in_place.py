@@ -199,15 +199,17 @@ def test_the_number_of_updates_is_counted_where_its_memory_is(move: str) -> None
             step.data = step.detach().clone()
 
 
-def test_a_learning_rate_on_another_device_is_refused_again_until_it_is_repaired() -> None:
+@pytest.mark.parametrize("rule", [AdamW, StableAdamW])
+def test_a_learning_rate_on_another_device_is_refused_again_until_it_is_repaired(rule: type) -> None:
+    """The meta device stands for it: there is no number to be read."""
     p = torch.ones(4, requires_grad=True)
-    optimizer = AdamW([p])
+    optimizer = rule([p])
     p.grad = torch.ones(4)
     optimizer.step()
     before = p.detach().clone()
     optimizer.param_groups[0]["lr"] = torch.tensor(0.1, device="meta")
     for _ in range(2):
-        with pytest.raises(InvalidArgumentError, match="lr is a tensor on meta"):
+        with pytest.raises(InvalidArgumentError, match=r"lr is a tensor on meta, and a parameter .* is on cpu; give a number"):
             optimizer.step()
     assert torch.equal(p, before)
     optimizer.param_groups[0]["lr"] = 0.1

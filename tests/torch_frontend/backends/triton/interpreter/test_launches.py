@@ -12,7 +12,7 @@ from tests.support.rows import covering
 from tests.support.torch_models import OPTIMIZERS, backend_of, batches, bits, layers, loss_of, slot_of, snapshot, unchanged
 from tests.support.triton_launches import watched
 
-from penstock.core.errors import InvalidArgumentError, RefusedError, UnsupportedTensorError
+from penstock.core.errors import InvalidArgumentError, RefusedError
 from penstock.parity.backends.triton_interpreter import to_bfloat16
 from penstock.torch_frontend import AdamW, StableAdamW, release_gradients
 from penstock.torch_frontend.backends.triton import devices, tables
@@ -267,20 +267,6 @@ def test_one_tensor_that_is_not_aligned_does_not_change_the_accesses_of_the_othe
     give_gradients(parameters)
     optimizer.step()
     assert seen == [16, 4]
-
-
-def test_state_on_another_device_is_refused_before_its_address_is_used() -> None:
-    (p,) = group((3,))
-    optimizer = AdamW([p], backend="triton")
-    slot = slot_of(optimizer, p)
-    slot.state["exp_avg"] = torch.zeros(3, device="meta")
-    with torch.no_grad():
-        for update in (
-            lambda: backend_of(optimizer).update_all([(slot, torch.ones(3))]),
-            lambda: backend_of(optimizer).update(slot, torch.ones(3), first=True),
-        ):
-            with pytest.raises(UnsupportedTensorError, match=r"on cpu, and its exp_avg on meta; move"):
-                update()
 
 
 def test_autograd_notices_the_update() -> None:
