@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from penstock.torch_frontend import Adam, AdamW, StableAdamW
+from penstock.torch_frontend import Adam, AdamW, StableAdamW, release_gradients
 from penstock.torch_frontend.release import is_released
 
 OPTIMIZERS = [StableAdamW, AdamW, Adam]
@@ -48,6 +48,21 @@ def train(
         optimizer.step()
         optimizer.zero_grad()
         after_step()
+
+
+def plain_and_released(
+    loop: Callable[[Any, Any, Callable[[Tensor], Tensor]], Any],
+    optimizer_class: Callable[..., Any] = StableAdamW,
+    make: Callable[[], Any] = layers,
+    **arguments: Any,
+) -> list[Any]:
+    """Two models, each after `loop(model, optimizer, guard)`: the first with a plain optimizer, the second under release."""
+    models = [make(), make()]
+    for number, model in enumerate(models):
+        optimizer = optimizer_class(model.parameters(), lr=1e-2)
+        release = release_gradients(model, optimizer, **arguments) if number else None
+        loop(model, optimizer, release.guard if release else lambda loss: loss)
+    return models
 
 
 def spoil(parameter: Tensor) -> None:

@@ -7,7 +7,17 @@ import pickle
 
 import pytest
 import torch
-from tests.support.torch_models import batches, gone, layers, loss_of, same_parameters, snapshot, train, unchanged
+from tests.support.torch_models import (
+    batches,
+    gone,
+    layers,
+    loss_of,
+    plain_and_released,
+    same_parameters,
+    snapshot,
+    train,
+    unchanged,
+)
 from torch import nn
 from torch.nn.utils import clip_grad_norm_, clip_grad_value_, get_total_norm
 from torch.utils.checkpoint import checkpoint
@@ -213,25 +223,23 @@ def test_an_undeclared_scaler_is_refused_where_it_unscales() -> None:
 @pytest.mark.parametrize("head", [False, True])
 def test_checkpointing_equals_the_plain_loop_and_reports_its_norm(reentrant: bool, head: bool) -> None:
     """Reentrant, a pass inside the pass ends before all gradients are there."""
-    models = []
-    for released in (False, True):
-        model = layers()
-        optimizer = StableAdamW(model.parameters(), lr=1e-2)
-        release = release_gradients(model, optimizer) if released else None
+    norms = []
+
+    def loop(model, optimizer, guard) -> None:
         for batch in batches(3):
             x = batch.clone().requires_grad_()
             for layer in model[:-1]:
                 x = checkpoint(layer, x, use_reentrant=reentrant)
             x = model[-1](x) if head else checkpoint(model[-1], x, use_reentrant=reentrant)
             x.pow(2).mean().backward()
-            norm = clip_grad_norm_(model.parameters(), 1e9)
-            if release:
-                torch.testing.assert_close(release.last_norm.float(), norm)
+            norms.append(clip_grad_norm_(model.parameters(), 1e9))
+            if optimizer.release:
+                torch.testing.assert_close(optimizer.release.last_norm.float(), norms[-1])
             optimizer.step()
             optimizer.zero_grad()
-        models.append((model, norm))
-    assert same_parameters(models[0][0], models[1][0])
-    torch.testing.assert_close(models[0][1], models[1][1])
+
+    assert same_parameters(*plain_and_released(loop))
+    torch.testing.assert_close(norms[:3], norms[3:])
 
 
 def test_a_paused_backward_leaves_real_gradients() -> None:
