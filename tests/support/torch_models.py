@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor, nn
 
 from penstock.torch_frontend import Adam, AdamW, StableAdamW, release_gradients
+from penstock.torch_frontend.backends import compiled, packed
 from penstock.torch_frontend.release import is_released
 
 OPTIMIZERS = [StableAdamW, AdamW, Adam]
@@ -117,3 +120,10 @@ def slot_of(optimizer: Any, parameter: Tensor) -> Any:
 
 def all_parameters(optimizer: torch.optim.Optimizer) -> list[Any]:
     return [parameter for group in optimizer.param_groups for parameter in group["params"]]
+
+
+@contextlib.contextmanager
+def compiling_small_tensors() -> Iterator[None]:
+    """Compile the updates of small tensors, too. The compiled backend leaves them to the eager one: all that tests have."""
+    with mock.patch.object(compiled, "SMALL", 0), mock.patch.object(packed, "SMALL", 0):
+        yield
