@@ -7,7 +7,7 @@ import io
 
 import pytest
 import torch
-from tests.support.torch_models import (OPTIMIZERS, batches, layers, loss_of, same_parameters, snapshot, train, unchanged)
+from tests.support.torch_models import OPTIMIZERS, batches, layers, loss_of, same_parameters, snapshot, train, unchanged
 from torch.optim.lr_scheduler import CosineAnnealingLR
 
 from penstock.core.errors import InvalidArgumentError, RefusedError
