@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch
+from tests.support.torch_models import backend_of, use_backend
 from torch import Tensor, nn
 
 from penstock.torch_frontend import StableAdamW
@@ -66,6 +67,6 @@ def blocks(count: int = BLOCKS) -> nn.Sequential:
 
 def optimizer_of(model: nn.Module, batched: bool, optimizer_class=StableAdamW, backend=Counting, **options):
     optimizer = optimizer_class(model.parameters(), lr=1e-2, weight_decay=0.1, backend="eager", **options)
-    optimizer._backend = backend()
-    optimizer._backend.one_launch = batched
+    use_backend(optimizer, backend())
+    backend_of(optimizer).one_launch = batched
     return optimizer

@@ -83,6 +83,12 @@ def parameters_of(model: nn.Module) -> list[Tensor]:
     return [whole(parameter) for parameter in model.parameters()]
 
 
+def everything(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[Tensor]:
+    """Parameters and state, whole; collective."""
+    states = [optimizer.state.get(p, {}) for p in model.parameters()]
+    return parameters_of(model) + [whole(state[key]) for state in states for key in sorted(state)]
+
+
 def train(
     model: nn.Module,
     optimizer: torch.optim.Optimizer,
@@ -127,6 +133,13 @@ ENGINES: dict[str, Callable[[Net], nn.Module]] = {
     "fsdp2": sharded,
 }
 THREE = ["process_group", "ddp", "fsdp2"]
+
+
+def wrapped(model: Net, engine: str) -> nn.Module:
+    """By an engine, with DistributedDataParallel as it is by default."""
+    return ddp(model) if engine == "ddp" else ENGINES[engine](model)
+
+
 LR = {"lr": 1e-2, "weight_decay": 0.1}
 
 

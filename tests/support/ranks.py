@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import contextlib
 import datetime
+import os
+import sys
 import traceback
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -34,8 +37,10 @@ class RankError(AssertionError):
 class Ranks:
     """Processes over gloo. If one fails or hangs, all are started again."""
 
-    def __init__(self, directory: Path, world: int = WORLD) -> None:
+    def __init__(self, directory: Path, world: int = WORLD, imports: Sequence[str] = ()) -> None:
+        """`imports`: modules of the functions to run, imported once for all processes if none was started before."""
         self._directory, self._world, self._starts = directory, world, 0
+        self._imports = [__name__, "tests.support.rank_models", *imports]
         self._processes: list[Any] = []
         self._pipes: list[Connection] = []
 
@@ -67,15 +72,17 @@ class Ranks:
 
     def _start(self) -> None:
         self._starts += 1
-        context = multiprocessing.get_context("spawn")
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(self._imports)
         meeting = self._directory / f"meeting_{self._starts}"
-        for rank in range(self._world):
-            here, there = context.Pipe()
-            process = context.Process(target=_serve, args=(there, rank, self._world, str(meeting)), daemon=True)
-            process.start()
-            there.close()
-            self._pipes.append(here)
-            self._processes.append(process)
+        with mock.patch.dict(os.environ, PYTHONPATH=os.pathsep.join(sys.path)):  # where the server looks for modules
+            for rank in range(self._world):
+                here, there = context.Pipe()
+                process = context.Process(target=_serve, args=(there, rank, self._world, str(meeting)), daemon=True)
+                process.start()
+                there.close()
+                self._pipes.append(here)
+                self._processes.append(process)
 
     def stop(self) -> None:
         """End the processes."""

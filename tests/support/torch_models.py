@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor, nn
 
-from penstock.torch_frontend import Adam, AdamW, StableAdamW
+from penstock.torch_frontend import Adam, AdamW, StableAdamW, release_gradients
+from penstock.torch_frontend.backends import compiled, packed
 from penstock.torch_frontend.release import is_released
 
 OPTIMIZERS = [StableAdamW, AdamW, Adam]
@@ -50,6 +53,21 @@ def train(
         after_step()
 
 
+def plain_and_released(
+    loop: Callable[[Any, Any, Callable[[Tensor], Tensor]], Any],
+    optimizer_class: Callable[..., Any] = StableAdamW,
+    make: Callable[[], Any] = layers,
+    **arguments: Any,
+) -> list[Any]:
+    """Two models, each after `loop(model, optimizer, guard)`: the first with a plain optimizer, the second under release."""
+    models = [make(), make()]
+    for number, model in enumerate(models):
+        optimizer = optimizer_class(model.parameters(), lr=1e-2)
+        release = release_gradients(model, optimizer, **arguments) if number else None
+        loop(model, optimizer, release.guard if release else lambda loss: loss)
+    return models
+
+
 def spoil(parameter: Tensor) -> None:
     """Its gradients are NaN from now on."""
     parameter.register_hook(lambda gradient: gradient * float("nan"))
@@ -80,3 +98,32 @@ def snapshot(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[Tensor]
 
 def unchanged(before: list[Tensor], after: list[Tensor]) -> bool:
     return len(before) == len(after) and all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
+
+
+# -- internals, of which tests use nothing else ---------------------------------------------------------------------------
+
+
+def backend_of(optimizer: Any) -> Any:
+    return optimizer._backend
+
+
+def use_backend(optimizer: Any, backend: Any) -> Any:
+    """Have the optimizer's updates made by another backend: one that counts, fails or cannot run here."""
+    optimizer._backend = backend
+    return backend
+
+
+def slot_of(optimizer: Any, parameter: Tensor) -> Any:
+    """What an update of the parameter reads and writes, as a backend gets it."""
+    return optimizer._slot(parameter)
+
+
+def all_parameters(optimizer: torch.optim.Optimizer) -> list[Any]:
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
+
+
+@contextlib.contextmanager
+def compiling_small_tensors() -> Iterator[None]:
+    """Compile the updates of small tensors, too. The compiled backend leaves them to the eager one: all that tests have."""
+    with mock.patch.object(compiled, "SMALL", 0), mock.patch.object(packed, "SMALL", 0):
+        yield

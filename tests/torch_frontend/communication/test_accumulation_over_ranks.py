@@ -18,6 +18,7 @@ from tests.support.rank_models import (
     loss_of,
     micro_batches,
     parameters_of,
+    wrapped,
 )
 from tests.support.ranks import Ranks
 from tests.support.rows import rows
@@ -81,7 +82,7 @@ def undeclared(engine: str) -> None:
     stock = ddp(Net())
     optimizer = AdamW(stock.parameters(), **LR)
     micro_batches(stock, optimizer, STEPS, unsynchronised=True)
-    model = ddp(Net()) if engine == "ddp" else ENGINES[engine](Net())
+    model = wrapped(Net(), engine)
     optimizer = AdamW(model.parameters(), **LR)
     release_gradients(model, optimizer)
     micro_batches(model, optimizer, STEPS, unsynchronised=True)

@@ -7,16 +7,7 @@ import math
 import pytest
 import torch
 import torch.distributed as dist
-from tests.support.rank_models import (
-    WIDTH,
-    Net,
-    assert_close,
-    assert_ranks_equal,
-    data,
-    ddp,
-    parameters_of,
-    sharded,
-)
+from tests.support.rank_models import THREE, WIDTH, Net, assert_close, assert_ranks_equal, data, parameters_of, wrapped
 from tests.support.ranks import Ranks
 from torch import Tensor, nn
 
@@ -25,7 +16,6 @@ from penstock.torch_frontend import AdamW, microbatch_blocks, release_gradients,
 pytestmark = pytest.mark.xdist_group("distributed")
 
 STEPS = range(4)
-ENGINES = {"process_group": lambda model: model, "ddp": ddp, "fsdp2": sharded}
 
 
 def mean_loss(model: nn.Module, batch: Tensor) -> Tensor:
@@ -48,7 +38,7 @@ def one_process(max_norm: float) -> Net:
 
 def blocks_equal_one_process(engine: str, max_norm: float | None) -> None:
     net = Net(torch.float64)
-    model = ENGINES[engine](net)
+    model = wrapped(net, engine)
     optimizer = AdamW(model.parameters(), lr=1e-2)
     release = release_gradients(model, optimizer, max_norm=max_norm)
     with microbatch_blocks([net.first, net.middle, net.last], chunks=2):
@@ -63,7 +53,7 @@ def blocks_equal_one_process(engine: str, max_norm: float | None) -> None:
     release.remove()
 
 
-@pytest.mark.parametrize("engine", list(ENGINES))
+@pytest.mark.parametrize("engine", THREE)
 def test_blocks_equal_one_process_with_the_whole_batch(engine: str, ranks: Ranks) -> None:
     ranks.run(blocks_equal_one_process, engine, None)
 
@@ -90,7 +80,7 @@ def token_mean_equals_one_process(engine: str) -> None:
     gradients = [parameter.grad for parameter in expected.parameters()]
     optimizer.step()
 
-    model = ENGINES[engine](Net(torch.float64))
+    model = wrapped(Net(torch.float64), engine)
     rank = dist.get_rank()
     optimizer = AdamW(model.parameters(), lr=1e-2)
     release = release_gradients(model, optimizer, accumulation="hold")
@@ -101,6 +91,7 @@ def token_mean_equals_one_process(engine: str) -> None:
         token_mean(loss_sum, total).backward()
     optimizer.step()
     assert_close(parameters_of(model), parameters_of(expected), 1e-10, engine)
+    assert_ranks_equal(parameters_of(model), engine)
     release.remove()
 
     plain = Net(torch.float64)  # the gradients themselves, averaged as every engine does
@@ -112,6 +103,6 @@ def token_mean_equals_one_process(engine: str) -> None:
         torch.testing.assert_close(parameter.grad / dist.get_world_size(), wanted, rtol=1e-12, atol=1e-14)
 
 
-@pytest.mark.parametrize("engine", list(ENGINES))
+@pytest.mark.parametrize("engine", THREE)
 def test_the_token_mean_over_ranks_equals_one_process(engine: str, ranks: Ranks) -> None:
     ranks.run(token_mean_equals_one_process, engine)

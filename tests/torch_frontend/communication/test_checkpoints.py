@@ -11,17 +11,16 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from tests.support.rank_models import (
-    ENGINES,
     LR,
     THREE,
     Net,
     assert_bitwise,
     data,
-    ddp,
+    everything,
     parameters_of,
     sharded,
     train,
-    whole,
+    wrapped,
 )
 from tests.support.ranks import Ranks
 from torch import nn
@@ -46,7 +45,7 @@ pytestmark = [
 
 def build(engine: str, dtype: torch.dtype, seed: int = 0, rule: type = AdamW):
     net = Net(dtype, seed=seed)
-    model = net if engine == "single" else ddp(net) if engine == "ddp" else ENGINES[engine](net)
+    model = net if engine == "single" else wrapped(net, engine)
     optimizer = rule(model.parameters(), **LR)
     return model, optimizer
 
@@ -61,12 +60,6 @@ def load(model: nn.Module, optimizer: torch.optim.Optimizer, where: str) -> None
     dcp.load(state, checkpoint_id=where)
     set_model_state_dict(model, state["model"])
     set_optimizer_state_dict(model, optimizer, state["optimizer"])
-
-
-def everything(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
-    """Parameters and state, whole; collective."""
-    states = [whole(optimizer.state[p][key]) for p in model.parameters() for key in sorted(optimizer.state[p])]
-    return parameters_of(model) + states
 
 
 def resumes(engine: str, dtype: torch.dtype, where: str) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -16,9 +18,9 @@ from tests.support.rank_models import (
     data,
     ddp,
     loss_of,
-    micro_batches,
     parameters_of,
     train,
+    wrapped,
 )
 from tests.support.ranks import Ranks
 from torch import nn
@@ -32,17 +34,13 @@ MAX_NORM = 0.3
 CLIP_BOUND = 1e-5
 
 
-def stock_clipped(steps: int, rule: type = AdamW, skip=lambda step: False, per_tensor: bool = False) -> tuple[nn.Module, list]:
+def stock_clipped(steps: int, rule: type, skip: Callable[[int], bool]) -> tuple[nn.Module, list]:
     model = ddp(Net(dead=True), find_unused_parameters=True)
     optimizer = rule(model.parameters(), **LR)
     norms = []
 
     def clip() -> None:
-        if per_tensor:
-            for parameter in model.parameters():
-                torch.nn.utils.clip_grad_norm_([parameter], MAX_NORM)
-        else:
-            norms.append(torch.nn.utils.clip_grad_norm_(model.parameters(), MAX_NORM).item())
+        norms.append(torch.nn.utils.clip_grad_norm_(model.parameters(), MAX_NORM).item())
 
     train(model, optimizer, range(steps), before_step=clip, skip=skip)
     return model, norms
@@ -75,39 +73,6 @@ def test_two_passes_equal_stock_ddp_with_clipping(ranks: Ranks, engine: str, rul
 
 def test_two_passes_with_parameters_that_one_rank_does_not_use(ranks: Ranks) -> None:
     ranks.run(guarded, "process_group", AdamW, True)
-
-
-def held_and_clipped(engine: str) -> None:
-    stock = ddp(Net())
-    optimizer = AdamW(stock.parameters(), **LR)
-    clip = lambda: torch.nn.utils.clip_grad_norm_(stock.parameters(), MAX_NORM)  # noqa: E731
-    micro_batches(stock, optimizer, range(6), unsynchronised=True, before_step=clip)
-    model = ddp(Net()) if engine == "ddp" else ENGINES[engine](Net())
-    optimizer = AdamW(model.parameters(), **LR)
-    release_gradients(model, optimizer, accumulation="hold", max_norm=MAX_NORM)
-    micro_batches(model, optimizer, range(6), unsynchronised=True)
-    assert_ranks_equal(parameters_of(model), engine)
-    assert_close(parameters_of(model), parameters_of(stock), CLIP_BOUND, engine)
-
-
-@pytest.mark.parametrize("engine", THREE)
-def test_held_gradients_are_clipped_by_the_norm_of_their_average(ranks: Ranks, engine: str) -> None:
-    ranks.run(held_and_clipped, engine)
-
-
-def each_by_its_own_norm(engine: str) -> None:
-    stock, _ = stock_clipped(10, per_tensor=True)
-    model = ENGINES[engine](Net(dead=True))
-    optimizer = AdamW(model.parameters(), **LR)
-    release_gradients(model, optimizer, max_norm=MAX_NORM, clipping="per_tensor")
-    train(model, optimizer, range(10))
-    assert_ranks_equal(parameters_of(model), engine)
-    assert_close(parameters_of(model), parameters_of(stock), CLIP_BOUND, engine)
-
-
-@pytest.mark.parametrize("engine", THREE)
-def test_per_tensor_clipping_over_ranks_equals_stock_ddp(ranks: Ranks, engine: str) -> None:
-    ranks.run(each_by_its_own_norm, engine)
 
 
 def two_passes_on_ddp() -> None:
@@ -151,7 +116,7 @@ def grad_scaler(engine: str, accumulation: str | None, max_norm: float | None) -
     optimizer = AdamW(stock.parameters(), **LR)
     clip = (lambda: None) if max_norm is None else (lambda: torch.nn.utils.clip_grad_norm_(stock.parameters(), max_norm))
     expected_scales = scaled(stock, optimizer, new_scaler(), lambda loss: loss, clip, count)
-    model = ddp(Net()) if engine == "ddp" else ENGINES[engine](Net())
+    model = wrapped(Net(), engine)
     optimizer = AdamW(model.parameters(), **LR)
     scaler = new_scaler()
     now = [0]
@@ -183,7 +148,7 @@ def test_grad_scaler_with_an_overflow_on_one_rank(ranks: Ranks, engine: str, acc
 
 def skips_alike(engine: str) -> None:
     """on_nonfinite="skip" is judged on the average, and of a sharded gradient on all shards."""
-    model = ddp(Net()) if engine == "ddp" else ENGINES[engine](Net())
+    model = wrapped(Net(), engine)
     optimizer = AdamW(model.parameters(), **LR, on_nonfinite="skip")
     release = release_gradients(model, optimizer)
     before = parameters_of(model)

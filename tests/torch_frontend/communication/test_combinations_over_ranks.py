@@ -5,6 +5,7 @@ The cells of the Triton backend are visited in processes of Triton's interpreter
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from collections.abc import Callable
 from typing import Any
@@ -13,7 +14,6 @@ import numpy as np
 import pytest
 import torch
 from tests.support.rank_models import (
-    ENGINES,
     THREE,
     Net,
     assert_close,
@@ -21,9 +21,11 @@ from tests.support.rank_models import (
     ddp,
     micro_batches,
     parameters_of,
+    wrapped,
 )
 from tests.support.ranks import Ranks
 from tests.support.rows import rows
+from tests.support.torch_models import compiling_small_tensors
 from torch import Tensor, nn
 
 from penstock.core.combinations import AXES, Combination, Kind, Verdict, table
@@ -116,10 +118,15 @@ def stock(c: Combination) -> list[Tensor]:
 
 @np.errstate(all="ignore")  # numpy, which interprets the kernels, warns where a device does not
 def visit(backend: str, engine: str, compensation: str) -> None:
+    with compiling_small_tensors() if backend == "compiled" else contextlib.nullcontext():
+        visit_cells(backend, engine, compensation)
+
+
+def visit_cells(backend: str, engine: str, compensation: str) -> None:
     for c, verdict in cells(backend, engine, compensation):
         model = build(c)
         start = parameters_of(model)
-        loop = Loop(c, ddp(model) if engine == "ddp" else ENGINES[engine](model), backend)
+        loop = Loop(c, wrapped(model, engine), backend)
         if verdict.kind is Kind.REFUSED:
             with pytest.raises(RefusedError) as raised:
                 loop.release()
@@ -136,12 +143,10 @@ def visit(backend: str, engine: str, compensation: str) -> None:
 
 
 VISITS = [(b, e, c) for b in BACKENDS for e in THREE for c in AXES["compensation"]]
-INTERPRETED = {("triton", *row) for row in zip(THREE, ("none", "kahan", "split"), strict=True)}
+ALWAYS = {("triton", *row) for row in zip(THREE, AXES["compensation"], strict=True)} | {("compiled", "fsdp2", "split")}
 
 
-@pytest.mark.parametrize(
-    ("backend", "engine", "compensation"), rows(VISITS, lambda row: row[0] != "triton" or row in INTERPRETED)
-)
+@pytest.mark.parametrize(("backend", "engine", "compensation"), rows(VISITS, lambda row: row[0] == "eager" or row in ALWAYS))
 def test_every_cell_over_ranks_equals_stock_ddp(ranks: Ranks, backend: str, engine: str, compensation: str) -> None:
     assert len(cells(backend, engine, compensation)) == 18
     ranks.run(visit, backend, engine, compensation)

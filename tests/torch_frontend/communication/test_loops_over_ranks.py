@@ -3,22 +3,19 @@
 from __future__ import annotations
 
 import pytest
-import torch
-import torch.distributed as dist
 from tests.support.rank_models import (
     ENGINES,
     LR,
     THREE,
-    WIDTH,
     Net,
     assert_bitwise,
-    assert_close,
     assert_ranks_equal,
     data,
     ddp,
     loss_of,
     parameters_of,
     train,
+    wrapped,
 )
 from tests.support.ranks import Ranks
 from torch import Tensor
@@ -29,8 +26,6 @@ from penstock.torch_frontend import (
     prepare_for_gradient_release,
     release_gradients,
     remove_gradient_release,
-    token_mean,
-    total_weight,
 )
 
 pytestmark = pytest.mark.xdist_group("distributed")
@@ -53,7 +48,7 @@ def checkpointed(engine: str, reentrant: bool) -> None:
     train(stock, AdamW(stock.parameters(), **LR), range(6))
     net = Checkpointed()
     net.reentrant = reentrant
-    model = ddp(net) if engine == "ddp" else ENGINES[engine](net)
+    model = wrapped(net, engine)
     optimizer = AdamW(model.parameters(), **LR)
     release_gradients(model, optimizer)
     train(model, optimizer, range(6))
@@ -111,36 +106,3 @@ def lenient(engine: str) -> None:
 @pytest.mark.parametrize("engine", THREE)
 def test_lenient_release_equals_stock_ddp_bit_for_bit(ranks: Ranks, engine: str) -> None:
     ranks.run(lenient, engine)
-
-
-def tokens(engine: str) -> None:
-    """Ranks and micro-batches with different numbers of tokens: the gradient of the mean over all of them."""
-    counts = {(step, rank): [3 + step + 2 * rank, 1 + 4 * rank] for step in range(4) for rank in range(dist.get_world_size())}
-
-    def tokens_of(step: int, rank: int, number: int) -> Tensor:
-        seed = 1000 * step + 10 * rank + number
-        return torch.randn(counts[step, rank][number], WIDTH, generator=torch.Generator().manual_seed(seed))
-
-    single = Net()
-    model = ddp(Net()) if engine == "ddp" else ENGINES[engine](Net())
-    ours = AdamW(model.parameters(), **LR)
-    release_gradients(model, ours, accumulation="hold")
-    reference = AdamW(single.parameters(), **LR)
-    for step in range(4):
-        everything = [tokens_of(step, rank, n) for rank in range(dist.get_world_size()) for n in range(2)]
-        single(torch.cat(everything)).pow(2).mean().backward()
-        reference.step()
-        reference.zero_grad()
-        mine = [tokens_of(step, dist.get_rank(), number) for number in range(2)]
-        total = total_weight([len(batch) for batch in mine])
-        for batch in mine:
-            token_mean(model(batch).pow(2).sum(), total).backward()
-        ours.step()
-        ours.zero_grad()
-    assert_ranks_equal(parameters_of(model), engine)
-    assert_close(parameters_of(model), parameters_of(single), 2e-6, engine)
-
-
-@pytest.mark.parametrize("engine", THREE)
-def test_the_token_mean_trains_as_one_process(ranks: Ranks, engine: str) -> None:
-    ranks.run(tokens, engine)

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from tests.support.rank_models import Net, assert_bitwise, data, ddp, parameters_of, sharded, train, whole
+from tests.support.rank_models import Net, assert_bitwise, data, ddp, everything, parameters_of, sharded, train
 from tests.support.ranks import Ranks
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -40,13 +40,6 @@ def build(kind: str, dtype: torch.dtype, seed: int = 0) -> tuple[nn.Module, Any]
     else:
         model = net
     return model, StableAdamW(model.parameters(), lr=1e-2)
-
-
-def everything(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
-    """Parameters and state, whole; collective."""
-    return parameters_of(model) + [
-        whole(optimizer.state[p][key]) for p in model.parameters() for key in sorted(optimizer.state.get(p, {}))
-    ]
 
 
 def goes_through_one_process(kind: str, dtype: torch.dtype, where: str) -> None:

@@ -6,16 +6,7 @@ import contextlib
 
 import pytest
 import torch.distributed as dist
-from tests.support.rank_models import (
-    LR,
-    Net,
-    assert_bitwise,
-    assert_ranks_equal,
-    data,
-    loss_of,
-    parameters_of,
-    train,
-)
+from tests.support.rank_models import LR, Net, assert_bitwise, assert_ranks_equal, data, loss_of, parameters_of, train
 from tests.support.ranks import Ranks
 from torch import Tensor
 

@@ -20,6 +20,7 @@ from tests.support.rank_models import (
     parameters_of,
     sharded,
     train,
+    wrapped,
 )
 from tests.support.ranks import Ranks, bucket_bytes
 from torch import nn
@@ -105,7 +106,7 @@ def test_the_inner_module_of_ddp_is_refused_in_its_first_backward(ranks: Ranks) 
 
 def taken_out(engine: str) -> None:
     """A parameter that is taken out of its group stays as it is, on every rank, and the others go on."""
-    model = ddp(Net()) if engine == "ddp" else ENGINES[engine](Net())
+    model = wrapped(Net(), engine)
     optimizer = AdamW(model.parameters(), **LR)
     release_gradients(model, optimizer)
     train(model, optimizer, range(2))
@@ -188,7 +189,7 @@ def comes_and_goes(engine: str) -> None:
     stock = ddp(Net())
     optimizer = AdamW(stock.parameters(), **LR)
     train(stock, optimizer, range(12))
-    model = ddp(Net()) if engine == "ddp" else ENGINES[engine](Net())
+    model = wrapped(Net(), engine)
     optimizer = AdamW(model.parameters(), **LR)
     with release_gradients(model, optimizer):
         train(model, optimizer, range(3))

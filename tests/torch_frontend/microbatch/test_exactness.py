@@ -8,18 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from tests.support.decoder import (
-    BATCH,
-    HEADS,
-    LENGTH,
-    WIDTH,
-    Block,
-    assert_equal_gradients,
-    batch,
-    decoder,
-    gradients,
-    loss_of,
-)
+from tests.support.decoder import BATCH, HEADS, LENGTH, WIDTH, Block, assert_equal_gradients, batch, decoder, gradients, loss_of
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 

@@ -10,8 +10,6 @@ import torch
 from tests.support.decoder import Decoder, assert_equal_gradients, batch, decoder, loss_of
 from torch import nn
 
-from penstock.core.errors import RefusedError
-from penstock.parity.live_gradients import LiveGradientMeter
 from penstock.torch_frontend import AdamW, StableAdamW, microbatch_blocks, release_gradients
 
 STEPS = 4
@@ -68,24 +66,6 @@ def test_training_equals_undivided_training(settings: dict[str, Any], micro_batc
         torch.testing.assert_close(parameters(divided)[name], expected, rtol=1e-9, atol=1e-10)
 
 
-def test_live_gradients_are_those_of_the_largest_block_and_the_ledger_says_so() -> None:
-    model = decoder(5)
-    optimizer = AdamW(model.parameters(), lr=1e-2)
-    release = release_gradients(model, optimizer)
-    with microbatch_blocks(model.layers, chunks=3), LiveGradientMeter(model.named_parameters()) as meter:
-        for seed in range(2):
-            loss = loss_of(model, batch(seed=seed))
-            meter.watch(loss)
-            loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-    block = sum(parameter.numel() * parameter.element_size() for parameter in model.layers[0].parameters())
-    head = sum(parameter.numel() * parameter.element_size() for parameter in model.head.parameters())
-    assert meter.peak == release.ledger.peak
-    assert block <= meter.peak <= block + head
-    assert meter.live() == release.ledger.live == 0
-
-
 def test_a_block_of_several_uses_and_tied_blocks_are_updated_once() -> None:
     def tied() -> Decoder:
         model = decoder(4)
@@ -113,18 +93,6 @@ def test_two_forwards_and_then_two_backwards_raise_as_undivided() -> None:
         optimizer.step()
         with pytest.raises(RuntimeError, match="modified by an inplace operation"):
             second.backward()
-
-
-def test_an_undeclared_second_backward_changes_nothing() -> None:
-    model = decoder()
-    optimizer = AdamW(model.parameters(), lr=1e-2)
-    release_gradients(model, optimizer)
-    with microbatch_blocks(model.layers, chunks=3):
-        loss_of(model, batch()).backward()
-        before = copy.deepcopy(parameters(model))
-        with pytest.raises(RefusedError, match="second backward"):
-            loss_of(model, batch()).backward()
-    assert all(torch.equal(before[name], value) for name, value in parameters(model).items())
 
 
 def test_an_error_in_a_chunk_leaves_its_block_alone_and_training_goes_on() -> None:

@@ -9,6 +9,7 @@ import warnings
 import numpy as np
 import pytest
 import torch
+from tests.support.rows import covering
 from tests.support.torch_models import OPTIMIZERS, batches, bits, layers, snapshot, train, unchanged
 from torch import nn
 
@@ -69,13 +70,13 @@ def test_float64_equals_torch(ours, theirs, maximize: bool) -> None:
         assert defaults["weight_decay"] == (1e-2 if ours is AdamW else 0)
 
 
-@pytest.mark.parametrize("optimizer_class", OPTIMIZERS)
-def test_float32_drifts_less_than_one_and_a_half_millionths(optimizer_class) -> None:
+@pytest.mark.parametrize(("optimizer_class", "backend"), covering(OPTIMIZERS, ["eager", "compiled"]))
+def test_float32_drifts_less_than_one_and_a_half_millionths(optimizer_class, backend: str) -> None:
     """Setting B: lr 1e-4, decay 0.1, |p| about 1, 2000 steps, against float64."""
     generator = np.random.default_rng(3)
     start = (1 + 0.1 * generator.normal(size=64)).astype(np.float32)
     p = torch.tensor(start, requires_grad=True)
-    optimizer = optimizer_class([p], lr=1e-4, betas=(0.9, 0.99), eps=1e-6, weight_decay=0.1)
+    optimizer = optimizer_class([p], lr=1e-4, betas=(0.9, 0.99), eps=1e-6, weight_decay=0.1, backend=backend)
     reference = Reference(Settings(optimizer.rule.name, 1e-4, (0.9, 0.99), 1e-6, 0.1), {"p": start})
     for _ in range(2000):
         gradient = generator.normal(size=64).astype(np.float32)

@@ -7,16 +7,7 @@ import io
 
 import pytest
 import torch
-from tests.support.torch_models import (
-    OPTIMIZERS,
-    batches,
-    layers,
-    loss_of,
-    same_parameters,
-    snapshot,
-    train,
-    unchanged,
-)
+from tests.support.torch_models import OPTIMIZERS, batches, layers, loss_of, same_parameters, snapshot, train, unchanged
 from torch.optim.lr_scheduler import CosineAnnealingLR
 
 from penstock.core.errors import InvalidArgumentError, RefusedError
@@ -84,19 +75,15 @@ def test_a_state_that_does_not_fit_changes_nothing() -> None:
     model = layers(2)
     optimizer = StableAdamW(model.parameters())
     train(model, optimizer, batches(1))
-    before = snapshot(model, optimizer)
     foreign = torch.optim.AdamW(model.parameters())
-    train(layers(2), foreign, batches(1))
-    loss_of(model, batches(1)[0]).backward()
-    foreign.step()
-    model.zero_grad()
+    train(model, foreign, batches(1))
     before = snapshot(model, optimizer)
     wrong_shape, incomplete, fewer = (copy.deepcopy(optimizer.state_dict()) for _ in range(3))
     wrong_shape["state"][0]["exp_avg"] = torch.ones(3)
     del incomplete["state"][1]["exp_avg_sq"]
     del fewer["param_groups"][0]["params"][0]
     for bad, said in [
-        (foreign.state_dict(), r"another optimizer"),
+        (foreign.state_dict(), r"another optimizer than penstock's.*export_state and import_state"),
         (wrong_shape, r"exp_avg of parameter 0 of group 0 has shape \(3,\)"),
         (incomplete, r"lacks exp_avg_sq"),
         (fewer, r"3 parameters"),
@@ -122,8 +109,6 @@ def test_a_state_of_another_precision_or_rule_is_refused() -> None:
         wide.load_state_dict(low.state_dict())
     with pytest.raises(InvalidArgumentError, match=r"decouple_lr=True.*adam"):
         stepped(Adam).load_state_dict(stepped(StableAdamW, decouple_lr=True, weight_decay=1e-5).state_dict())
-    with pytest.raises(InvalidArgumentError, match="another optimizer"):
-        wide.load_state_dict(torch.optim.AdamW(layers(2).parameters()).state_dict())
     bad = copy.deepcopy(wide.state_dict())
     bad["param_groups"][0]["lr"] = -1.0
     with pytest.raises(InvalidArgumentError, match=r"lr=-1\.0"):

@@ -9,7 +9,7 @@ from tests.support.torch_models import batches, layers, loss_of, snapshot, train
 from torch import nn
 
 from penstock.core.errors import InvalidArgumentError, RefusedError
-from penstock.torch_frontend import AdamW, StableAdamW, release_gradients
+from penstock.torch_frontend import AdamW, release_gradients
 
 CONVERSIONS = [
     (torch.float32, torch.bfloat16, "no compensation"),
@@ -65,17 +65,6 @@ def test_a_parameter_that_is_given_twice_is_refused() -> None:
     assert len(optimizer.param_groups) == 1
 
 
-@pytest.mark.parametrize("rule", [AdamW, StableAdamW])
-def test_a_learning_rate_on_another_device_is_refused(rule) -> None:
-    """The meta device stands for it: there is no number to be read."""
-    parameter = nn.Parameter(torch.ones(3))
-    optimizer = rule([parameter], lr=torch.tensor(1e-3, device="meta"))
-    parameter.grad = torch.ones(3)
-    with pytest.raises(InvalidArgumentError, match=r"lr is a tensor on meta, and a parameter .* is on cpu; give a number"):
-        optimizer.step()
-    assert parameter.equal(torch.ones(3))
-
-
 @pytest.mark.parametrize(
     ("name", "value", "said"),
     [
@@ -120,11 +109,3 @@ def test_max_norm_must_be_a_positive_number() -> None:
 def test_gradient_release_must_be_a_bool() -> None:
     with pytest.raises(InvalidArgumentError, match="gradient_release='yes' must be True or False"):
         AdamW([nn.Parameter(torch.ones(3))], gradient_release="yes")
-
-
-def test_a_torch_optim_state_dict_is_refused_with_the_way_in() -> None:
-    model = layers(2)
-    theirs = torch.optim.AdamW(model.parameters())
-    train(model, theirs, batches(1))
-    with pytest.raises(InvalidArgumentError, match=r"another optimizer than penstock's.*export_state and import_state"):
-        AdamW(model.parameters()).load_state_dict(theirs.state_dict())

@@ -42,47 +42,6 @@ def test_guard_clips_the_global_norm_as_torch_does_with_one_gradient_alive() -> 
     assert measured.peak == release.ledger.peak <= 1.1 * (32 * 32 + 32) * 4
 
 
-def test_held_gradients_are_clipped_by_step() -> None:
-    models = [layers(), layers()]
-    optimizers = [StableAdamW(model.parameters(), lr=1e-2) for model in models]
-    clipped_plainly(models[0], optimizers[0], batches(8), micro_batches=4)
-    release = release_gradients(models[1], optimizers[1], max_norm=MAX_NORM, accumulation="hold")
-    for i, batch in enumerate(batches(8)):
-        release.guard(loss_of(models[1], batch)).backward()  # nothing to guard: the gradients are there anyway
-        if i % 4 == 3:
-            optimizers[1].step()
-            optimizers[1].zero_grad()
-    for a, b in zip(models[0].parameters(), models[1].parameters(), strict=True):
-        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
-
-
-def test_per_tensor_clipping_is_one_pass() -> None:
-    models = [layers(), layers()]
-    optimizers = [StableAdamW(model.parameters(), lr=1e-2) for model in models]
-    for batch in batches(5):
-        loss_of(models[0], batch).backward()
-        for p in models[0].parameters():
-            torch.nn.utils.clip_grad_norm_([p], MAX_NORM)
-        optimizers[0].step()
-        optimizers[0].zero_grad()
-    release_gradients(models[1], optimizers[1], max_norm=MAX_NORM, clipping="per_tensor")
-    train(models[1], optimizers[1], batches(5))
-    for a, b in zip(models[0].parameters(), models[1].parameters(), strict=True):
-        torch.testing.assert_close(a, b, rtol=1e-6, atol=1e-7)  # norms in float64 against norms in float32
-
-
-def test_a_declared_norm_without_the_guard_raises_before_the_first_update() -> None:
-    model = layers()
-    optimizer = AdamW(model.parameters())
-    release = release_gradients(model, optimizer, max_norm=1.0)
-    before = snapshot(model, optimizer)
-    with pytest.raises(RefusedError, match=r"max_norm=1.0.*release\.guard\(loss\)"):
-        loss_of(model, batches(1)[0]).backward()
-    assert unchanged(before, snapshot(model, optimizer))
-    optimizer.zero_grad()
-    train(model, optimizer, batches(2), loss=release.guard)
-
-
 def test_guard_refuses_bad_losses_and_unclipped_gradients() -> None:
     model = layers()
     optimizer = AdamW(model.parameters())

@@ -6,6 +6,7 @@ The cells of the Triton backend are visited in a process of Triton's interpreter
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -19,6 +20,17 @@ from penstock.torch_frontend.backends.triton.availability import interpreted
 
 HERE = [(c, verdict) for c, verdict in table() if (c.backend == "triton") == interpreted() and c.communication == "local"]
 """The others: tests/torch_frontend/communication."""
+
+
+def of_kind(kind: Kind) -> list[Any]:
+    """The cells of a kind. One coding is compiled in each run of the tests, the others in those of all rows."""
+    found = [cell for cell in HERE if cell[1].kind is kind]
+    return [pytest.param(c, marks=pytest.mark.exhaustive if is_exhaustive(c[0]) else ()) for c in found]
+
+
+def is_exhaustive(c: Combination) -> bool:
+    return c.backend == "compiled" and c.compensation != "split"
+
 
 LAYERS, BATCHES = (2, 3) if interpreted() else (3, 6)
 MAX_NORM = 0.05
@@ -110,7 +122,7 @@ def test_a_refused_cell_is_refused_before_anything_changes(cell) -> None:
     assert all(p.grad is not None for p in model.parameters())  # no hook was left behind
 
 
-@pytest.mark.parametrize("cell", [cell for cell in HERE if cell[1].kind is Kind.EXACT], ids=identify)
+@pytest.mark.parametrize("cell", of_kind(Kind.EXACT), ids=identify)
 def test_an_exact_cell_equals_the_plain_loop(cell) -> None:
     c, _ = cell
     plain, model, _ = train_both_ways(c, 1 if c.accumulation == "none" else MICRO_BATCHES)
@@ -121,7 +133,7 @@ def test_an_exact_cell_equals_the_plain_loop(cell) -> None:
             assert_within_one_rounding_a_step(a, b)
 
 
-@pytest.mark.parametrize("cell", [cell for cell in HERE if cell[1].kind is Kind.APPROXIMATE], ids=identify)
+@pytest.mark.parametrize("cell", of_kind(Kind.APPROXIMATE), ids=identify)
 def test_an_approximate_cell_is_exact_with_one_micro_batch_and_trains_with_several(cell) -> None:
     c, _ = cell
     plain, model, go_on = train_both_ways(c, 1)

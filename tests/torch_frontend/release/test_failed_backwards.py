@@ -8,27 +8,37 @@ from collections.abc import Callable
 import pytest
 import torch
 from tests.support.counting_backend import WIDTH, Counting, blocks, optimizer_of
-from tests.support.torch_models import batches, loss_of, snapshot, train, unchanged
+from tests.support.torch_models import backend_of, batches, loss_of, snapshot, train, unchanged
 from torch import Tensor, nn
 
 from penstock.core.errors import RefusedError
 from penstock.torch_frontend import AdamW, prepare_for_gradient_release, release_gradients
-from penstock.torch_frontend.release import guard
 
 
 def fail(gradient: Tensor) -> None:
     raise MemoryError("planted")
 
 
+def fail_in_second_pass() -> Callable[[Tensor], None]:
+    calls: list[Tensor] = []
+
+    def hook(gradient: Tensor) -> None:
+        calls.append(gradient)
+        if len(calls) == 2:
+            fail(gradient)
+
+    return hook
+
+
 def failed(released: Callable = release_gradients, backend: type = Counting, **options):
     """A model, its optimizer, its release and the parameters that wait, after a backward that failed at the first layer."""
     model = blocks()
     optimizer = optimizer_of(model, True, AdamW, backend, gradient_release=released is prepare_for_gradient_release)
-    released(model, optimizer, **options)
-    handle = model[0][0].weight.register_hook(fail)
+    guard = getattr(released(model, optimizer, **options), "guard", lambda loss: loss)
+    handle = model[0][0].weight.register_hook(fail if "max_norm" not in options else fail_in_second_pass())
     before = [p.detach().clone() for p in model.parameters()]
     with pytest.raises(MemoryError, match="planted"):
-        loss_of(model, batches(1, WIDTH)[0]).backward()
+        guard(loss_of(model, batches(1, WIDTH)[0])).backward()
     handle.remove()
     waiting = [p for p, old in zip(model.parameters(), before, strict=True) if p.ndim == 1 and torch.equal(p, old)]
     assert optimizer.release.ledger.live == sum(p.numel() * 4 for p in waiting) > 0
@@ -85,7 +95,7 @@ def test_step_uses_queued_gradients_as_a_plain_step_would() -> None:
 def test_removing_the_release_puts_queued_gradients_into_grad(by: str) -> None:
     model, optimizer, release, waiting = failed()
     before = snapshot(model, optimizer)
-    optimizer._backend.fails = True  # no launch, which may be what has failed
+    backend_of(optimizer).fails = True  # no launch, which may be what has failed
     if by == "remove":
         release.remove()
     else:
@@ -120,10 +130,10 @@ def test_another_backward_is_refused_before_anything_changes(released: Callable)
 
 
 def test_another_guarded_backward_is_refused_before_anything_changes() -> None:
-    model, _, release, _ = failed()
+    model, _, release, _ = failed(max_norm=1.0)
     before = [p.detach().clone() for p in model.parameters()]
     with pytest.raises(RefusedError, match="second guarded backward"):
-        guard.two_passes(release._pipeline, loss_of(model, batches(1, WIDTH)[0]), torch.ones(()), 0)
+        release.guard(loss_of(model, batches(1, WIDTH)[0])).backward()
     assert all(torch.equal(p, old) for p, old in zip(model.parameters(), before, strict=True))
 
 
@@ -145,6 +155,6 @@ def test_a_small_part_of_a_large_buffer_does_not_keep_it_alive() -> None:
     seen = []
     model.prefix.register_hook(lambda gradient: seen.append(gradient.untyped_storage().nbytes()))
     loss_of(model, batches(1, WIDTH)[0].repeat(20000 // WIDTH, 1)).backward()
-    launches = optimizer._backend.launches
+    launches = backend_of(optimizer).launches
     assert seen[0] > 2**16
     assert launches[-2:] == [1, 4]  # by itself; then those that wait, at the end

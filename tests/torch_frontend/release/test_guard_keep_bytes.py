@@ -4,7 +4,17 @@ from __future__ import annotations
 
 import pytest
 import torch
-from tests.support.torch_models import batches, gone, layers, loss_of, same_parameters, snapshot, train, unchanged
+from tests.support.torch_models import (
+    batches,
+    gone,
+    layers,
+    loss_of,
+    plain_and_released,
+    same_parameters,
+    snapshot,
+    train,
+    unchanged,
+)
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
@@ -99,17 +109,14 @@ class RunsABackward(torch.autograd.Function):
 
 @pytest.mark.parametrize("keep_bytes", [0, LAYER_BYTES, 2 * LAYER_BYTES, 10 * LAYER_BYTES])
 def test_hidden_parameters_are_updated_as_by_the_plain_loop(keep_bytes: int) -> None:
-    models = [layers(4, WIDTH), layers(4, WIDTH)]
-    for number, model in enumerate(models):
-        optimizer = AdamW(model.parameters(), lr=1e-2)
-        release = release_gradients(model, optimizer, max_norm=1e9, keep_bytes=keep_bytes) if number else None
+    def loop(model, optimizer, guard) -> None:
         for batch in batches(3, WIDTH):
             hidden = RunsABackward.apply(model[0](batch), model[1:3])
-            loss = model[3](hidden).pow(2).mean()
-            (release.guard(loss) if release else loss).backward()
+            guard(model[3](hidden).pow(2).mean()).backward()
             optimizer.step()
             optimizer.zero_grad()
-    assert same_parameters(*models)
+
+    assert same_parameters(*plain_and_released(loop, AdamW, lambda: layers(4, WIDTH), max_norm=1e9, keep_bytes=keep_bytes))
 
 
 @pytest.mark.parametrize("keep_bytes", [0, LAYER_BYTES, 100 * LAYER_BYTES])
@@ -156,19 +163,17 @@ def test_a_function_that_frees_its_own_buffers_is_explained() -> None:
 
 
 def test_a_measuring_pass_that_fails_leaves_nothing_behind() -> None:
-    models = [layers(4), layers(4)]
-    for number, model in enumerate(models):
-        optimizer = StableAdamW(model.parameters(), lr=1e-2)
-        release = release_gradients(model, optimizer, max_norm=1e9, keep_bytes=400) if number else None
-        train(model, optimizer, batches(1), loss=release.guard if release else lambda loss: loss)
-        if release:
+    def loop(model, optimizer, guard) -> None:
+        train(model, optimizer, batches(1), loss=guard)
+        if optimizer.release:
             before = snapshot(model, optimizer)
             handle = model[1][0].weight.register_hook(lambda gradient: 1 / 0)
             with pytest.raises(ZeroDivisionError):
-                release.guard(loss_of(model, batches(1)[0])).backward()
+                guard(loss_of(model, batches(1)[0])).backward()
             handle.remove()
             assert unchanged(before, snapshot(model, optimizer))
             assert all(p.grad is None for p in model.parameters())
-            assert release.ledger.live == 0
-        train(model, optimizer, batches(2), loss=release.guard if release else lambda loss: loss)
-    assert same_parameters(*models)
+            assert optimizer.release.ledger.live == 0
+        train(model, optimizer, batches(2), loss=guard)
+
+    assert same_parameters(*plain_and_released(loop, max_norm=1e9, keep_bytes=400))

@@ -7,16 +7,7 @@ import weakref
 
 import pytest
 import torch
-from tests.support.torch_models import (
-    batches,
-    gone,
-    layers,
-    loss_of,
-    same_parameters,
-    snapshot,
-    train,
-    unchanged,
-)
+from tests.support.torch_models import batches, gone, layers, loss_of, same_parameters, snapshot, train, unchanged
 from torch import nn
 
 from penstock.core.errors import InvalidArgumentError, RefusedError, UnsupportedTensorError
@@ -40,6 +31,7 @@ def test_parameters_replaced_after_set_up_are_refused() -> None:
     for replace in (
         lambda m: m.load_state_dict(m.state_dict(), assign=True),
         lambda m: setattr(m[0][0], "weight", nn.Parameter(torch.ones(8, 8))),
+        lambda m: m.__setitem__(0, layers(1)[0]),
     ):
         model = layers()
         optimizer = AdamW(model.parameters())
@@ -124,12 +116,19 @@ def test_model_and_optimizer_are_collected_when_nobody_holds_them() -> None:
     assert [reference() for reference in references] == [None] * 3
 
 
-def test_a_backward_after_the_optimizer_is_collected_is_refused() -> None:
+@pytest.mark.parametrize("after_a_backward", [False, True])
+def test_a_backward_after_the_optimizer_is_collected_is_refused(after_a_backward: bool) -> None:
     model = layers(2)
-    release_gradients(model, AdamW(model.parameters()))
+    optimizer = AdamW(model.parameters())
+    release_gradients(model, optimizer)
+    if after_a_backward:
+        loss_of(model, batches(1)[0]).backward()
+        model.zero_grad()
+    del optimizer
     gc.collect()
     with pytest.raises(RefusedError, match=r"no longer exists.*remove_gradient_release\(model\)"):
         loss_of(model, batches(1)[0]).backward()
+    assert all(p.grad is None for p in model.parameters())
     remove_gradient_release(model)
     model.zero_grad()
     loss_of(model, batches(1)[0]).backward()

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from benchmarks.release_overhead.calls import calls_per_gradient
-from tests.support.torch_models import OPTIMIZERS, batches, layers, loss_of
+from tests.support.torch_models import OPTIMIZERS, batches, layers, loss_of, slot_of
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -119,5 +119,5 @@ def test_between_updates_no_gradient_and_no_moment_in_another_dtype_is_kept(argu
     loss_of(model, batches(1, dtype=torch.bfloat16)[0]).backward()
     optimizer.step()
     for p in model.parameters():
-        piece = optimizer._slot(p).plan
+        piece = slot_of(optimizer, p).plan
         assert (piece.gradient, piece.upcast_gradient, piece.upcast_exp_avg, piece.upcast_exp_avg_sq) == (None,) * 4

@@ -3,12 +3,21 @@
 from __future__ import annotations
 
 import copy
-import gc
 import pickle
 
 import pytest
 import torch
-from tests.support.torch_models import batches, gone, layers, loss_of, same_parameters, snapshot, train, unchanged
+from tests.support.torch_models import (
+    batches,
+    gone,
+    layers,
+    loss_of,
+    plain_and_released,
+    same_parameters,
+    snapshot,
+    train,
+    unchanged,
+)
 from torch import nn
 from torch.nn.utils import clip_grad_norm_, clip_grad_value_, get_total_norm
 from torch.utils.checkpoint import checkpoint
@@ -210,28 +219,27 @@ def test_an_undeclared_scaler_is_refused_where_it_unscales() -> None:
         scale.step(optimizer)
 
 
+@pytest.mark.parametrize("reentrant", [False, True])
 @pytest.mark.parametrize("head", [False, True])
-def test_reentrant_checkpointing_equals_the_plain_loop_and_reports_its_norm(head: bool) -> None:
-    """A pass inside the pass ends before all gradients are there."""
-    models = []
-    for released in (False, True):
-        model = layers()
-        optimizer = StableAdamW(model.parameters(), lr=1e-2)
-        release = release_gradients(model, optimizer) if released else None
+def test_checkpointing_equals_the_plain_loop_and_reports_its_norm(reentrant: bool, head: bool) -> None:
+    """Reentrant, a pass inside the pass ends before all gradients are there."""
+    norms = []
+
+    def loop(model, optimizer, guard) -> None:
         for batch in batches(3):
             x = batch.clone().requires_grad_()
             for layer in model[:-1]:
-                x = checkpoint(layer, x, use_reentrant=True)
-            x = model[-1](x) if head else checkpoint(model[-1], x, use_reentrant=True)
+                x = checkpoint(layer, x, use_reentrant=reentrant)
+            x = model[-1](x) if head else checkpoint(model[-1], x, use_reentrant=reentrant)
             x.pow(2).mean().backward()
-            norm = clip_grad_norm_(model.parameters(), 1e9)
-            if release:
-                torch.testing.assert_close(release.last_norm.float(), norm)
+            norms.append(clip_grad_norm_(model.parameters(), 1e9))
+            if optimizer.release:
+                torch.testing.assert_close(optimizer.release.last_norm.float(), norms[-1])
             optimizer.step()
             optimizer.zero_grad()
-        models.append((model, norm))
-    assert same_parameters(models[0][0], models[1][0])
-    torch.testing.assert_close(models[0][1], models[1][1])
+
+    assert same_parameters(*plain_and_released(loop))
+    torch.testing.assert_close(norms[:3], norms[3:])
 
 
 def test_a_paused_backward_leaves_real_gradients() -> None:
@@ -377,15 +385,3 @@ def test_remove_clears_markers_and_hooks() -> None:
     model, _, release = after_backward()
     release.remove()
     assert all(p.grad is None and not p._post_accumulate_grad_hooks for p in model.parameters())
-
-
-def test_a_backward_after_the_optimizer_is_collected_is_refused() -> None:
-    model = layers()
-    optimizer = AdamW(model.parameters())
-    release_gradients(model, optimizer)
-    loss_of(model, batches(1)[0]).backward()
-    del optimizer
-    gc.collect()
-    model.zero_grad()
-    with pytest.raises(RefusedError, match="no longer exists"):
-        loss_of(model, batches(1)[0]).backward()

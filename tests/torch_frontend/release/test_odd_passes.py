@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import pytest
 import torch
-from tests.support.torch_models import batches, layers, loss_of, same_parameters, snapshot, train, unchanged
+from tests.support.torch_models import batches, gone, layers, same_parameters, snapshot, train, unchanged
 from torch import nn
-from torch.utils.checkpoint import checkpoint
 
 from penstock.core.errors import NonFiniteGradientError
 from penstock.torch_frontend import AdamW, StableAdamW, release_gradients
-from penstock.torch_frontend.release import owner_of
 
 
 def test_tied_reused_frozen_and_unused_parameters() -> None:
@@ -42,11 +40,10 @@ def test_tied_reused_frozen_and_unused_parameters() -> None:
                 for p in model.frozen.parameters():
                     p.requires_grad_(True)
             model(torch.arange(5)).pow(2).mean().backward()
+            assert not released or i < 4 or gone(model.frozen.parameters())
             optimizer.step()
             optimizer.zero_grad()
         models.append(model)
-        if released:
-            assert all(owner_of(p) is optimizer.release._pipeline for p in model.frozen.parameters())
         assert optimizer.state[model.embedding.weight]["step"] == 6
         assert not optimizer.state[model.unused.weight]
     assert same_parameters(*models)
@@ -64,35 +61,6 @@ def test_non_finite_gradients_are_skipped_one_by_one_and_counted() -> None:
     assert changed == set(before) - {"1.0.weight"}
     assert (release.skipped, optimizer.skipped) == (1, 1)
     assert optimizer.state[model[1][0].weight]["step"] == 1
-
-
-def test_a_backward_that_fails_can_be_recovered_from() -> None:
-    model = layers(3)
-    optimizer = AdamW(model.parameters())
-    release_gradients(model, optimizer)
-    fail = {"now": True}
-
-    def hook(gradient: torch.Tensor) -> None:
-        if fail["now"]:
-            raise MemoryError("planted")
-
-    model[1][0].weight.register_hook(hook)
-    with pytest.raises(MemoryError, match="planted"):
-        loss_of(model, batches(1)[0]).backward()
-    fail["now"] = False
-    optimizer.zero_grad()
-    train(model, optimizer, batches(2))
-
-
-def test_exact_non_finite_handling_needs_the_guard() -> None:
-    model = layers(3)
-    optimizer = StableAdamW(model.parameters(), on_nonfinite="raise")
-    release = release_gradients(model, optimizer, max_norm=float("inf"))
-    before = snapshot(model, optimizer)
-    model[0][0].weight.register_hook(lambda g: g * float("inf"))  # the last gradient to arrive
-    with pytest.raises(NonFiniteGradientError):
-        release.guard(loss_of(model, batches(1)[0])).backward()
-    assert unchanged(before, snapshot(model, optimizer))
 
 
 def test_held_gradients_are_judged_together_as_a_plain_step_does() -> None:
@@ -115,21 +83,3 @@ def test_held_gradients_are_judged_together_as_a_plain_step_does() -> None:
     with pytest.raises(NonFiniteGradientError):
         train(model, optimizer, batches(1))
     assert unchanged(before, snapshot(model, optimizer))
-
-
-@pytest.mark.parametrize("reentrant", [False, True])
-@pytest.mark.parametrize("head", [False, True])
-def test_passes_inside_the_pass_of_reentrant_checkpointing_are_no_second_backward(reentrant: bool, head: bool) -> None:
-    models = [layers(), layers()]
-    optimizers = [StableAdamW(m.parameters(), lr=1e-2) for m in models]
-    release_gradients(models[1], optimizers[1])
-    for model, optimizer in zip(models, optimizers, strict=True):
-        for batch in batches(3):
-            x = batch.clone().requires_grad_()
-            for layer in model[:-1]:
-                x = checkpoint(layer, x, use_reentrant=reentrant)
-            x = model[-1](x) if head else checkpoint(model[-1], x, use_reentrant=reentrant)
-            x.pow(2).mean().backward()
-            optimizer.step()
-            optimizer.zero_grad()
-    assert same_parameters(*models)

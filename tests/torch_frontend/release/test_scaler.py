@@ -28,7 +28,9 @@ def unguarded(loss: torch.Tensor) -> torch.Tensor:
     return loss
 
 
-def run(model, optimizer, scale, backward, *, clip=None, accumulation: int = 1, unscales: bool = False) -> list[float]:
+def run(
+    model, optimizer, scale, backward, *, clip=None, clipping: str = "exact", accumulation: int = 1, unscales: bool = False
+) -> list[float]:
     """The loop of torch's documentation; returns the history of the scale."""
     history = []
     for number, batch in enumerate(batches(12)):
@@ -38,7 +40,9 @@ def run(model, optimizer, scale, backward, *, clip=None, accumulation: int = 1, 
         if unscales or clip is not None:
             scale.unscale_(optimizer)
         if clip is not None:
-            torch.nn.utils.clip_grad_norm_(model.parameters(), clip)
+            parameters = list(model.parameters())
+            for together in [parameters] if clipping == "exact" else [[p] for p in parameters]:
+                torch.nn.utils.clip_grad_norm_(together, clip)
         before = snapshot(model, optimizer)
         scale.step(optimizer)
         if number in OVERFLOWS and accumulation == 1:
@@ -113,53 +117,19 @@ def test_held_gradients_and_the_scaler_bit_for_bit(accumulation: int) -> None:
             assert torch.equal(a, b) if max_norm is None else torch.allclose(a, b, rtol=1e-5, atol=1e-6)
 
 
-def test_scaler_and_clipping_together() -> None:
-    plain, _, history = plain_run(clip=0.05)
-    for declared_clip_stays in (False, True):
-        model = layers()
-        optimizer = StableAdamW(model.parameters(), lr=1e-2)
-        scale = scaler()
-        release = release_gradients(model, optimizer, scaler=scale, max_norm=0.05)
-        backward = lambda loss, scale=scale, release=release: scale.scale(release.guard(loss)).backward()  # noqa: E731
-        assert run(model, optimizer, scale, backward, clip=0.05 if declared_clip_stays else None) == history
-        for a, b in zip(plain.parameters(), model.parameters(), strict=True):
-            torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
-
-
-def test_per_tensor_clipping_of_unscaled_gradients() -> None:
-    plain = layers()
-    optimizer = StableAdamW(plain.parameters(), lr=1e-2)
-    scale = scaler()
-    for number, batch in enumerate(batches(6)):
-        scale.scale(half_loss(plain, batch, number)).backward()
-        scale.unscale_(optimizer)
-        for p in plain.parameters():
-            torch.nn.utils.clip_grad_norm_([p], 0.05)
-        scale.step(optimizer)
-        scale.update()
-        optimizer.zero_grad()
+@pytest.mark.parametrize(
+    ("options", "declared_clip_stays"), [({}, False), ({}, True), ({"clipping": "per_tensor"}, False)], ids=str
+)
+def test_scaler_and_clipping_together_equal_the_plain_loop(options: dict, declared_clip_stays: bool) -> None:
+    plain, _, history = plain_run(clip=0.05, **options)
     model = layers()
     optimizer = StableAdamW(model.parameters(), lr=1e-2)
     scale = scaler()
-    release = release_gradients(model, optimizer, scaler=scale, max_norm=0.05, clipping="per_tensor")
-    for number, batch in enumerate(batches(6)):
-        scale.scale(release.guard(half_loss(model, batch, number))).backward()
-        scale.step(optimizer)
-        scale.update()
-        optimizer.zero_grad()
+    release = release_gradients(model, optimizer, scaler=scale, max_norm=0.05, **options)
+    clip = 0.05 if declared_clip_stays else None
+    assert run(model, optimizer, scale, lambda loss: scale.scale(release.guard(loss)).backward(), clip=clip) == history
     for a, b in zip(plain.parameters(), model.parameters(), strict=True):
         torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
-
-
-def test_a_scaler_without_the_guard_raises_before_the_first_update() -> None:
-    model = layers()
-    optimizer = AdamW(model.parameters())
-    scale = scaler()
-    release_gradients(model, optimizer, scaler=scale)
-    before = snapshot(model, optimizer)
-    with pytest.raises(RefusedError, match=r"with a scaler.*scaler\.scale\(release\.guard\(loss\)\)"):
-        scale.scale(half_loss(model, batches(1)[0], 0)).backward()
-    assert unchanged(before, snapshot(model, optimizer))
 
 
 def test_a_disabled_scaler_is_none() -> None:

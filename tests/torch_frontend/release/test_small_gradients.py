@@ -6,18 +6,19 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from tests.support.counting_backend import (
-    BLOCKS,
-    IN_A_LAUNCH,
-    MATRIX,
-    VECTOR,
-    WIDTH,
-    Checking,
-    Counting,
-    blocks,
-    optimizer_of,
+from tests.support.counting_backend import BLOCKS, IN_A_LAUNCH, MATRIX, VECTOR, WIDTH, Checking, Counting, blocks, optimizer_of
+from tests.support.torch_models import (
+    OPTIMIZERS,
+    backend_of,
+    batches,
+    gone,
+    loss_of,
+    same_parameters,
+    snapshot,
+    spoil,
+    train,
+    unchanged,
 )
-from tests.support.torch_models import OPTIMIZERS, batches, gone, loss_of, same_parameters, snapshot, spoil, train, unchanged
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -34,7 +35,7 @@ def both(loop: Callable, optimizer_class=StableAdamW, **options) -> list[Countin
         model = blocks()
         optimizer = optimizer_of(model, batched, optimizer_class, **options)
         loop(model, optimizer)
-        found.append((snapshot(model, optimizer), optimizer._backend))
+        found.append((snapshot(model, optimizer), backend_of(optimizer)))
     assert unchanged(found[0][0], found[1][0])
     return [backend for _, backend in found]
 
@@ -78,7 +79,7 @@ def test_nothing_is_queued_without_an_end_of_pass_callback(monkeypatch: pytest.M
     optimizer = optimizer_of(model, True)
     release_gradients(model, optimizer)
     loss_of(model, batches(1, WIDTH)[0]).backward()
-    assert optimizer._backend.launches == [1] * 4 * BLOCKS
+    assert backend_of(optimizer).launches == [1] * 4 * BLOCKS
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
@@ -165,13 +166,13 @@ def test_a_failed_launch_puts_its_gradients_back() -> None:
     release = release_gradients(model, optimizer)
     vectors = [p for p in model.parameters() if p.ndim == 1]
     before = [p.detach().clone() for p in vectors]
-    optimizer._backend.fails = True
+    backend_of(optimizer).fails = True
     with pytest.raises(MemoryError, match="planted"):
         loss_of(model, batches(1, WIDTH)[0]).backward()
     given_back = [p for p in vectors if p.grad is not None]
     assert len(given_back) == IN_A_LAUNCH + 1  # and the one for which there was no room
     assert all(torch.equal(p, old) for p, old in zip(vectors, before, strict=True))
-    optimizer._backend.fails = False
+    backend_of(optimizer).fails = False
     optimizer.zero_grad()
     assert release.ledger.live <= VECTOR
     train(model, optimizer, batches(2, WIDTH))
@@ -183,7 +184,7 @@ def test_a_model_of_small_tensors_queues_nothing() -> None:
     optimizer = optimizer_of(model, True)
     release = release_gradients(model, optimizer)
     loss_of(model, batches(1)[0]).backward()
-    assert optimizer._backend.launches == [1] * 8
+    assert backend_of(optimizer).launches == [1] * 8
     assert release.ledger.peak == 4 * 8
 
 
@@ -217,7 +218,7 @@ def test_the_device_skips_nonfinite_gradients_without_synchronising(batched: boo
         optimizer_of(models[0], False, **options),
         optimizer_of(models[1], batched, backend=Checking, **options),
     ]
-    assert isinstance(optimizers[1]._backend, ChecksOnDevice)
+    assert isinstance(backend_of(optimizers[1]), ChecksOnDevice)
     releases = []
     for model, optimizer in zip(models, optimizers, strict=True):
         releases.append(release_gradients(model, optimizer, accumulation="hold" if hold else None))

@@ -11,6 +11,7 @@ from typing import Any, cast
 import numpy as np
 import pytest
 import torch
+from tests.support.torch_models import backend_of, slot_of, use_backend
 from torch import nn
 
 from penstock.core.errors import RefusedError, UnsupportedTensorError
@@ -74,12 +75,12 @@ def test_a_parameter_that_was_moved_away_is_refused_before_a_kernel_gets_its_add
 
     p = nn.Parameter(torch.ones(3))
     optimizer = AdamW([p], backend="eager")
-    optimizer._backend = TritonBackend()
+    use_backend(optimizer, TritonBackend())
     p.grad = torch.ones(3)
     with pytest.raises(UnsupportedTensorError, match=r"on cpu.*backend='auto'"):
         optimizer.step()
     with torch.no_grad(), pytest.raises(UnsupportedTensorError, match="on cpu"):
-        optimizer._backend.update(optimizer._slot(p), p.grad, first=True)
+        backend_of(optimizer).update(slot_of(optimizer, p), p.grad, first=True)
     assert torch.all(p == 1)
 
 

@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 import torch
+from tests.support.torch_models import all_parameters, slot_of, use_backend
 
 from penstock.torch_frontend.backends.triton.availability import interpreted
 
@@ -54,14 +55,14 @@ class Kept:
         self.optimizer = rule(
             [torch.zeros(numel, dtype=dtype).requires_grad_() for numel in numels], backend="eager", **options
         )
-        self.backend = self.optimizer._backend = TritonBackend()
+        self.backend = use_backend(self.optimizer, TritonBackend())
         self.slots = self.new_slots()
         self.gradients = [torch.ones_like(slot.parameter) for slot in self.slots]
 
     def new_slots(self) -> list[TensorSlot]:
         """As an optimizer makes them that has just read its groups."""
         self.optimizer._forget_groups()
-        return [self.optimizer._slot(p) for p in self.optimizer._parameters()]
+        return [slot_of(self.optimizer, p) for p in all_parameters(self.optimizer)]
 
     @property
     def pairs(self) -> list[tuple[TensorSlot, torch.Tensor]]:
@@ -159,7 +160,7 @@ def move_a_gradient_off_its_alignment(kept: Kept) -> None:
 
 def load_state(kept: Kept) -> None:
     kept.optimizer.load_state_dict(kept.optimizer.state_dict())
-    for slot, parameter in zip(kept.slots, kept.optimizer._parameters(), strict=True):
+    for slot, parameter in zip(kept.slots, all_parameters(kept.optimizer), strict=True):
         slot.state = kept.optimizer.state[parameter]
 
 

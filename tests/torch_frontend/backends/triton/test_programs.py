@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from tests.support.torch_models import all_parameters, backend_of, slot_of, use_backend
 
 from penstock.torch_frontend.backends.triton.availability import interpreted
 
@@ -30,7 +31,7 @@ def launches() -> Iterator[Compared]:
 def optimizer_of(numels: tuple[int, ...], dtype: torch.dtype, **options: Any) -> StableAdamW:
     parameters = [torch.zeros(numel, dtype=dtype).requires_grad_() for numel in numels]
     optimizer = StableAdamW(parameters, backend="eager", **options)
-    optimizer._backend = TritonBackend()
+    use_backend(optimizer, TritonBackend())
     for p in parameters:
         p.grad = torch.ones_like(p)
     return optimizer
@@ -45,7 +46,7 @@ def test_sizes_and_settings_share_one_program(launches: Compared) -> None:
             group.update(lr=lr, betas=betas, weight_decay=decay)
             optimizer.step()
             with torch.no_grad():
-                for p in optimizer._parameters()[:2]:
+                for p in all_parameters(optimizer)[:2]:
                     optimizer._perform(p, p.grad, Action.UPDATE)
     assert launches.programs("update_group") == launches.programs("update_tensor") == 1
 
@@ -58,15 +59,15 @@ def test_a_beta_of_zero_makes_one_more_program(launches: Compared) -> None:
             for _ in range(2):
                 optimizer.step()
                 with torch.no_grad():
-                    optimizer._perform(optimizer._parameters()[0], optimizer._parameters()[0].grad, Action.UPDATE)
+                    optimizer._perform(all_parameters(optimizer)[0], all_parameters(optimizer)[0].grad, Action.UPDATE)
     assert launches.programs("update_group") == launches.programs("update_tensor") == 2
 
 
 def test_numbers_at_any_address_share_one_program(launches: Compared) -> None:
     """A part of a larger tensor begins anywhere: a number of updates, a mean square."""
     optimizer = optimizer_of((40,), torch.bfloat16, capturable=True)
-    (p,) = optimizer._parameters()
-    backend, slot = optimizer._backend, optimizer._slot(p)
+    (p,) = all_parameters(optimizer)
+    backend, slot = backend_of(optimizer), slot_of(optimizer, p)
     numbers = torch.ones(8)
     for first, second in ((0, 4), (1, 5), (2, 7)):
         slot.state["step"], slot.state["mean_square"] = numbers[first], numbers[second]
@@ -78,10 +79,10 @@ def test_numbers_at_any_address_share_one_program(launches: Compared) -> None:
 def test_an_earlier_mean_square_makes_another_program(launches: Compared) -> None:
     """A mean square of earlier micro-batches, and one of another dtype."""
     optimizer = optimizer_of((40,), torch.bfloat16)
-    (p,) = optimizer._parameters()
-    slot = optimizer._slot(p)
+    (p,) = all_parameters(optimizer)
+    slot = slot_of(optimizer, p)
     square = torch.ones(())
     for before in (None, square, square.double(), None):
         slot.state["mean_square"] = before
-        optimizer._backend.accumulate(slot, p.grad, first=before is None)
+        backend_of(optimizer).accumulate(slot, p.grad, first=before is None)
     assert launches.programs("update_tensor") == 3

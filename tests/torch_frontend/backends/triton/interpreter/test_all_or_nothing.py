@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from tests.support.rows import covering
-from tests.support.torch_models import bits, gone, unchanged
+from tests.support.torch_models import all_parameters, backend_of, bits, gone, slot_of, unchanged, use_backend
 from tests.support.triton_launches import watched
 
 from penstock.core.errors import InvalidArgumentError, RefusedError, UnsupportedTensorError
@@ -34,12 +34,12 @@ def two_groups(rule: type, way: str) -> tuple[torch.optim.Optimizer, torch.optim
 
     def step(optimizer: Any) -> None:
         if way == "shards":
-            optimizer._backend = OverShards(optimizer._backend)
+            use_backend(optimizer, OverShards(backend_of(optimizer)))
         try:
             optimizer.step()
         finally:
             if way == "shards":
-                optimizer._backend = optimizer._backend.backend
+                use_backend(optimizer, backend_of(optimizer).backend)
 
     return made[0], made[1], step
 
@@ -56,17 +56,17 @@ class OverShards:
 
 def give_gradients(optimizer: Any, seed: int) -> None:
     generator = torch.Generator().manual_seed(seed)
-    for p in optimizer._parameters():
+    for p in all_parameters(optimizer):
         p.grad = torch.randn(p.shape, generator=generator).to(p.dtype) * 3
 
 
 def everything(optimizer: Any) -> list[torch.Tensor]:
-    parameters = optimizer._parameters()
+    parameters = all_parameters(optimizer)
     return [bits(x).clone() for p in parameters for x in (p, *optimizer.state[p].values())]
 
 
 def gap_in_memory(optimizer: Any, patch: pytest.MonkeyPatch) -> Callable[[], Any]:
-    p = optimizer._parameters()[2]
+    p = all_parameters(optimizer)[2]
     before = p.data
     wide = torch.zeros(6, 10, dtype=p.dtype)
     wide[:, ::2] = before
@@ -75,7 +75,7 @@ def gap_in_memory(optimizer: Any, patch: pytest.MonkeyPatch) -> Callable[[], Any
 
 
 def state_elsewhere(optimizer: Any, patch: pytest.MonkeyPatch) -> Callable[[], Any]:
-    state = optimizer.state[optimizer._parameters()[2]]
+    state = optimizer.state[all_parameters(optimizer)[2]]
     before = state["exp_avg"]
     state["exp_avg"] = torch.zeros(6, 5, dtype=before.dtype, device="meta")
     return lambda: state.update(exp_avg=before)
@@ -126,7 +126,7 @@ def test_a_second_group_that_is_refused_leaves_the_first(
             step(optimizer)
     repair()
     assert unchanged(before, everything(optimizer))
-    assert [int(optimizer.state[p]["step"]) for p in optimizer._parameters()] == [1] * 4
+    assert [int(optimizer.state[p]["step"]) for p in all_parameters(optimizer)] == [1] * 4
     for given in (optimizer, plain):
         step(given)
     assert unchanged(everything(plain), everything(optimizer))
@@ -152,8 +152,8 @@ def test_no_launch_is_made_before_the_last_one_is_compiled(rule: type, way: str)
     with watched(str, compile):
         with pytest.raises(NoCompilerError):
             step(optimizer)
-        assert all(int(optimizer.state[p]["step"]) == 0 for p in optimizer._parameters())
-        assert not any(optimizer.state[p][name].any() for p in optimizer._parameters() for name in ("exp_avg", "exp_avg_sq"))
+        assert all(int(optimizer.state[p]["step"]) == 0 for p in all_parameters(optimizer))
+        assert not any(optimizer.state[p][name].any() for p in all_parameters(optimizer) for name in ("exp_avg", "exp_avg_sq"))
         step(optimizer)
         seen = len(compiled)
         give_gradients(optimizer, 1)
@@ -175,8 +175,8 @@ def test_a_capture_that_lacks_the_memory_of_the_second_launch_leaves_the_first(m
             p.grad = None
         given.step()
         give_gradients(given, 1)
-    for parameter in optimizer._parameters():
-        optimizer._slot(parameter)  # with the state that a first step makes
+    for parameter in all_parameters(optimizer):
+        slot_of(optimizer, parameter)  # with the state that a first step makes
     before = everything(optimizer)
     with monkeypatch.context() as patch:
         patch.setattr(devices, "capturing", lambda device: True)
@@ -215,8 +215,8 @@ def test_small_gradients_that_waited_are_given_back_unused(monkeypatch: pytest.M
         patch.setattr(TritonBackend, "_prepare", ready)
         with pytest.raises(torch.OutOfMemoryError, match="planted"):
             loss.backward()
-    assert [not gone([p]) for p in failing._parameters()] == [False, True, True]
-    assert [int(failing.state[p]["step"]) for p in failing._parameters()] == [1, 0, 0]
+    assert [not gone([p]) for p in all_parameters(failing)] == [False, True, True]
+    assert [int(failing.state[p]["step"]) for p in all_parameters(failing)] == [1, 0, 0]
     other.backward()
     for optimizer, release in zip(optimizers, releases, strict=True):
         optimizer.step()

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from tests.support.rows import covering
-from tests.support.torch_models import bits, unchanged
+from tests.support.torch_models import backend_of, bits, slot_of, unchanged
 
 from penstock.torch_frontend import AdamW, StableAdamW
 from penstock.torch_frontend.backends.backend import TensorSlot
@@ -39,10 +39,10 @@ class Run:
         slots = self._slots()
         pairs = [pair for i, pair in enumerate(zip(slots, self.gradients, strict=True)) if i not in self.left_out]
         if self._together:
-            self.optimizer._backend.update_all(pairs)
+            backend_of(self.optimizer).update_all(pairs)
         else:
             for slot, gradient in pairs:
-                self.optimizer._backend.update(slot, gradient, first=True)
+                backend_of(self.optimizer).update(slot, gradient, first=True)
         for slot, _ in pairs:
             slot.state["step"] += 1
 
@@ -51,7 +51,7 @@ class Run:
         if not self._keeps:
             self.optimizer._forget_groups()
         self.optimizer._refresh()
-        return [self.optimizer._slot(p) for p in self.parameters]
+        return [slot_of(self.optimizer, p) for p in self.parameters]
 
     def everything(self) -> list[torch.Tensor]:
         state = self.optimizer.state

@@ -21,6 +21,7 @@ from tests.support.rank_models import (
 )
 from tests.support.ranks import Ranks
 from tests.support.rows import rows
+from tests.support.torch_models import all_parameters
 from tests.support.triton_launches import watched
 from tests.torch_frontend.communication import test_sharded_optimizers as shards
 from torch import nn
@@ -108,7 +109,7 @@ def together_equals_one_by_one(dtype: torch.dtype) -> None:
         shards.given_gradients(models, step)
         together.step()
         with torch.no_grad():
-            for p in halves._parameters() if dtype is torch.float32 else ():
+            for p in all_parameters(halves) if dtype is torch.float32 else ():
                 halves._refresh()
                 halves._perform_all([(p, p.grad, Action.ACCUMULATE_FIRST)])
                 halves._perform_all([(p, None, Action.APPLY)])
@@ -117,7 +118,7 @@ def together_equals_one_by_one(dtype: torch.dtype) -> None:
             alone.zero_grad()
             p.grad = given[p]
             alone.step()
-    found = [[whole(x) for p in one._parameters() for x in (p, *one.state[p].values())] for one in (together, alone, halves)]
+    found = [[whole(x) for p in all_parameters(one) for x in (p, *one.state[p].values())] for one in (together, alone, halves)]
     assert_bitwise(found[1], found[0], "one by one")
     if dtype is torch.float32:  # in bfloat16 the moments would be rounded on the way
         assert_bitwise(found[2], found[0], "first into the moments")

@@ -7,7 +7,18 @@ from collections.abc import Iterator
 import pytest
 import torch
 from tests.support.rows import covering
-from tests.support.torch_models import OPTIMIZERS, batches, bits, loss_of, snapshot, spoil, train, unchanged
+from tests.support.torch_models import (
+    OPTIMIZERS,
+    backend_of,
+    batches,
+    bits,
+    loss_of,
+    slot_of,
+    snapshot,
+    spoil,
+    train,
+    unchanged,
+)
 from tests.support.triton_launches import watched
 from torch import nn
 
@@ -61,18 +72,18 @@ def test_of_many_tensors_those_are_updated_whose_own_gradient_is_finite(optimize
             for spoiled in ({}, bad):
                 for position, value in spoiled.items():
                     gradients[position][-1] = value
-                pairs = [(optimizer._slot(p), gradient) for p, gradient in zip(parameters, gradients, strict=True)]
+                pairs = [(slot_of(optimizer, p), gradient) for p, gradient in zip(parameters, gradients, strict=True)]
                 launched.clear()
                 if each:
-                    applied = optimizer._backend.update_each_if_finite(pairs)
+                    applied = backend_of(optimizer).update_each_if_finite(pairs)
                     assert launched == ["update_group"] * 2
                 else:
-                    applied = [optimizer._backend.update_if_finite(*pair) for pair in pairs]
+                    applied = [backend_of(optimizer).update_if_finite(*pair) for pair in pairs]
                 assert [float(flag) for flag in applied] == [float(i not in spoiled) for i in range(len(sizes))]
                 for (slot, _), flag in zip(pairs, applied, strict=True):
                     slot.state["step"] += flag
         results.append([bits(x) for p in parameters for x in (p, *optimizer.state[p].values())])
-        for scratch in optimizer._backend._scratch._by_stream.values():
+        for scratch in backend_of(optimizer)._scratch._by_stream.values():
             assert torch.count_nonzero(scratch.counters(1)) == 0
     assert unchanged(*results)
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 from tests.support.rows import covering, rows
-from tests.support.torch_models import OPTIMIZERS, bits
+from tests.support.torch_models import OPTIMIZERS, backend_of, bits, slot_of
 
 from penstock.core.array_ops import numpy_ops
 from penstock.core.hyperparameters import Hyperparameters
@@ -114,9 +114,9 @@ def test_micro_batches_in_the_moments_are_the_specification(optimizer_class, dty
     """accumulate, accumulate, update; then accumulate, apply. The mean square is summed in another order."""
     p = torch.randn(1100, generator=torch.Generator().manual_seed(0)).to(dtype).requires_grad_()
     optimizer = optimizer_class([p], lr=1e-2, weight_decay=0.1, compensation=compensation, backend="triton")
-    backend, state = optimizer._backend, optimizer.state
+    backend, state = backend_of(optimizer), optimizer.state
     current = hyperparameters(optimizer.param_groups[0])
-    slot = optimizer._slot(p)
+    slot = slot_of(optimizer, p)
     wide = to_numpy(p)
     kept = to_numpy(state[p]["compensation"]) if compensation != "none" else None
     expected = TensorState(to_numpy(state[p]["exp_avg"]), to_numpy(state[p]["exp_avg_sq"]), kept)
@@ -135,7 +135,7 @@ def test_micro_batches_in_the_moments_are_the_specification(optimizer_class, dty
         wide, expected = update(*common, corrections, compensation, wide, to_numpy(gradients[2]), expected, first=False)
         close_to(p, state[p], wide, expected)
         state[p]["step"] += 1
-        slot, corrections = optimizer._slot(p), bias_corrections(current, 2, np)
+        slot, corrections = slot_of(optimizer, p), bias_corrections(current, 2, np)
         wide, expected = to_numpy(p), TensorState(*(to_numpy(state[p][n]) for n in ("exp_avg", "exp_avg_sq")), None)
         if compensation != "none":
             expected = expected._replace(compensation=to_numpy(state[p]["compensation"]))
@@ -213,7 +213,7 @@ def test_scalars_on_the_device_are_the_same_numbers() -> None:
         p = torch.linspace(-1, 1, 300).requires_grad_()
         optimizer = AdamW([p], backend="triton")
         current = Hyperparameters(make(1e-2), 0.9, 0.99, 1e-6, make(0.1))
-        slot = optimizer._slot(p)
+        slot = slot_of(optimizer, p)
         slot.settings = GroupSettings(current)
         slot.settings.corrections = lambda step, make=make: Corrections(make(0.25), make(0.5))
         with torch.no_grad():

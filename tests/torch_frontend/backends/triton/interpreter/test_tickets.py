@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from tests.support.ticket_model import Machine
+from tests.support.torch_models import backend_of, slot_of
 from triton.runtime.interpreter import InterpreterBuilder
 
 from penstock.torch_frontend import StableAdamW
@@ -55,7 +56,7 @@ def test_the_launch_for_one_tensor_counts_as_the_model(counted: list) -> None:
     p = torch.ones(2 * INTERPRETER.item + 1, requires_grad=True)
     optimizer = StableAdamW([p], backend="triton")
     with torch.no_grad():
-        optimizer._backend.update(optimizer._slot(p), torch.ones_like(p), first=True)
+        backend_of(optimizer).update(slot_of(optimizer, p), torch.ones_like(p), first=True)
     table = work.tickets([3], 1, 3).tolist()
     machine = Machine(table, min(len(table), INTERPRETED_MULTIPROCESSORS * INTERPRETER.programs), resident=1)
     machine.check()
