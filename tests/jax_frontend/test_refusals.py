@@ -145,14 +145,14 @@ MAKERS: dict[str, Row] = {
         }.items()
     },
     **{
-        f"{maker}({wrong!r})": (lambda make=make, wrong=wrong: make(wrong), r"tx=.* is not an Optax transform")
+        f"{maker} of {name}": (lambda make=make, wrong=wrong: make(wrong), r"tx=.* is not an Optax transform")
         for maker, make in {
             "make_train_step": lambda tx: make_train_step(loss, tx),
             "make_release_step": lambda tx: make_release_step(STACK, tx),
             "make_update": make_update,
             "init_train_state": lambda tx: init_train_state(tx, PARAMS),
         }.items()
-        for wrong in (None, adamw)
+        for name, wrong in {"None": None, "a function": adamw}.items()
     },
     "parameters before the transform": (lambda: init_train_state(PARAMS, TX), "is not an Optax transform"),
     "stack": (lambda: init_train_state(TX, parameters(), stack="yes"), "stack='yes' is not a LayerStack"),
