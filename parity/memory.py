@@ -1,6 +1,6 @@
 r"""The section "memory": how much gradient is alive, at most, under each policy of release.
 
-In PyTorch every storage of a gradient is watched (`parity.live_gradients`), and the peak is compared with what a ledger of
+In PyTorch every storage of a gradient is watched (`planner.live_gradients`), and the peak is compared with what a ledger of
 arriving and freed gradients says, to the byte, and so is the release's own ledger. For a model of n equal layers, b bytes each:
 
     release, state, clip, scale    b             one gradient is alive
@@ -163,7 +163,7 @@ def torch_memory(case: MemoryCase, backend: str, device: str) -> Measured:
     import torch
 
     from .. import torch_frontend
-    from .live_gradients import LiveGradientMeter
+    from ..planner.live_gradients import LiveGradientMeter
 
     generator = torch.Generator().manual_seed(0)
     model = torch.nn.Sequential(*(torch.nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(LAYERS)))

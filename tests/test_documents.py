@@ -14,7 +14,7 @@ import pytest
 from benchmarks.live_gradients import local_paths, markdown, measure
 
 from penstock.core import combinations_page
-from penstock.parity.memory_plan.settings import Training
+from penstock.planner.settings import Training
 from penstock.torch_frontend import StableAdamW, microbatch_blocks, release_gradients
 
 ROOT = Path(__file__).resolve().parents[1]

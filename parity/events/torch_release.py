@@ -30,7 +30,7 @@ class TorchEvents:
         import torch
 
         from ... import torch_frontend
-        from ..live_gradients import LiveGradientMeter
+        from ...planner.live_gradients import LiveGradientMeter
 
         self.case, self.device, sequence = case, device, case.sequence
         start = case.initial_parameters()

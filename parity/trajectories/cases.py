@@ -10,9 +10,9 @@ import numpy as np
 
 from ...core.hyperparameters import Hyperparameters
 from ...core.rules import RULES, Rule
-from ..demonstration.initialisation import Parameters, initial_parameters
-from ..demonstration.settings import ModelShape
-from ..demonstration.text import Batches
+from ...demonstration.initialisation import Parameters, initial_parameters
+from ...demonstration.settings import ModelShape
+from ...demonstration.text import Batches
 
 MODES = {
     "step": "a backward pass, then the update of all parameters",

@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 
 from ... import torch_frontend
+from ...demonstration.torch_model import Transformer
 from ...torch_frontend.clipping import NORM_EPS
 from ..backends.protocol import Held
 from ..backends.torch_arguments import CLASSES, group_of, to_numpy
-from ..demonstration.torch_model import Transformer
 from .cases import SHAPE, Trajectory, start
 
 

@@ -17,8 +17,8 @@ from penstock.parity.trajectories.cases import MODES, PROGRAMS, QUICK, QUICK_PRO
 
 torch = pytest.importorskip("torch")
 
+from penstock.demonstration.torch_model import Transformer  # noqa: E402
 from penstock.parity.backends import JaxBackend, TorchBackend, WalkBackend  # noqa: E402
-from penstock.parity.demonstration.torch_model import Transformer  # noqa: E402
 from penstock.parity.trajectories import disturbance, rounding, truth  # noqa: E402
 from penstock.parity.trajectories.section import run_case  # noqa: E402
 

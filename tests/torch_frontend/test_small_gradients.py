@@ -10,7 +10,7 @@ from tests.torch_support import OPTIMIZERS, batches, gone, loss_of, same_paramet
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from penstock.parity.live_gradients import LiveGradientMeter
+from penstock.planner.live_gradients import LiveGradientMeter
 from penstock.torch_frontend import AdamW, StableAdamW, prepare_for_gradient_release, release_gradients
 from penstock.torch_frontend.backends.backend import ChecksOnDevice, TensorSlot
 from penstock.torch_frontend.backends.eager import EagerBackend

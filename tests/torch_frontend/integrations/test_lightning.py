@@ -22,7 +22,7 @@ from tests.torch_frontend.integrations.tiny_llama import (
 from tests.torch_support import gone
 
 from penstock.core.errors import InvalidArgumentError, RefusedError
-from penstock.parity.live_gradients import LiveGradientMeter
+from penstock.planner.live_gradients import LiveGradientMeter
 from penstock.torch_frontend import AdamW
 from penstock.torch_frontend.integrations.lightning import GradientRelease
 

@@ -11,7 +11,7 @@ from tests.torch_frontend.microbatch.models import Decoder, assert_equal_gradien
 from torch import nn
 
 from penstock.core.errors import RefusedError
-from penstock.parity.live_gradients import LiveGradientMeter
+from penstock.planner.live_gradients import LiveGradientMeter
 from penstock.torch_frontend import AdamW, StableAdamW, microbatch_blocks, release_gradients
 
 STEPS = 4

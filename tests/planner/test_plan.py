@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from penstock.core.errors import InvalidArgumentError
-from penstock.parity.memory_plan.llama import Llama
-from penstock.parity.memory_plan.plan import plan
-from penstock.parity.memory_plan.settings import DTYPES, MODES, OPTIMIZERS, LlamaShape, Training, modes
+from penstock.planner.llama import Llama
+from penstock.planner.plan import plan
+from penstock.planner.settings import DTYPES, MODES, OPTIMIZERS, LlamaShape, Training, modes
 
 SHAPE = LlamaShape(layers=6, width=64, heads=4, key_value_heads=2, hidden=96, vocabulary=32)
 TRAINING = Training(batch=2, sequence=8, micro_batches=2, dtype="float32")
