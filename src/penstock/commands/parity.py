@@ -56,7 +56,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _run(arguments: argparse.Namespace) -> int:
-    require("rich", "ml_dtypes", *(["matplotlib"] if arguments.report is not None else []))
+    require("rich", "ml_dtypes", *(["matplotlib", "jinja2"] if arguments.report is not None else []))
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
