@@ -60,7 +60,7 @@ def export_state(
             every process must call this, and the first writes.
         parameters: write the parameters, too.
         names: from the names here to those in the file: a mapping, or a function; see `core.portable.names`. A stack of layers
-            is "layers.w" here and "blocks.{layer}.w", or the like, in the file.
+            is "layers.w" here, and has a list of names in the file, such as ["blocks.0.w", "blocks.1.w"].
         betas: (b1, b2) of optax.adam or optax.adamw, which do not tell theirs; penstock's transforms do.
 
     Raises:

@@ -54,8 +54,8 @@ def test_a_name_that_the_file_has_not_is_told_as_it_is_called_on_both_sides(tmp_
     export_state(path, optimizer, model)
     with pytest.raises(InvalidArgumentError, match=r"lacks 'h.0.weight' \(here '0.0.weight'\); it has '0.0.\w+', .*names="):
         import_state(path, optimizer, model, names={"0.0.weight": "h.0.weight"})
-    with pytest.raises(InvalidArgumentError, match=r"lacks 'w' \(here '{layer}.0.weight'\)"):
-        import_state(path, optimizer, model, names={"{layer}.0.weight": "w"})
+    with pytest.raises(InvalidArgumentError, match=r"lacks 'w' \(here '0.0.weight', '1.0.weight'\)"):
+        import_state(path, optimizer, model, names={("0.0.weight", "1.0.weight"): "w"})
 
 
 @pytest.mark.parametrize("parameters", [False, True])
