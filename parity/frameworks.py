@@ -58,9 +58,6 @@ class Frameworks:
             for rule in RULES.values()
         ]
 
-    def parts(self, cases: Sequence[Pair], backends: Sequence[Backend]) -> int:
-        return 2 * len(cases)
-
     def run(
         self, backends: Sequence[Backend], cases: Sequence[Pair], steps: Sequence[int], progress: Progress
     ) -> Iterator[Finding]:

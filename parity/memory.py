@@ -30,7 +30,7 @@ from .backends.calls import FAILURES, reason
 from .backends.protocol import Backend
 from .bounds import Bound
 from .compare import Finding, Refusal, Row, against, failed
-from .progress import Progress
+from .progress import Progress, each
 
 LAYERS, WIDTH, MICRO_BATCHES, STEPS = 12, 32, 4, 2
 ONE = WIDTH * WIDTH * 4
@@ -100,16 +100,10 @@ class Memory:
     def cases(self, *, quick: bool) -> list[MemoryCase]:
         return list(CASES)
 
-    def parts(self, cases: Sequence[MemoryCase], backends: Sequence[Backend]) -> int:
-        return len(cases) * len(backends)
-
     def run(
         self, backends: Sequence[Backend], cases: Sequence[MemoryCase], steps: Sequence[int], progress: Progress
     ) -> Iterator[Finding]:
-        for case in cases:
-            for backend in backends:
-                progress(case.name, backend.name)
-                yield from run_case(backend, case)
+        yield from each(cases, backends, progress, run_case)
 
 
 def run_case(backend: Backend, case: MemoryCase) -> list[Finding]:

@@ -87,15 +87,16 @@ def line(own: Any, target: Any) -> Line:
         InvalidArgumentError: it is not a name (or several) on either side, or layers on both.
     """
     name, axes = (target.name, target.axes) if isinstance(target, Transposed) else (target, ())
-    sides = [tuple(side) if isinstance(side, (list, tuple)) else side for side in (own, name)]
-    for side in sides:
-        if not each(side) or not all(isinstance(one, str) for one in (side if isinstance(side, tuple) else (side,))):
-            raise InvalidArgumentError(
-                f"names gives {target!r} for {own!r}; it must be a name, a list of the layers' names, or Transposed of these."
-            )
-    if all(isinstance(side, tuple) for side in sides):
+    here, file = (tuple(side) if isinstance(side, (list, tuple)) else (side,) for side in (own, name))
+    if not here or not file or not all(isinstance(one, str) for one in (*here, *file)):
+        raise InvalidArgumentError(
+            f"names gives {target!r} for {own!r}; it must be a name, a list of the layers' names, or Transposed of these."
+        )
+    if not isinstance(own, str) and not isinstance(name, str):
         raise InvalidArgumentError(f"names gives several names for the layers {own!r}; give each layer a line of its own.")
-    return Line(*sides, axes, isinstance(target, Transposed))
+    return Line(
+        own if isinstance(own, str) else here, name if isinstance(name, str) else file, axes, isinstance(target, Transposed)
+    )
 
 
 def table_of(names: Names, own: Iterable[str]) -> list[Line]:

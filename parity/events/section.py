@@ -37,9 +37,6 @@ class Events:
             return [EventCase(sequence, *pair) for sequence, pair in zip(SEQUENCES, _turns(pairs), strict=True)]
         return [EventCase(sequence, *pair) for sequence in SEQUENCES for pair in pairs]
 
-    def parts(self, cases: Sequence[EventCase], backends: Sequence[Backend]) -> int:
-        return len(cases) * (1 + len(backends))
-
     def run(
         self, backends: Sequence[Backend], cases: Sequence[EventCase], steps: Sequence[int], progress: Progress
     ) -> Iterator[Finding]:

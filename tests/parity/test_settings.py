@@ -1,6 +1,5 @@
 """The settings: extreme gradients do what they are said to do, and schedules and groups are seen."""
 
-import dataclasses
 import itertools
 import math
 
@@ -266,61 +265,6 @@ def test_a_planted_spike_is_clipped() -> None:
     unclipped = 1e-4 * np.abs(held.exp_avg / (np.sqrt(held.exp_avg_sq) + 1e-6) + 0.1 * before["parameter"])
     taken = np.linalg.norm(after["parameter"] - before["parameter"]) / np.linalg.norm(unclipped)
     assert 0.1 < taken < 0.25  # 1/sqrt(mean square)
-
-
-class Wrong(NumpyBackend):
-    """The specification, with hyperparameters that are changed on the way."""
-
-    name = "wrong"
-
-    def __init__(self, change) -> None:
-        self.change = change
-
-    def start(self, case: Case) -> NumpyRun:
-        problem = case.problem
-        wrong = type("WrongProblem", (type(problem),), {"hyperparameters_at": lambda own, step: self.change(problem, step)})
-        return NumpyRun(dataclasses.replace(case, problem=wrong(problem.setting, problem.rule, problem.dtype)))
-
-
-def swapped(problem, step):
-    weight, bias = problem.group_hyperparameters(step)
-    return {"weight": bias, "bias": weight}
-
-
-FAULTS = {
-    "schedule one step late": ("schedule/adamw/float32/*", lambda problem, step: problem.hyperparameters_at(max(step - 1, 1))),
-    "schedule not followed": (
-        "schedule/stable_adamw/bfloat16/*",
-        lambda problem, step: dict.fromkeys(problem.setting.shapes, problem.hyperparameters),
-    ),
-    "decay not scheduled": (
-        "schedules/adam/float32/*",
-        lambda problem, step: {
-            name: dataclasses.replace(given, weight_decay=problem.hyperparameters_at(100)[name].weight_decay)
-            for name, given in problem.hyperparameters_at(step).items()
-        },
-    ),
-    "hyperparameters of the other group": ("groups/adamw/float32/*", swapped),
-    "max_lr follows the schedule": (
-        "decoupled/stable_adamw/float32/*",
-        lambda problem, step: {
-            name: dataclasses.replace(given, max_lr=given.learning_rate)
-            for name, given in problem.hyperparameters_at(step).items()
-        },
-    ),
-}
-
-
-@pytest.mark.parametrize("fault", FAULTS)
-def test_a_wrong_schedule_or_group_breaks_a_bound(fault: str) -> None:
-    pattern, change = FAULTS[fault]
-    register(Wrong(change))
-    try:
-        rows = run(["wrong"], pattern, [1, 100])
-    finally:
-        unregister("wrong")
-    assert rows
-    assert any(not row.within for row in rows if row.quantity == "parameter")
 
 
 def test_a_backend_without_the_abilities_is_refused_these_cases() -> None:
