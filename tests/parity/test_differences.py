@@ -73,6 +73,7 @@ def test_compiled_is_the_specification(stored: str) -> None:
     assert set(counts.values()) == {0}
 
 
+@pytest.mark.xdist_group("triton worker")
 def test_the_triton_kernels_in_the_interpreter_are_the_specification() -> None:
     pytest.importorskip("torch")
     pytest.importorskip("triton")

@@ -38,12 +38,6 @@ def named(name: str, rule: str = "stable_adamw", dtype: str = "float32") -> Even
 # -- the named sequences ------------------------------------------------------------------------------------------------
 
 
-def test_the_specification_obeys_every_sequence_in_every_rule_and_dtype() -> None:
-    cases = Events().cases(quick=False)
-    assert len(cases) == len({case.name for case in cases}) == 9 * len(SEQUENCES)
-    assert [row for case in cases for row in broken(NumpyBackend(), case)] == []
-
-
 def test_pytorch_obeys_every_sequence() -> None:
     pytest.importorskip("torch")
     cases = Events().cases(quick=True)
@@ -53,23 +47,6 @@ def test_pytorch_obeys_every_sequence() -> None:
     rows = [row for case in cases for row in rows_of(backend, case)]
     assert [row for row in rows if not row.within] == []
     assert {row.quantity for row in rows} >= {"parameter", "live gradient bytes", "number of updates"}
-
-
-@pytest.mark.parametrize("name", ["clip-hold", "schedule", "tied"])
-def test_jax_obeys(name: str) -> None:
-    pytest.importorskip("jax")
-    case = named(name)
-    case = EventCase(case.sequence, RULES[case.sequence.compiled_for[0]], case.sequence.compiled_for[1])
-    assert JaxBackend().refuses_events(case) is None
-    assert broken(JaxBackend(), case) == []
-
-
-@pytest.mark.parametrize("name", ["state-last-known", "overflow"])
-def test_the_walk_obeys(name: str) -> None:
-    pytest.importorskip("jax")
-    case = named(name, dtype="bfloat16")
-    assert WalkBackend().refuses_events(case) is None
-    assert broken(WalkBackend(), case) == []
 
 
 def test_what_a_sequence_is_about_happens() -> None:

@@ -4,13 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-import pytest
-
 from penstock.core.rules import RULES
 from penstock.parity.backends.jax_transforms import JaxBackend
-from penstock.parity.backends.jax_walk import WalkBackend
 from penstock.parity.backends.specification import NumpyBackend
-from penstock.parity.backends.torch_optimizers import TorchBackend
 from penstock.parity.compare import Refusal, Row
 from penstock.parity.events import EventCase
 from penstock.parity.events.specification import NumpyEvents
@@ -27,33 +23,8 @@ def case(law: str, rule: str = "stable_adamw", dtype: str = "bfloat16") -> Ident
     return IdentityCase(law, RULES[rule], dtype)
 
 
-def test_the_specification_keeps_every_promise() -> None:
-    cases = [each for each in Identity().cases(quick=False) if each.law != "release-is-step"]
-    assert [row for each in cases for row in rows(NumpyBackend(), each) if not row.within] == []
+def test_a_quick_run_has_every_law() -> None:
     assert {each.law for each in Identity().cases(quick=True)} == set(LAWS)
-
-
-def test_pytorch_keeps_every_promise() -> None:
-    pytest.importorskip("torch")
-    for each in Identity().cases(quick=False):
-        found = rows(TorchBackend("eager"), each)
-        assert found
-        assert [row for row in found if not row.within] == []
-
-
-@pytest.mark.parametrize("law", ["repeat", "resume", "frozen"])
-def test_jax_keeps_promises(law: str) -> None:
-    pytest.importorskip("jax")
-    found = rows(JaxBackend(), case(law))
-    assert {row.quantity for row in found} >= {"parameter", "compensation"}
-    assert [row for row in found if not row.within] == []
-
-
-def test_the_walk_skips_a_step_without_a_trace() -> None:
-    pytest.importorskip("jax")
-    found = rows(WalkBackend(), case("skip"))
-    assert len(found) == 5
-    assert [row for row in found if not row.within] == []
 
 
 def test_what_is_not_promised_is_said() -> None:
