@@ -212,11 +212,11 @@ def _norms(backend: str, case: MarkerCase, step: int, quantity: str, told: np.nd
     gradients = [np.asarray(uses[0], np.float64) for uses in case.events.gradients(step - 1, PASS).values()]
     squares = [float(np.sum(gradient**2)) for gradient in gradients]
     true = scale * np.sqrt([*squares, sum(squares)])
-    wide = compute_dtype(case.dtype)
+    compute = compute_dtype(case.dtype)
     count = max(gradient.size for gradient in gradients) + len(SHAPES)
-    allowed = SIDES[wide] * unit_roundoff(wide) * (count / 2.0 + 8.0) * true
+    allowed = SIDES[compute] * unit_roundoff(compute) * (count / 2.0 + 8.0) * true
     bound = Bound(float(np.linalg.norm(allowed)), allowed)
-    return against(case.name, backend, step, quantity, told, true, bound, lambda value: spacing(wide, value))
+    return against(case.name, backend, step, quantity, told, true, bound, lambda value: spacing(compute, value))
 
 
 def _bits(run: TorchMarkers) -> np.ndarray:

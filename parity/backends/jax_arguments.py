@@ -15,6 +15,11 @@ from ..cases import Case, Storage
 from ..settings import Schedule
 from .protocol import Held, converted
 
+FACTORS = (-0.5, 1.0, 0.25)
+"""Of stacked layers: by which a case's gradients are multiplied, for each; those of `MIDDLE` are the case's own."""
+
+MIDDLE = 1
+
 
 def transform_of(rule: Rule, given: Hyperparameters, storage: Storage, **scheduled: Any) -> Any:
     """The transform of a group; `scheduled` are arguments that a schedule takes the place of."""

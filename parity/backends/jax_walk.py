@@ -1,6 +1,6 @@
 """The backend "walk": the reverse walk over stacked layers, whose layers make the gradients of the case.
 
-Every tensor of a case lies in the middle one of three stacked layers. Its neighbours start from the same numbers and get
+Every tensor of a case belongs to the middle one of three stacked layers. Its neighbours start from the same numbers and get
 other gradients, so that a gradient that reaches the wrong layer, or a mean square over the whole stack, is seen.
 """
 
@@ -15,7 +15,7 @@ import numpy as np
 from ...core.compensation import resolve
 from ...core.dtypes import compute_dtype
 from ..cases import Case, Storage
-from .jax_arguments import Recipe, held_of, precision, stack_of_given_gradients
+from .jax_arguments import FACTORS, MIDDLE, Recipe, held_of, precision, stack_of_given_gradients
 from .jax_transforms import JaxBackend
 from .protocol import Held
 
@@ -23,11 +23,6 @@ if TYPE_CHECKING:
     from ..events import EventCase, EventRun
     from ..memory import Measured, MemoryCase
     from ..trajectories import Trajectory, TrajectoryRun
-
-FACTORS = (-0.5, 1.0, 0.25)
-"""By which the case's gradients are multiplied, for each layer; those of `MIDDLE` are the case's own."""
-
-MIDDLE = 1
 
 NOT_QUICK = "compiling takes a second a case; leave out --quick, or name the backend with --backend walk"
 """Why a quick run leaves a case out."""

@@ -64,8 +64,8 @@ class Promise:
     other: np.ndarray
 
 
-def travel(conversion: ConversionCase, sides: Sides = SIDES) -> tuple[list[Promise], Mapping[str, Held]]:
-    """The route once: `HALF` steps, the change, `HALF` steps.
+def run_route(conversion: ConversionCase, sides: Sides = SIDES) -> tuple[list[Promise], Mapping[str, Held]]:
+    """Run a route once: `HALF` steps, the change of framework, `HALF` steps.
 
     Returns:
         What must be equal after the first half; what the tensors of the case are at the end.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 from collections.abc import Iterator, Sequence
 
@@ -16,7 +15,7 @@ from ..compare import Finding, Refusal, failed, identical, rows
 from ..progress import Progress
 from ..settings import named
 from ..truth import Truth, truths
-from .routes import BACKENDS, HALF, PLAIN_ROUTES, ROUTES, SIDES, ConversionCase, Sides, travel
+from .routes import BACKENDS, HALF, PLAIN_ROUTES, ROUTES, SIDES, ConversionCase, Sides, run_route
 
 SETTING = named("shapes")
 """Tensors of odd shapes, 0-d and zero-size among them."""
@@ -68,11 +67,10 @@ class Conversion:
 def _findings(conversion: ConversionCase, sides: Sides, backend: str, truth: Truth) -> Iterator[Finding]:
     """What one route shows. What it raises becomes a broken row, and the suite goes on."""
     try:
-        promises, held = travel(conversion, sides)
+        promises, held = run_route(conversion, sides)
     except FAILURES as error:
         yield failed(conversion.name, backend, HALF, error, "state")
         return
     for promise in promises:
         yield identical(conversion.name, backend, HALF, promise.quantity, promise.one, promise.other)
-    for row in rows(conversion.case, backend, held, truth):
-        yield dataclasses.replace(row, case=conversion.name)
+    yield from rows(conversion.case, backend, held, truth, name=conversion.name)

@@ -1,7 +1,7 @@
 """The ends of a route: a run in one framework that can be saved to a portable file and go on from one.
 
 Every tensor of a case is there twice, as two layers that start from the same numbers. The first has the case's own gradients,
-the other those times a factor. One side keeps its layers apart, another stacks them; in a file they are "layers.0.matrix",
+the other those times a factor. One side keeps its layers separate, another stacks them; in a file they are "layers.0.matrix",
 "layers.1.matrix" and so on, whatever side has written it.
 """
 
@@ -103,7 +103,7 @@ class TorchSide:
 
 
 class JaxSide:
-    """`penstock.jax_frontend` with layers apart, under `make_update`, or stacked, under `make_release_step`."""
+    """`penstock.jax_frontend` with separate layers, under `make_update`, or stacked, under `make_release_step`."""
 
     def __init__(self, case: Case, *, stacked: bool = False) -> None:
         import jax.numpy as jnp

@@ -14,8 +14,7 @@ from typing import Any
 import numpy as np
 
 from ...core.dtypes import compute_dtype
-from ..backends.jax_arguments import held_of, precision, product
-from ..backends.jax_walk import FACTORS, MIDDLE
+from ..backends.jax_arguments import FACTORS, MIDDLE, held_of, precision, product
 from ..backends.protocol import Held
 from .recorded import SHAPES, WEIGHT_DECAY, Backward, Event, EventCase, EventSequence, Step
 

@@ -21,7 +21,7 @@ MODES = {
     "clip": "the global norm clipped, exact",
     "state": "two micro-batches, into the moments",
 }
-"""The first part of a case's name, and what it stands for."""
+"""The first part of a case's name, and its meaning."""
 
 SHAPE = ModelShape(vocabulary=32, width=32, layers=2, heads=4, context=16)
 BATCH_SIZE = 8

@@ -86,7 +86,7 @@ def test_layers_stay_stacked_in_the_file_where_names_says_so(path: Path) -> None
 
 @pytest.mark.parametrize("layered", [False, True])
 @pytest.mark.parametrize("parameters", [False, True])
-def test_a_square_matrix_whose_values_lie_transposed_is_refused(path: Path, layered: bool, parameters: bool) -> None:
+def test_a_square_matrix_whose_values_are_transposed_is_refused(path: Path, layered: bool, parameters: bool) -> None:
     """Neither the shapes nor the names tell; the parameters in the file do."""
     tx = adamw(1e-2)
     values = jnp.asarray(np.random.default_rng(0).normal(size=(2, 3, 3)), "float32")
@@ -96,7 +96,7 @@ def test_a_square_matrix_whose_values_lie_transposed_is_refused(path: Path, laye
 
     there, here = started(values), started(values.swapaxes(1, 2))
     export_state(path, tx, there, parameters=True)
-    with pytest.raises(InvalidArgumentError, match=r"'(layers\.)?w' lies transposed in the state: .*names=: Transposed"):
+    with pytest.raises(InvalidArgumentError, match=r"'(layers\.)?w' is transposed in the state: .*names=: Transposed"):
         import_state(path, tx, here, parameters=parameters)
     names = {"layers.w": Transposed(["layers.0.w", "layers.1.w"])} if layered else {"w": Transposed("w")}
     found = import_state(path, tx, here, parameters=parameters, names=names)

@@ -59,7 +59,7 @@ def test_a_name_that_the_file_has_not_is_told_as_it_is_called_on_both_sides(tmp_
 
 
 @pytest.mark.parametrize("parameters", [False, True])
-def test_a_square_matrix_whose_values_lie_transposed_is_refused(tmp_path: Path, parameters: bool) -> None:
+def test_a_square_matrix_whose_values_are_transposed_is_refused(tmp_path: Path, parameters: bool) -> None:
     """Neither the shapes nor the names tell; the parameters in the file do."""
     path = tmp_path / "state"
     model, optimizer = trained(torch.float32)
@@ -67,7 +67,7 @@ def test_a_square_matrix_whose_values_lie_transposed_is_refused(tmp_path: Path, 
     with torch.no_grad():
         model[0][0].weight.copy_(model[0][0].weight.T.clone())
     before = snapshot(model, optimizer)
-    with pytest.raises(InvalidArgumentError, match=r"'0.0.weight' lies transposed in the state: .*names=: Transposed"):
+    with pytest.raises(InvalidArgumentError, match=r"'0.0.weight' is transposed in the state: .*names=: Transposed"):
         import_state(path, optimizer, model, parameters=parameters)
     assert unchanged(before, snapshot(model, optimizer))
     names = {"0.0.weight": Transposed("0.0.weight"), "1.0.weight": Transposed("1.0.weight", ())}
