@@ -77,7 +77,7 @@ Table = Sequence[Line]
 
 def each(names: str | tuple[str, ...]) -> tuple[str, ...]:
     """The names of one side of a line."""
-    return (names,) if isinstance(names, str) else names
+    return names if isinstance(names, tuple) else (names,)
 
 
 def line(own: Any, target: Any) -> Line:
@@ -86,17 +86,16 @@ def line(own: Any, target: Any) -> Line:
     Raises:
         InvalidArgumentError: it is not a name (or several) on either side, or layers on both.
     """
-    name, axes = (target.name, target.axes) if isinstance(target, Transposed) else (target, ())
-    here, file = (tuple(side) if isinstance(side, (list, tuple)) else (side,) for side in (own, name))
-    if not here or not file or not all(isinstance(one, str) for one in (*here, *file)):
+    name: Any = target.name if isinstance(target, Transposed) else target
+    axes = target.axes if isinstance(target, Transposed) else ()
+    here, file = (tuple(side) if isinstance(side, list) else side for side in (own, name))
+    if not all(each(side) and all(isinstance(one, str) for one in each(side)) for side in (here, file)):
         raise InvalidArgumentError(
             f"names gives {target!r} for {own!r}; it must be a name, a list of the layers' names, or Transposed of these."
         )
-    if not isinstance(own, str) and not isinstance(name, str):
+    if isinstance(here, tuple) and isinstance(file, tuple):
         raise InvalidArgumentError(f"names gives several names for the layers {own!r}; give each layer a line of its own.")
-    return Line(
-        own if isinstance(own, str) else here, name if isinstance(name, str) else file, axes, isinstance(target, Transposed)
-    )
+    return Line(here, file, axes, isinstance(target, Transposed))
 
 
 def table_of(names: Names, own: Iterable[str]) -> list[Line]:
