@@ -24,7 +24,7 @@ def test_the_limits_are_the_floor_and_two_readings(storage: Storage) -> None:
     assert floor < between < floor + 2 * storage.dtype.itemsize * sum(NUMELS)
 
 
-def test_what_passes_goes_first_and_then_the_least_recently_used() -> None:
+def test_streamed_lines_are_evicted_first_then_the_least_recently_used() -> None:
     cache = Cache(3)
     for name in (1, 2):
         assert not cache.touch(name, 1, passing=False)

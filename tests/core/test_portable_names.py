@@ -188,14 +188,14 @@ FAULTS: dict[str, tuple[Callable[[], PortableState], Names, str]] = {
 
 
 @pytest.mark.parametrize("fault", FAULTS)
-def test_what_cannot_be_is_one_sentence(fault: str) -> None:
+def test_a_table_that_does_not_fit_is_refused_in_one_sentence(fault: str) -> None:
     make, names, sentence = FAULTS[fault]
     with pytest.raises(InvalidArgumentError) as raised:
         rename(make(), names)
     assert sentence in str(raised.value)
 
 
-def test_what_cannot_lead_back_is_refused() -> None:
+def test_a_table_without_an_inverse_is_refused() -> None:
     with pytest.raises(InvalidArgumentError, match="several parameters: 'x'"):
         inverted([Line("a", "x"), Line("b", "x", None, True)])
     unfit: Any
@@ -236,7 +236,7 @@ FORGOTTEN: dict[str, tuple[PortableState, Names, str]] = {
 
 
 @pytest.mark.parametrize("forgotten", FORGOTTEN)
-def test_how_a_square_matrix_lies_has_to_be_said_where_others_lie_transposed(forgotten: str) -> None:
+def test_a_square_matrix_must_be_declared_where_others_are_transposed(forgotten: str) -> None:
     made, names, sentence = FORGOTTEN[forgotten]
     with pytest.raises(InvalidArgumentError) as raised:
         rename(made, names)
@@ -251,7 +251,7 @@ def test_how_a_square_matrix_lies_has_to_be_said_where_others_lie_transposed(for
         assert contents(renamed(there, inverted(table_of(said, made.parameters)))) == contents(made)
 
 
-def test_nothing_has_to_be_said_where_the_shape_tells_or_nothing_lies_transposed() -> None:
+def test_no_declaration_is_needed_where_the_shape_tells_or_nothing_is_transposed() -> None:
     table: dict[str, Target] = {"v.kernel": "v.weight", "one.kernel": "one.weight", "w": "lm.w", "n.kernel": "m.kernel"}
     shapes = {"v.kernel": (3,), "one.kernel": (1, 1), "w": (3, 3), "n.kernel": (3, 3), "oblong.kernel": (3, 4)}
     made = state({name: parameter(shape) for name, shape in shapes.items()})
@@ -294,6 +294,6 @@ def test_a_table_as_json() -> None:
         ('{"a": "b", "a": "c"}', "the table has 'a' twice"),
     ],
 )
-def test_what_is_no_table_is_one_sentence(text: str, sentence: str) -> None:
+def test_json_that_is_no_table_is_refused_in_one_sentence(text: str, sentence: str) -> None:
     with pytest.raises(InvalidArgumentError, match=sentence):
         parse_table(text)

@@ -50,7 +50,7 @@ def test_a_broken_bound_is_named_and_exits_with_1(capsys: pytest.CaptureFixture[
     assert "B/adamw/float32/none/state-default on faulty after 1 steps: parameter has relative error" in out
 
 
-def test_what_nobody_judges_is_told_as_information(capsys: pytest.CaptureFixture[str]) -> None:
+def test_comparisons_without_a_bound_are_told_as_information(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(("parity", "--backend", "numpy", "--backend", "eager", "--cases", "differences/adamw/*")) == 0
     out = capsys.readouterr().out
     assert "Nothing was compared with a bound: this is for information." in out

@@ -121,7 +121,7 @@ def test_a_planted_fault_is_found(fault: str) -> None:
     assert broken <= {quantity for quantity, row in rows.items() if not row.within}
 
 
-def test_what_raises_is_a_broken_row() -> None:
+def test_a_side_that_raises_is_a_broken_row() -> None:
     def load(side: Any, correct: Callable[[Path], None], path: Path) -> None:
         raise OSError("no space")
 

@@ -179,7 +179,7 @@ def test_the_section_is_part_of_the_suite() -> None:
     assert {(row.backend, row.data["other"]) for row in rows if row.data} <= {("numpy", "eager")}
 
 
-def test_who_cannot_run_the_case_is_refused_visibly() -> None:
+def test_a_backend_that_cannot_run_the_case_is_refused_visibly() -> None:
     class Nothing(NumpyBackend):
         def refuses(self, case: Case) -> str | None:
             return "it runs nothing"

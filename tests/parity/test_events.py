@@ -49,7 +49,7 @@ def test_pytorch_obeys_every_sequence() -> None:
     assert {row.quantity for row in rows} >= {"parameter", "live gradient bytes", "number of updates"}
 
 
-def test_what_a_sequence_is_about_happens() -> None:
+def test_each_sequence_makes_its_updates_and_keeps_its_bytes() -> None:
     """Numbers of updates, by tensor; and bytes that wait, after each event."""
     assert truth(named("overflow")).updates == dict.fromkeys(ALL, 3)
     assert truth(named("nonfinite")).updates == {"matrix": 5, "vector": 5, "scalar": 4}
@@ -63,7 +63,7 @@ def test_what_a_sequence_is_about_happens() -> None:
     assert truth(named("pause")).live_bytes[:3] == (92, 0, 0)
 
 
-def test_what_a_backend_does_not_run_is_said() -> None:
+def test_sequences_that_a_backend_does_not_run_are_refused_with_the_reason() -> None:
     case = named("unused")
     found = list(Events().run([NumpyBackend(), WalkBackend(), PlainOnly()], [case], [1], silent))
     reasons = {finding.backend: finding.reason for finding in found if isinstance(finding, Refusal)}
@@ -89,7 +89,7 @@ class PlainOnly:
         raise NotImplementedError
 
 
-def test_what_a_backend_raises_is_a_broken_row() -> None:
+def test_an_error_of_a_backend_is_a_broken_row() -> None:
     class Raises(NumpyBackend):
         def start_events(self, case: EventCase) -> NumpyEvents:
             run = NumpyEvents(case)

@@ -69,7 +69,7 @@ def test_an_array_that_crosses_wrongly_is_seen() -> None:
     assert "PyTorch's tensors in JAX" not in broken
 
 
-def test_where_arrays_cannot_cross_they_are_compared_through_the_host_and_that_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_arrays_that_cannot_cross_are_compared_through_the_host_visibly(monkeypatch: pytest.MonkeyPatch) -> None:
     def elsewhere(array: Any) -> None:
         raise BufferError("on another device")
 
@@ -81,7 +81,7 @@ def test_where_arrays_cannot_cross_they_are_compared_through_the_host_and_that_i
     assert [row.quantity for row in found if isinstance(row, Row) and row.judged] == ["parameter", "exp_avg", "exp_avg_sq"]
 
 
-def test_what_raises_is_a_broken_row_and_one_framework_alone_is_refused() -> None:
+def test_an_error_is_a_broken_row_and_one_framework_alone_is_refused() -> None:
     pair: Pair = Frameworks().cases(quick=False)[0]
     for backend, other in zip(BOTH, reversed(BOTH), strict=True):
         (found,) = Frameworks().run([backend], [pair], (1,), silent)

@@ -27,7 +27,7 @@ def test_a_quick_run_has_every_law() -> None:
     assert {each.law for each in Identity().cases(quick=True)} == set(LAWS)
 
 
-def test_what_is_not_promised_is_said() -> None:
+def test_a_law_that_a_backend_does_not_promise_is_refused() -> None:
     (refusal,) = run_case(NumpyBackend(), case("release-is-step"))
     assert isinstance(refusal, Refusal)
     assert "no gradient release" in refusal.reason
@@ -36,7 +36,7 @@ def test_what_is_not_promised_is_said() -> None:
     assert "scale the loss" in refusal.reason
 
 
-def test_what_a_backend_raises_is_a_broken_row() -> None:
+def test_an_error_of_a_backend_is_a_broken_row() -> None:
     class Raises(NumpyEvents):
         def save(self) -> bytes:
             raise OSError("no space left")

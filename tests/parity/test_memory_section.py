@@ -46,7 +46,7 @@ def test_the_walk_needs_a_few_layers(policy: str) -> None:
     assert all(isinstance(row, Row) and row.within for row in found)
 
 
-def test_what_is_not_seen_is_said() -> None:
+def test_a_policy_that_is_not_measured_is_refused_with_the_reason() -> None:
     (refusal,) = run_case(NumpyBackend(), case("release"))
     assert isinstance(refusal, Refusal)
     assert "ShowsMemory" in refusal.reason

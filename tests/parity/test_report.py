@@ -165,7 +165,7 @@ def test_refusals_are_told_by_reason(result: Result) -> None:
     assert sentence == f"numpy did not run 3 cases of updates, such as events/hold: {HOSTILE}."
 
 
-def test_what_is_for_information_is_not_judged(result: Result) -> None:
+def test_rows_for_information_are_not_judged(result: Result) -> None:
     row, *_ = [row for row in result.rows if row.case.startswith("differences/")]
     assert not row.judged
     assert row.within

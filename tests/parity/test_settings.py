@@ -143,7 +143,7 @@ class RunThatFlushes(NumpyRun):
 
 @pytest.mark.parametrize("says_so", [True, False])
 @pytest.mark.parametrize("rule", RULES)
-def test_who_flushes_is_within_the_bounds_of_those_who_do_and_beyond_the_others(rule: str, says_so: bool) -> None:
+def test_a_flushing_device_is_within_the_bounds_for_such_devices_only(rule: str, says_so: bool) -> None:
     cases = select(f"denormal/{rule}/float32/*")
     rows = run_cases([Flushes(says_so=says_so)], cases, [1, 100])
     assert all(row.within for row in rows if row.quantity == "parameter")
@@ -220,7 +220,7 @@ def test_a_square_that_overflows_is_loud_and_the_same_everywhere(rule, monkeypat
 
 @pytest.mark.parametrize("backend", OURS)
 @pytest.mark.parametrize("rule", RULES.values(), ids=lambda rule: rule.name)
-def test_what_is_not_finite_spreads_as_far_as_the_rule_says(rule, backend: str) -> None:
+def test_nonfinite_elements_spread_as_far_as_the_rule_says(rule, backend: str) -> None:
     """Only that element; under StableAdamW, whose mean is over the tensor, that tensor. All others keep every bit."""
     (case,), (clean,) = select(f"nonfinite/{rule.name}/float32/*"), select(f"shapes/{rule.name}/float32/*")
     found, usual = flat_after(backend, case, NONFINITE_AT + 2), flat_after(backend, clean, NONFINITE_AT + 2)

@@ -137,7 +137,7 @@ def test_an_optimizer_of_ones_own_is_judged() -> None:
     assert [row for row in rows if not row.within] == []
 
 
-def test_what_a_backend_raises_is_reported_and_breaks_only_its_own_rows() -> None:
+def test_an_error_of_a_backend_breaks_only_its_own_rows() -> None:
     rows = run_plain(PlainAdamW(raises_at=3), "B/adamw/float32/*", [1, 5])
     assert [row.within for row in rows] == [True, False]
     assert rows[1].failure == "step() number 3: RuntimeError: out of memory"
@@ -161,7 +161,7 @@ class Absent(NumpyBackend):
         return "there is no such device"
 
 
-def test_what_is_not_available_is_skipped_unless_asked_for() -> None:
+def test_a_backend_that_is_not_available_is_skipped_unless_named() -> None:
     register(Absent())
     try:
         chosen, reasons = choose(None)
