@@ -24,8 +24,8 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from benchmarks.support import parser_of, print_tables
-from penstock.parity.live_storages import LiveStorageMeter
-from penstock.parity.memory_plan.plan import InPlaceKernels
+from penstock.planner.live_storages import LiveStorageMeter
+from penstock.planner.plan import InPlaceKernels
 from penstock.torch_frontend import AdamW, microbatch_blocks, release_gradients
 
 LAYERS, WIDTH, BATCH, MICRO_BATCHES, RANKS = 16, 512, 8, 4, 2  # so that a layer fills a bucket of DDP
@@ -166,7 +166,7 @@ def markdown(rows: Sequence[Row]) -> str:
         "The most bytes of gradient alive at any moment of a step, in units of one layer's gradient, for a model of "
         f"{LAYERS} equal layers.",
         "*Measured*: every storage of a gradient's size that is neither parameter nor optimizer state, at every operation",
-        "(`penstock.parity.live_storages`), while the optimizer's update allocates nothing: gradients, and copies that",
+        "(`penstock.planner.live_storages`), while the optimizer's update allocates nothing: gradients, and copies that",
         "communication makes. *Ledger*: `release.ledger.peak`, the release's own account of parameters' gradients. The figures",
         "are bytes divided by bytes, and the same on every machine. Made by",
         "",

@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from penstock.parity.memory_plan.llama import Llama
-from penstock.parity.memory_plan.settings import LlamaShape
+from penstock.planner.llama import Llama
+from penstock.planner.settings import LlamaShape
 
 LLAMA_290M = LlamaShape(layers=20, width=1024, heads=16, hidden=2816)
 TINY = LlamaShape(layers=2, width=32, heads=2, hidden=64, vocabulary=128)

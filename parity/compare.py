@@ -103,8 +103,15 @@ def numbers(problem: Problem, held: Mapping[str, Held]) -> dict[str, np.ndarray]
     return found
 
 
-def rows(case: Case, backend: str, held: Mapping[str, Held], truth: Truth, *, flushes: bool = True) -> list[Row]:
-    """One row a quantity of what a backend holds after `truth.steps` updates; `flushes` as in `Truth.bounds_of`."""
+def rows(
+    case: Case, backend: str, held: Mapping[str, Held], truth: Truth, *, flushes: bool = True, name: str | None = None
+) -> list[Row]:
+    """One row a quantity of what a backend holds after `truth.steps` updates.
+
+    Args:
+        flushes: as in `Truth.bounds_of`.
+        name: what the rows call the case; None: its name.
+    """
     bounds = truth.bounds_of(case.storage, flushes=flushes)
     moments = case.storage.moments(case.problem)
     units: dict[str, Unit] = {
@@ -112,10 +119,11 @@ def rows(case: Case, backend: str, held: Mapping[str, Held], truth: Truth, *, fl
         "exp_avg": functools.partial(spacing, moments.exp_avg),
         "exp_avg_sq": functools.partial(spacing, moments.exp_avg_sq),
     }
-    return [
+    found = [
         against(case.name, backend, truth.steps, quantity, value, truth.values[quantity], bounds[quantity], units[quantity])
         for quantity, value in numbers(case.problem, held).items()
     ]
+    return [dataclasses.replace(row, case=name or case.name) for row in found]
 
 
 Unit = Callable[[np.ndarray], np.ndarray]
@@ -130,7 +138,7 @@ def against(
     Args:
         case_name, backend, steps, quantity: as in `Row`.
         value, true: flat float64 arrays of one size.
-        bound: what they may be apart. Where the true number is not finite, the other must not be finite either, and
+        bound: how far they may differ. Where the true number is not finite, the other must not be finite either, and
             nothing is added to the norm.
         unit: see `Unit`.
 
@@ -207,10 +215,10 @@ def failed_from(
 
 def _number(held: Held) -> np.ndarray:
     parameter, compensation = held.parameter, held.compensation
-    wide = np.asarray(parameter).astype(np.float64)
+    value = np.asarray(parameter).astype(np.float64)
     if compensation is None:
-        return wide
+        return value
     if compensation.dtype == np.int16:
         bits = np.asarray(parameter).view(np.uint16).astype(np.int64) << 16
         return (bits + compensation).astype(np.uint32).view(np.float32).astype(np.float64)
-    return wide + compensation.astype(np.float64)
+    return value + compensation.astype(np.float64)

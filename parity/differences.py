@@ -54,9 +54,6 @@ class Differences:
     def cases(self, *, quick: bool) -> list[Comparison]:
         return [Comparison(rule) for rule in RULES.values()]
 
-    def parts(self, cases: Sequence[Comparison], backends: Sequence[Backend]) -> int:
-        return len(cases) * len(backends)
-
     def run(
         self, backends: Sequence[Backend], cases: Sequence[Comparison], steps: Sequence[int], progress: Progress
     ) -> Iterator[Finding]:

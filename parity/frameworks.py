@@ -1,8 +1,8 @@
 """The section "frameworks": PyTorch and JAX compared with each other, their arrays handed over through DLPack.
 
-The same updates run on the backends "eager" and "jax". Arrays go to the other framework as they lie in memory, where both
+The same updates run on the backends "eager" and "jax". Arrays go to the other framework without a copy, where both
 have them on one device; what arrives must have the sender's bits. Then the numbers are compared: by the triangle inequality
-they may be as far apart as both bounds against float64 allow together.
+they may differ by as much as both bounds against float64 allow together.
 """
 
 from __future__ import annotations
@@ -58,9 +58,6 @@ class Frameworks:
             for rule in RULES.values()
         ]
 
-    def parts(self, cases: Sequence[Pair], backends: Sequence[Backend]) -> int:
-        return 2 * len(cases)
-
     def run(
         self, backends: Sequence[Backend], cases: Sequence[Pair], steps: Sequence[int], progress: Progress
     ) -> Iterator[Finding]:
@@ -83,7 +80,7 @@ def run_pair(pair: Pair, torch_backend: Backend, jax_backend: Backend, truth: Ma
     found: list[Finding] = []
     step = 0
     try:
-        reason = apart()
+        reason = why_dlpack_fails()
         if reason is not None:
             found.append(Refusal(pair.name, JAX, f"arrays were compared through the host, as DLPack cannot cross: {reason}"))
         one, other = torch_backend.start(pair.case), jax_backend.start(pair.case)
@@ -97,8 +94,8 @@ def run_pair(pair: Pair, torch_backend: Backend, jax_backend: Backend, truth: Ma
     return found
 
 
-def apart() -> str | None:
-    """Why arrays of one framework cannot go to the other as they lie, or None."""
+def why_dlpack_fails() -> str | None:
+    """Why arrays of one framework cannot be handed to the other without a copy, or None."""
     import jax
     import torch
     from torch.utils import dlpack
@@ -122,8 +119,7 @@ def _rows(pair: Pair, step: int, torch_run: Any, jax_run: Any, truth: Truth, *, 
         yield identical(pair.name, JAX, step, "PyTorch's tensors in JAX", _bits(to_jax), _bits(held_by_torch))
     twice = {quantity: Bound(2.0 * bound.norm, 2.0 * bound.elements) for quantity, bound in truth.bounds[storage].items()}
     of_jax = Truth(step, numbers(problem, to_torch), {storage: twice}, {storage: twice})
-    for row in rows(pair.case, JAX, held_by_torch, of_jax):
-        yield dataclasses.replace(row, case=pair.name)
+    yield from rows(pair.case, JAX, held_by_torch, of_jax, name=pair.name)
     stored = [(held_by_torch[name].parameter.reshape(-1), to_torch[name].parameter.reshape(-1)) for name in to_torch]
     count = sum(differing_elements(*both) for both in stored)
     yield differing(pair.name, JAX, TORCH, step, "parameter", count, problem.setting.element_count)

@@ -17,7 +17,7 @@ SPIKE = 30.0  # ... times their usual size, so that StableAdamW clips
 
 NONFINITE_AT = 3  # the step
 NONFINITE = ((7, np.nan), (-9, np.inf), (510, -np.inf))
-"""Places among the elements of a case, and what stands there at step `NONFINITE_AT`. Of the odd shapes, the first lies in
+"""Places among the elements of a case, and the values there at step `NONFINITE_AT`. Of the odd shapes, the first lies in
 the vector, the second in the cube, the third is the tensor of one element; the scalar stays clean."""
 
 SMALLEST_NORMAL = MappingProxyType({"float32": 2.0**-126, "bfloat16": 2.0**-126, "float16": 2.0**-14})
@@ -28,7 +28,7 @@ LARGEST_ROOT = MappingProxyType({"float64": 2.0**132, "float32": 2.0**64, "bfloa
 def noise(generator: np.random.Generator, shape: tuple[int, int], dtype: str) -> np.ndarray:
     """Normal with a drift, of scales 1e-4 to 1, with spikes."""
     values = generator.standard_normal(shape)
-    values += 0.3  # a drift, so that parameters travel
+    values += 0.3  # a drift, so that parameters move
     values *= np.exp(generator.uniform(np.log(1e-4), 0.0, shape[1]))  # the square of 1e-4 is zero in float16
     values[SPIKE_EVERY - 1 :: SPIKE_EVERY] *= SPIKE
     return values

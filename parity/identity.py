@@ -26,7 +26,7 @@ from .compare import Finding, Refusal, failed, identical
 from .events import Backward, Event, EventCase, EventRun, EventSequence, LearningRate, Resumable, RunsEvents, Step
 from .events.section import DTYPES
 from .events.sequences import SEQUENCES
-from .progress import Progress
+from .progress import Progress, each
 from .settings import named
 from .updates import refusal
 
@@ -94,16 +94,10 @@ class Identity:
                 found.append(IdentityCase(law, rule, dtypes[(number + turn - 1) % len(dtypes)]))
         return found
 
-    def parts(self, cases: Sequence[IdentityCase], backends: Sequence[Backend]) -> int:
-        return len(cases) * len(backends)
-
     def run(
         self, backends: Sequence[Backend], cases: Sequence[IdentityCase], steps: Sequence[int], progress: Progress
     ) -> Iterator[Finding]:
-        for case in cases:
-            for backend in backends:
-                progress(case.name, backend.name)
-                yield from run_case(backend, case)
+        yield from each(cases, backends, progress, run_case)
 
 
 def run_case(backend: Backend, case: IdentityCase) -> list[Finding]:

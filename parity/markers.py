@@ -31,7 +31,7 @@ from .events.recorded import SHAPES
 from .events.section import DTYPES
 from .events.sequences import LOSS_SCALE
 from .events.torch_release import TorchEvents
-from .progress import Progress
+from .progress import Progress, each
 
 STEPS = 2
 MAX_NORM = 1.0  # of gradients with a norm of about 2
@@ -159,16 +159,10 @@ class Markers:
             return [MarkerCase(way, *pairs[2 * number]) for number, way in enumerate(WAYS)]
         return [MarkerCase(way, *pair) for way in WAYS for pair in pairs]
 
-    def parts(self, cases: Sequence[MarkerCase], backends: Sequence[Backend]) -> int:
-        return len(cases) * len(backends)
-
     def run(
         self, backends: Sequence[Backend], cases: Sequence[MarkerCase], steps: Sequence[int], progress: Progress
     ) -> Iterator[Finding]:
-        for case in cases:
-            for backend in backends:
-                progress(case.name, backend.name)
-                yield from run_case(backend, case)
+        yield from each(cases, backends, progress, run_case)
 
 
 def run_case(backend: Backend, case: MarkerCase) -> list[Finding]:
@@ -218,11 +212,11 @@ def _norms(backend: str, case: MarkerCase, step: int, quantity: str, told: np.nd
     gradients = [np.asarray(uses[0], np.float64) for uses in case.events.gradients(step - 1, PASS).values()]
     squares = [float(np.sum(gradient**2)) for gradient in gradients]
     true = scale * np.sqrt([*squares, sum(squares)])
-    wide = compute_dtype(case.dtype)
+    compute = compute_dtype(case.dtype)
     count = max(gradient.size for gradient in gradients) + len(SHAPES)
-    allowed = SIDES[wide] * unit_roundoff(wide) * (count / 2.0 + 8.0) * true
+    allowed = SIDES[compute] * unit_roundoff(compute) * (count / 2.0 + 8.0) * true
     bound = Bound(float(np.linalg.norm(allowed)), allowed)
-    return against(case.name, backend, step, quantity, told, true, bound, lambda value: spacing(wide, value))
+    return against(case.name, backend, step, quantity, told, true, bound, lambda value: spacing(compute, value))
 
 
 def _bits(run: TorchMarkers) -> np.ndarray:

@@ -1,6 +1,6 @@
 r"""The section "memory": how much gradient is alive, at most, under each policy of release.
 
-In PyTorch every storage of a gradient is watched (`parity.live_gradients`), and the peak is compared with what a ledger of
+In PyTorch every storage of a gradient is watched (`planner.live_gradients`), and the peak is compared with what a ledger of
 arriving and freed gradients says, to the byte, and so is the release's own ledger. For a model of n equal layers, b bytes each:
 
     release, state, clip, scale    b             one gradient is alive
@@ -30,7 +30,7 @@ from .backends.calls import FAILURES, reason
 from .backends.protocol import Backend
 from .bounds import Bound
 from .compare import Finding, Refusal, Row, against, failed
-from .progress import Progress
+from .progress import Progress, each
 
 LAYERS, WIDTH, MICRO_BATCHES, STEPS = 12, 32, 4, 2
 ONE = WIDTH * WIDTH * 4
@@ -100,16 +100,10 @@ class Memory:
     def cases(self, *, quick: bool) -> list[MemoryCase]:
         return list(CASES)
 
-    def parts(self, cases: Sequence[MemoryCase], backends: Sequence[Backend]) -> int:
-        return len(cases) * len(backends)
-
     def run(
         self, backends: Sequence[Backend], cases: Sequence[MemoryCase], steps: Sequence[int], progress: Progress
     ) -> Iterator[Finding]:
-        for case in cases:
-            for backend in backends:
-                progress(case.name, backend.name)
-                yield from run_case(backend, case)
+        yield from each(cases, backends, progress, run_case)
 
 
 def run_case(backend: Backend, case: MemoryCase) -> list[Finding]:
@@ -163,7 +157,7 @@ def torch_memory(case: MemoryCase, backend: str, device: str) -> Measured:
     import torch
 
     from .. import torch_frontend
-    from .live_gradients import LiveGradientMeter
+    from ..planner.live_gradients import LiveGradientMeter
 
     generator = torch.Generator().manual_seed(0)
     model = torch.nn.Sequential(*(torch.nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(LAYERS)))

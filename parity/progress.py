@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import time
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
 
 Progress = Callable[[str, str], None]
 """Called before each part of the work with the name of the case, and "reference" or the name of the backend."""
@@ -12,6 +13,16 @@ Progress = Callable[[str, str], None]
 
 def silent(case_name: str, part: str) -> None:
     """No progress is shown."""
+
+
+def each(
+    cases: Iterable[Any], backends: Sequence[Any], progress: Progress, run_case: Callable[[Any, Any], Iterable[Any]]
+) -> Iterator[Any]:
+    """What `run_case(backend, case)` finds, for every case on every backend."""
+    for case in cases:
+        for backend in backends:
+            progress(case.name, backend.name)
+            yield from run_case(backend, case)
 
 
 class Stopwatch:

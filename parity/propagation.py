@@ -1,4 +1,4 @@
-"""Propagation: the recursions of `parity.bounds`, carried along the reference's trajectory. The derivation stands there."""
+"""Carries the recursions of `parity.bounds`, where they are derived, along the reference's trajectory."""
 
 from __future__ import annotations
 
@@ -227,9 +227,9 @@ class Propagation:
 
     def _sums_of_reference(self, point: Point, *increments: np.ndarray) -> None:
         """The roundings of the two sums in which the reference changes a parameter."""
-        wide = spacing(self.compute, np.abs(point.parameter) + self.parameter.linear)
+        computed = spacing(self.compute, np.abs(point.parameter) + self.parameter.linear)
         for scatter, increment in zip(self.sums_of_reference, increments, strict=True):
-            self.parameter.add(wide / 2.0, scatter.after(increment) >= INDEPENDENT_FROM * wide)
+            self.parameter.add(computed / 2.0, scatter.after(increment) >= INDEPENDENT_FROM * computed)
 
     def _store(self, parameter: np.ndarray, increment: np.ndarray, step: np.ndarray, moved: np.ndarray) -> None:
         """The roundings of the step's arithmetic, of the sum, and of the storage."""
@@ -237,8 +237,8 @@ class Propagation:
         spread = errors.spread(increment)
         errors.add(unit * step, spread >= INDEPENDENT_FROM * 2.0 * unit * step, ARITHMETIC * SIDES[self.compute])
         reach = np.abs(parameter) + errors.linear
-        wide = spacing(self.compute, reach)
-        errors.add(wide / 2.0, spread >= INDEPENDENT_FROM * wide, 1 + (self.compensation == "kahan"))
+        computed = spacing(self.compute, reach)
+        errors.add(computed / 2.0, spread >= INDEPENDENT_FROM * computed, 1 + (self.compensation == "kahan"))
         if dtype == self.compute or self.compensation == "split":
             return
         stored = stored_spacing(dtype, self.compensation, reach)

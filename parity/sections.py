@@ -44,10 +44,6 @@ class Section(Protocol):
         """All cases; with `quick` those of a quick run."""
         ...
 
-    def parts(self, cases: Sequence[Any], backends: Sequence[Backend]) -> int:
-        """How often `run` will call `progress`."""
-        ...
-
     def run(
         self, backends: Sequence[Backend], cases: Sequence[Any], steps: Sequence[int], progress: Progress
     ) -> Iterator[Finding]:

@@ -59,8 +59,8 @@ class Group:
     Args:
         tensors: names; those in no group keep the setting's.
         lr, weight_decay: factors.
-        decay_factors: factors of 1-beta1 and of 1-beta2. They leave 1-beta2 on its side of 2^-7, where the default dtype of
-            a bfloat16 parameter's second moment changes.
+        decay_factors: by which 1-beta1 and 1-beta2 are multiplied, the rates at which the moments decay. 1-beta2 stays on its
+            side of 2^-7, where the default dtype of a bfloat16 parameter's second moment changes.
     """
 
     tensors: tuple[str, ...]
@@ -118,7 +118,7 @@ class Setting:
 
     @property
     def subnormal(self) -> bool:
-        """Whether its gradients or their squares lie below the smallest normal number, which some devices flush to zero."""
+        """Whether its gradients or their squares are below the smallest normal number, which some devices flush to zero."""
         return self.gradients == "denormal"
 
     @property

@@ -118,8 +118,3 @@ def run_sections(
     names = [backend.name for backend in backends]
     peers = frozenset(backend.name for backend in backends if is_peer(backend))
     return Result(results, names, peers, time.perf_counter() - started)
-
-
-def parts(backends: Sequence[Backend], chosen: Sequence[tuple[Section, Sequence[Any]]]) -> int:
-    """How often `run_sections` will call `progress`."""
-    return sum(section.parts(cases, backends) for section, cases in chosen)

@@ -22,9 +22,6 @@ class Updates:
     def cases(self, *, quick: bool) -> list[Case]:
         return select(None, quick=quick)
 
-    def parts(self, cases: Sequence[Case], backends: Sequence[Backend]) -> int:
-        return len({case.problem for case in cases}) + len(cases) * len(backends)
-
     def run(
         self, backends: Sequence[Backend], cases: Sequence[Case], steps: Sequence[int], progress: Progress
     ) -> Iterator[Finding]:

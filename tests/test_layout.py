@@ -13,18 +13,22 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
-FOLDERS = ("core", "torch_frontend", "jax_frontend", "parity")
+FOLDERS = ("core", "torch_frontend", "jax_frontend", "planner", "demonstration", "parity")
 FRAMEWORKS = {"torch", "jax", "jaxlib", "optax", "triton"}
 SIBLINGS = {
     "core": set(),
     "torch_frontend": {"core"},
     "jax_frontend": {"core"},
-    "parity": {"core", "torch_frontend", "jax_frontend"},
+    "planner": {"core", "torch_frontend"},
+    "demonstration": {"core", "torch_frontend", "jax_frontend", "planner"},
+    "parity": {"core", "torch_frontend", "jax_frontend", "planner", "demonstration"},
 }
 OUTSIDE = {
     "core": set(),
     "torch_frontend": {"torch", "triton"},
     "jax_frontend": {"jax", "jaxlib", "optax"},
+    "planner": {"torch"},
+    "demonstration": {"torch", "jax"},
     "parity": FRAMEWORKS,
 }
 

@@ -61,7 +61,7 @@ def with_bias(name: str, debiased: Moments, betas: tuple[float, float], step: in
         lost = dtype == "float16" and field == "exp_avg_sq" and bool(((kept == 0) & (wide != 0)).any())
         if lost or not np.isfinite(kept).all():
             raise InvalidArgumentError(
-                f"{field} of {name!r} does not fit into {dtype}, in which the optimizer keeps it; use wider parameters."
+                f"{field} of {name!r} does not fit into {dtype}, in which the optimizer keeps it; use float32 parameters."
             )
         rounded.append(kept)
     return Moments(*rounded)

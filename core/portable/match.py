@@ -52,7 +52,7 @@ def matched(
 ) -> dict[str, ParameterState]:
     """The parameters of a state with their arrays as an optimizer keeps them.
 
-    Moments of a lower dtype are widened, which is exact; a parameter that was not compensated and now is begins with k = 0,
+    Moments of a lower dtype are upcast, which is exact; a parameter that was not compensated and now is begins with k = 0,
     which is exact, too. Nothing else is converted.
 
     Args:
@@ -84,8 +84,8 @@ def check_own(
 ) -> None:
     """Raise `InvalidArgumentError` where the optimizer's own parameter shows that something of the state is not for it.
 
-    That can be seen where the file holds the parameters, too: a square matrix that lies transposed, and a compensation, which
-    would be put beside a parameter that it was not kept for.
+    That can be seen where the file holds the parameters, too: a square matrix that is transposed, and a compensation of
+    another parameter than the one it would be used for.
 
     Args:
         name: of the parameter.
@@ -101,7 +101,7 @@ def check_own(
     first = (0,) if layered else ()
     if square and holds(entry.parameter.transpose(*first, *reversed(range(len(first), len(entry.shape))))):
         raise InvalidArgumentError(
-            f"parameter {name!r} lies transposed in the state: its values are the model's so, and not as they are. Say it with "
+            f"parameter {name!r} is transposed in the state: only transposed are its values the model's. Say it with "
             "names=: Transposed(NAME)."
         )
     if compared:

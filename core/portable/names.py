@@ -1,13 +1,14 @@
-r"""Names of parameters: between this side's (dotted names of a module, paths of a pytree) and a file's.
+"""Names of parameters: from this side's (dotted names of a module, paths of a pytree) to a file's.
 
-A table goes from this side's name to the file's. "{layer}" stands for a number of a layer, in one name or in both:
+Users give a function of a name, or a plain table. What it gives for a parameter is the file's name; a list of names where this
+side stacks layers along a leading axis and the file has them one by one; either in `Transposed` where the file's array is
+transposed. Where the file has the layers stacked, the key of the table is a tuple of names:
 
-    {"head.w": "lm_head.weight"}                         another name
-    {"blocks.{layer}.w": "h.{layer}.weight"}             another name for that of every layer
-    {"layers.w": "h.{layer}.weight"}                     here they are stacked along a leading axis, in the file not
-    {"h.{layer}.weight": "layers.w"}                     the other way round
-    {"head.w": Transposed("lm_head.weight")}             the file's array is this side's, transposed
-    {"layers.w": Transposed("h.{layer}.weight", (1, 0))} and the same for that of every layer
+    {"head.w": "lm_head.weight"}                            another name
+    {"head.w": Transposed("lm_head.weight")}                the file's array is this side's, transposed
+    {"layers.w": ["h.0.weight", "h.1.weight"]}              stacked here, one by one in the file
+    {"layers.w": Transposed(["h.0.weight", "h.1.weight"])}  and each of them transposed
+    {("h.0.weight", "h.1.weight"): "layers.w"}              one by one here, stacked in the file
 """
 
 from __future__ import annotations
@@ -15,9 +16,8 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import json
-import re
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -25,25 +25,23 @@ import numpy as np
 from ..errors import InvalidArgumentError
 from .state import listed
 
-LAYER = "{layer}"
-
 
 @dataclasses.dataclass(frozen=True)
 class Transposed:
-    """The file's name of a parameter that lies in the file transposed.
+    """The file's name of a parameter whose array in the file is transposed.
 
     Args:
-        name: the file's name.
+        name: the file's name, or a list with the name of each layer.
         axes: the file's array is this side's ``array.transpose(axes)``; None reverses all axes. A layer axis is not counted.
-            (): it lies as it is, which of a square matrix may have to be said.
+            (): the array is as it is, which has to be declared of some square matrices.
     """
 
-    name: str
+    name: str | Sequence[str]
     axes: tuple[int, ...] | None = None
 
     def __post_init__(self) -> None:
-        if not isinstance(self.name, str):
-            raise InvalidArgumentError(f"Transposed({self.name!r}) must have a name, a str.")
+        if not isinstance(self.name, (str, list, tuple)):
+            raise InvalidArgumentError(f"Transposed({self.name!r}) must have a name, a str, or a list of the layers' names.")
         if self.axes is None:
             return
         axes = tuple(self.axes) if isinstance(self.axes, tuple | list) else None
@@ -51,19 +49,57 @@ class Transposed:
             raise InvalidArgumentError(f"axes={self.axes!r} of {self.name!r} must be a permutation of 0, 1, ..., a tuple.")
         object.__setattr__(self, "axes", axes)
 
-    def backwards(self, name: str) -> Transposed:
-        """What undoes it, under another name."""
-        return Transposed(name, None if self.axes is None else tuple(int(axis) for axis in np.argsort(self.axes)))
 
-
-Target = str | Transposed
-Table = Mapping[str, Target]
-Names = Table | Callable[[str], Target] | None
+Target = str | Sequence[str] | Transposed
+Names = Mapping[Any, Target] | Callable[[str], Target] | None
 """What users give: a table, a function from this side's names, or None for names that are equal."""
 
 
-def table_of(names: Names, own: Iterable[str]) -> dict[str, Target]:
-    """The table of the parameters that there are; those that keep their names are left out.
+@dataclasses.dataclass(frozen=True)
+class Line:
+    """One line of a table: a parameter here and in the file.
+
+    Args:
+        own, file: its name; a tuple of the layers' names on the side that does not stack them.
+        axes: as in `Transposed`.
+        declared: whether the user said how the array is transposed.
+    """
+
+    own: str | tuple[str, ...]
+    file: str | tuple[str, ...]
+    axes: tuple[int, ...] | None = ()
+    declared: bool = False
+
+
+Table = Sequence[Line]
+"""The lines of the parameters whose names, layers or axes differ; all others are equal on both sides."""
+
+
+def each(names: str | tuple[str, ...]) -> tuple[str, ...]:
+    """The names of one side of a line."""
+    return names if isinstance(names, tuple) else (names,)
+
+
+def line(own: Any, target: Any) -> Line:
+    """One line of a table as users give it.
+
+    Raises:
+        InvalidArgumentError: it is not a name (or several) on either side, or layers on both.
+    """
+    name: Any = target.name if isinstance(target, Transposed) else target
+    axes = target.axes if isinstance(target, Transposed) else ()
+    here, file = (tuple(side) if isinstance(side, list) else side for side in (own, name))
+    if not all(each(side) and all(isinstance(one, str) for one in each(side)) for side in (here, file)):
+        raise InvalidArgumentError(
+            f"names gives {target!r} for {own!r}; it must be a name, a list of the layers' names, or Transposed of these."
+        )
+    if isinstance(here, tuple) and isinstance(file, tuple):
+        raise InvalidArgumentError(f"names gives several names for the layers {own!r}; give each layer a line of its own.")
+    return Line(here, file, axes, isinstance(target, Transposed))
+
+
+def table_of(names: Names, own: Iterable[str]) -> list[Line]:
+    """The lines for the parameters that there are; those that keep their names are left out.
 
     Args:
         names: as users give them. A name that a table lacks is kept.
@@ -73,53 +109,47 @@ def table_of(names: Names, own: Iterable[str]) -> dict[str, Target]:
         InvalidArgumentError: a name of the table that no parameter has, one that two lines give, or two that become one.
     """
     own = list(own)
-    if names is None:
-        return {}
-    if not callable(names) and not isinstance(names, Mapping):
+    if names is not None and not callable(names) and not isinstance(names, Mapping):
         raise InvalidArgumentError(f"names={names!r} must be a mapping of names to names, or a function of a name.")
-    if callable(names):
-        table = {name: _target(name, names(name)) for name in own}
-        matched = {name: name for name in own}
-    else:
-        table, matched = {}, {}
-        for key, target in names.items():
-            _target(key, target)
-            found = layers_of(key, own) if LAYER in key else {0: key} if key in own else {}
-            if not found:
-                close = difflib.get_close_matches(key, own, 1)
-                there = f"; there are {listed(own, 3)}." if own else "; there are none."
-                instead = f"; did you mean {close[0]!r}?" if close else there
-                raise InvalidArgumentError(f"names has {key!r}, and no parameter is called so{instead}")
-            for name in found.values():
-                if name in matched:
-                    raise InvalidArgumentError(f"names says twice what {name!r} becomes, under {matched[name]!r} and {key!r}.")
-                matched[name] = key
-            if LAYER in key and LAYER in name_of(target):
-                table |= {name: _renamed(target, name_of(target).replace(LAYER, str(n))) for n, name in found.items()}
-            else:
-                table[key] = target
-    kept = [name for name in own if name not in matched]
-    refuse_equal([*kept, *map(name_of, table.values())])
-    return {name: target for name, target in table.items() if target != name}
+    given = [] if names is None else [(name, names(name)) for name in own] if callable(names) else names.items()
+    table = [line(name, target) for name, target in given]
+    check(table, own)
+    return [one for one in table if one.own != one.file or one.declared]
 
 
-def inverted(table: Table) -> dict[str, Target]:
+def check(table: Table, own: Iterable[str]) -> None:
+    """Raise `InvalidArgumentError` unless every parameter of the table is there, once, and no two become one."""
+    own = dict.fromkeys(own)
+    counts = Counter(name for one in table for name in each(one.own))
+    for name, count in counts.items():
+        if name not in own:
+            close = difflib.get_close_matches(name, own, 1)
+            there = f"; there are {listed(list(own), 3)}." if own else "; there are none."
+            instead = f"; did you mean {close[0]!r}?" if close else there
+            raise InvalidArgumentError(f"names has {name!r}, and no parameter is called so{instead}")
+        if count > 1:
+            raise InvalidArgumentError(f"names says twice what {name!r} becomes; give it one line.")
+    refuse_equal([*(name for name in own if name not in counts), *(name for one in table for name in each(one.file))])
+
+
+def inverted(table: Table) -> list[Line]:
     """The table that leads back: from the file's names to this side's.
 
     Raises:
         InvalidArgumentError: two names become one, so that nothing leads back.
     """
-    refuse_equal(map(name_of, table.values()))
-    return {
-        name_of(target): target.backwards(name) if isinstance(target, Transposed) else name for name, target in table.items()
-    }
+    refuse_equal(name for one in table for name in each(one.file))
+    return [
+        Line(one.file, one.own, one.axes and tuple(int(axis) for axis in np.argsort(one.axes)), one.declared) for one in table
+    ]
 
 
-def parse_table(text: str) -> dict[str, Target]:
+def parse_table(text: str) -> list[Line]:
     """A table as JSON has it: {"own name": "file's name"} or {"own name": {"name": "file's name", "transposed": true}}.
 
     Args:
-        text: of the JSON; "transposed" is true (all axes reversed), false (it lies as it is), or a list of axes.
+        text: of the JSON. A list of names is that of the layers. "transposed" is true (all axes reversed), false (as it is),
+            or a list of axes.
 
     Raises:
         InvalidArgumentError: it is no such table.
@@ -138,18 +168,18 @@ def parse_table(text: str) -> dict[str, Target]:
         raise InvalidArgumentError(f"the table is no JSON: {error}.") from error
     if not isinstance(content, dict):
         raise InvalidArgumentError("the table must be a JSON object, of names to names.")
-    return {key: _parsed(key, value) for key, value in content.items()}
+    return [line(key, _parsed(key, value)) for key, value in content.items()]
 
 
 def _parsed(key: str, value: Any) -> Target:
     match value:
-        case str():
+        case str() | list():
             return value
-        case {"name": str(name), "transposed": bool(transposed), **rest} if not rest:
+        case {"name": str() | list() as name, "transposed": bool(transposed), **rest} if not rest:
             return Transposed(name, None if transposed else ())
-        case {"name": str(name), "transposed": list(axes), **rest} if not rest and all(type(axis) is int for axis in axes):
+        case {"name": str() | list() as name, "transposed": list(axes), **rest} if not rest:
             return Transposed(name, tuple(axes))
-        case {"name": str(name), **rest} if not rest:
+        case {"name": str() | list() as name, **rest} if not rest:
             return name
     raise InvalidArgumentError(
         f'the table gives {json.dumps(value)} for {key!r}; it must be a name, or {{"name": "...", "transposed": true}}, where '
@@ -157,37 +187,8 @@ def _parsed(key: str, value: Any) -> Target:
     )
 
 
-def name_of(target: Target) -> str:
-    """The name of a table's entry, transposed or not."""
-    return target.name if isinstance(target, Transposed) else target
-
-
 def refuse_equal(names: Iterable[str]) -> None:
     """Raise `InvalidArgumentError` if a name is there twice."""
     twice = [name for name, count in Counter(names).items() if count > 1]
     if twice:
         raise InvalidArgumentError(f"names makes one of several parameters: {listed(twice)}; give them different ones.")
-
-
-def _target(key: str, target: Any) -> Target:
-    """`target`, if it can be one."""
-    if not isinstance(key, str):
-        raise InvalidArgumentError(f"names has {key!r}, which is no name; it must be a str.")
-    if not isinstance(target, (str, Transposed)):
-        raise InvalidArgumentError(f"names gives {target!r} for {key!r}; it must be a name, or Transposed(name).")
-    for name in (key, name_of(target)):
-        if name.count(LAYER) > 1:
-            raise InvalidArgumentError(f"names has {name!r}; a name can have {LAYER} once.")
-    return target
-
-
-def _renamed(target: Target, name: str) -> Target:
-    return dataclasses.replace(target, name=name) if isinstance(target, Transposed) else name
-
-
-def layers_of(key: str, own: Iterable[str]) -> dict[int, str]:
-    """The names that a name with "{layer}" stands for, by the layer's number, in order."""
-    before, after = key.split(LAYER)
-    pattern = re.compile(re.escape(before) + "(0|[1-9][0-9]*)" + re.escape(after))
-    found = ((pattern.fullmatch(name), name) for name in own)
-    return dict(sorted((int(match[1]), name) for match, name in found if match))

@@ -35,7 +35,7 @@ Path = str | os.PathLike[str]
 
 
 def shown(value: Any) -> str:
-    """What a file says, as it stands in an error: a name may be as long as the header."""
+    """What a file says, shortened for an error: a name may be as long as the header."""
     text = repr(value)
     return text if len(text) <= 200 else f"{text[:200]}..."
 
@@ -93,12 +93,12 @@ def _replace(target: pathlib.Path, arrays: Mapping[str, np.ndarray], text: str) 
 
 
 def _little(array: np.ndarray) -> np.ndarray:
-    """The array as it lies in the file, in order and little-endian; a copy only where it lies otherwise in memory."""
+    """The array as the file has it, in order and little-endian; a copy only where memory has it otherwise."""
     return np.asarray(array, dtype=array.dtype.newbyteorder("<"), order="C")
 
 
 def _digest(array: np.ndarray) -> str:
-    """SHA-256 of an array's bytes as they lie in the file."""
+    """SHA-256 of an array's bytes as the file has them."""
     return hashlib.sha256(_little(array).reshape(-1).view(np.uint8).data).hexdigest()
 
 

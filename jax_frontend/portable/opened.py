@@ -13,7 +13,7 @@ import optax
 from ...core.dtypes import StateDtypes
 from ...core.errors import InvalidArgumentError, RefusedError
 from ...core.portable.match import Expected
-from ...core.portable.names import Names, Target, table_of
+from ...core.portable.names import Line, Names, each, table_of
 from ...core.portable.state import PortableGroup
 from ...core.rules import Rule
 from ..arguments import Settings, settings_of
@@ -108,17 +108,17 @@ class Opened:
             raise RefusedError(f"the transform updates some parameters by {listed}: a file has one rule for all of them.")
         return cls(parts, slots, rules.pop(), None if given is None else given.betas, settings)
 
-    def table(self, names: Names) -> dict[str, Target]:
+    def table(self, names: Names) -> list[Line]:
         """Return the table from names here to names in the file. Layers are split unless `names` says something else."""
-        layered = {
-            part.name(path): part.name(path, layer=True)
-            for part, _ in self.parts
-            if part.layered
-            for path, _ in jax.tree_util.tree_leaves_with_path(part.params)
-        }
-        stacked = {name for name, target in names.items() if name == target} if isinstance(names, Mapping) else set()
-        default = {name: target for name, target in layered.items() if name in self.slots and name not in stacked}
-        return default | table_of(names, list(self.slots))
+        table = table_of(names, list(self.slots))
+        named = {name for line in table for name in each(line.own)}
+        named |= {name for name, target in names.items() if name == target} if isinstance(names, Mapping) else set()
+        for part, _ in self.parts:
+            for path, leaf in jax.tree_util.tree_leaves_with_path(part.params) if part.layered else ():
+                name = part.name(path)
+                if name in self.slots and name not in named:
+                    table.append(Line(name, tuple(part.name(path, layer=number) for number in range(leaf.shape[0]))))
+        return table
 
     def groups(self) -> tuple[PortableGroup, ...]:
         """Return the parameters grouped by their hyperparameters."""

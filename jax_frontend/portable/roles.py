@@ -15,7 +15,6 @@ import jax
 import optax
 
 from ...core.errors import InvalidArgumentError, RefusedError
-from ...core.portable.names import LAYER
 from ..state import AdamState, CompensatedState, PyTree
 from ..train_state import LayeredState, check_train_state
 from ..walk.layer_stack import looks_stacked
@@ -90,15 +89,15 @@ class Part:
             lambda leaf: jax.ShapeDtypeStruct(leaf.shape[1:] if self.layered else leaf.shape, leaf.dtype), self.params
         )
 
-    def name(self, path: Any, layer: bool = False) -> str:
+    def name(self, path: Any, layer: int | None = None) -> str:
         """Return the name of a parameter: its path from the root of all parameters, joined by dots.
 
         Args:
             path: within this part.
-            layer: with "{layer}" after the prefix.
+            layer: with this number after the prefix.
         """
         inner = jax.tree_util.keystr(path, simple=True, separator=".")
-        return ".".join([*self.prefix, *([LAYER] if layer else []), *([inner] if inner else [])]) or "params"
+        return ".".join([*self.prefix, *([] if layer is None else [str(layer)]), *([inner] if inner else [])]) or "params"
 
     def parameters(self) -> dict[str, Any]:
         """Return the parameters by name.

@@ -61,7 +61,7 @@ def export_state(
             every process must call this, and the first writes.
         parameters: write the parameters, too.
         names: from the names here to those in the file: a mapping, or a function; see `core.portable.names`. A stack of layers
-            is "layers.w" here and "blocks.{layer}.w", or the like, in the file.
+            is "layers.w" here, and has a list of names in the file, such as ["blocks.0.w", "blocks.1.w"].
         rule, betas: "adam" or "adamw", and (b1, b2), of optax.adam or optax.adamw, whose states do not tell them; None for
             penstock's transforms, which do. The betas are compared with what the transform does.
 

@@ -25,12 +25,13 @@ from .torch_optimizers import TorchBackend
 from .triton_interpreter import correct_interpreter
 
 if TYPE_CHECKING:
-    from ..events import EventCase, EventRun
-    from ..memory import Measured, MemoryCase
-    from ..trajectories import Trajectory, TrajectoryRun
+    from ..events import EventCase
+    from ..markers import MarkerCase
+    from ..memory import MemoryCase
+    from ..trajectories import Trajectory
 
-INTERPRETED_EVENTS = "without a CUDA device it runs plain updates only, in a process of its own"
-"""Why the interpreter runs no event sequences."""
+PLAIN_UPDATES_ONLY = "without a CUDA device it runs plain updates only, in a process of its own"
+"""Why the worker runs no event sequences, models and the like."""
 
 WORKER = f"{__package__}.triton_worker"
 
@@ -88,18 +89,29 @@ class InterpretedRun:
         return worker().call("held")
 
 
-class TritonBackend:
-    """The backend "triton", in the interpreter where there is no GPU."""
+class TritonBackend(TorchBackend):
+    """The backend "triton": on a GPU, or in this process where that is one of the interpreter, or else in the worker."""
 
-    name = "triton"
-    norm_eps = TorchBackend.norm_eps
-    abilities = TorchBackend.abilities
+    def __init__(self) -> None:
+        super().__init__("triton")
 
     @property
-    def flushes_subnormals(self) -> bool:
-        """Whether the device that runs the kernels does; the interpreter does not."""
-        here = self._here()
-        return here is not None and here.flushes_subnormals
+    def device(self) -> str:
+        """Where the parameters are."""
+        import torch
+
+        from ...torch_frontend.backends.triton.availability import interpreted
+
+        return "cuda" if torch.cuda.is_available() and not interpreted() else "cpu"
+
+    @property
+    def in_worker(self) -> bool:
+        """Whether the kernels need the worker."""
+        from ...torch_frontend.backends.triton.availability import interpreted
+
+        if interpreted():
+            correct_interpreter()
+        return self.device == "cpu" and not interpreted()
 
     def unavailable(self) -> str | None:
         try:
@@ -110,55 +122,21 @@ class TritonBackend:
 
     def slow(self) -> str | None:
         """Why it runs only when it is named, or None where there is a GPU."""
-        if self._here() is not None:
+        if not self.in_worker:
             return None
         return "there is no CUDA device, and Triton's interpreter takes minutes; name it with --backend triton --quick"
 
-    def refuses(self, case: Case) -> str | None:
-        return TorchBackend(self.name).refuses(case)
-
     def start(self, case: Case) -> Run:
-        here = self._here()
-        return InterpretedRun(case) if here is None else here.start(case)
+        return InterpretedRun(case) if self.in_worker else super().start(case)
 
     def refuses_events(self, case: EventCase) -> str | None:
-        here = self._here()
-        return INTERPRETED_EVENTS if here is None else here.refuses_events(case)
-
-    def start_events(self, case: EventCase) -> EventRun:
-        return self._in_this_process().start_events(case)
-
-    def start_plain(self, case: EventCase) -> EventRun:
-        return self._in_this_process().start_plain(case)
+        return PLAIN_UPDATES_ONLY if self.in_worker else super().refuses_events(case)
 
     def refuses_memory(self, case: MemoryCase) -> str | None:
-        return INTERPRETED_EVENTS if self._here() is None else None
+        return PLAIN_UPDATES_ONLY if self.in_worker else super().refuses_memory(case)
 
-    def measure_memory(self, case: MemoryCase) -> Measured:
-        return self._in_this_process().measure_memory(case)
+    def refuses_markers(self, case: MarkerCase) -> str | None:
+        return PLAIN_UPDATES_ONLY if self.in_worker else super().refuses_markers(case)
 
     def refuses_trajectory(self, case: Trajectory) -> str | None:
-        return "Triton's interpreter would take minutes a case" if self._here() is None else None
-
-    def start_trajectory(self, case: Trajectory) -> TrajectoryRun:
-        here = self._here()
-        if here is None:
-            raise RefusedError("backend='triton' trains the model only where there is a GPU, or inside its interpreter.")
-        return here.start_trajectory(case)
-
-    def _in_this_process(self) -> TorchBackend:
-        here = self._here()
-        if here is None:
-            raise RefusedError(f"backend='triton' cannot run this: {INTERPRETED_EVENTS}.")
-        return here
-
-    def _here(self) -> TorchBackend | None:
-        """The kernels in this process, if it can run them."""
-        import torch
-
-        from ...torch_frontend.backends.triton.availability import interpreted
-
-        if interpreted():
-            correct_interpreter()
-            return TorchBackend(self.name)
-        return TorchBackend(self.name, "cuda") if torch.cuda.is_available() else None
+        return PLAIN_UPDATES_ONLY if self.in_worker else super().refuses_trajectory(case)

@@ -15,6 +15,11 @@ from ..cases import Case, Storage
 from ..settings import Schedule
 from .protocol import Held, converted
 
+FACTORS = (-0.5, 1.0, 0.25)
+"""Of stacked layers: by which a case's gradients are multiplied, for each; those of `MIDDLE` are the case's own."""
+
+MIDDLE = 1
+
 
 def transform_of(rule: Rule, given: Hyperparameters, storage: Storage, **scheduled: Any) -> Any:
     """The transform of a group; `scheduled` are arguments that a schedule takes the place of."""
@@ -108,6 +113,31 @@ def _adam_states(state: Any) -> Iterator[Any]:
     elif isinstance(state, tuple | dict):
         for part in state.values() if isinstance(state, dict) else state:
             yield from _adam_states(part)
+
+
+def precision(dtype: str) -> contextlib.AbstractContextManager[Any]:
+    """64-bit arrays inside where parameters are float64."""
+    return float64() if dtype == "float64" else contextlib.nullcontext()
+
+
+def product(parameters: Mapping[str, Any], gradients: Mapping[str, Any], dtype: str) -> Any:
+    """sum(p*g) in `dtype`: its gradient with respect to p is g, to the bit."""
+    import jax.numpy as jnp
+
+    return sum(jnp.sum(p.astype(dtype) * gradients[name].astype(dtype)) for name, p in parameters.items())
+
+
+def stack_of_given_gradients(dtype: str) -> Any:
+    """A `LayerStack` of layers whose gradients are the batch, (layers, ...) by name; `dtype` is the compute dtype."""
+    import jax.numpy as jnp
+
+    from ... import jax_frontend
+
+    return jax_frontend.LayerStack(
+        lambda outer, batch: jnp.zeros((), dtype),
+        jax_frontend.Layers(lambda params, x, given: x + product(params, given, dtype), inputs=lambda batch: batch),
+        loss=lambda outer, x, batch: x,
+    )
 
 
 def float64() -> contextlib.AbstractContextManager[Any]:

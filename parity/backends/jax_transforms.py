@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
@@ -10,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ..cases import Case
-from .jax_arguments import Recipe, arrays_of, float64, held_of
+from .jax_arguments import Recipe, arrays_of, held_of, precision
 from .protocol import Held
 
 if TYPE_CHECKING:
@@ -33,9 +32,9 @@ class JaxRun:
         import jax.numpy as jnp
 
         problem = case.problem
-        self.is_float64 = problem.dtype == "float64"
+        self.dtype = problem.dtype
         tx, self.update = _transform_and_update(Recipe.of(case))
-        with self._precision():
+        with precision(self.dtype):
             # copies: a donated array must not be numpy's own memory
             self.parameters = {name: jnp.array(value) for name, value in problem.initial_parameters().items()}
             self.state = tx.init(self.parameters)
@@ -43,7 +42,7 @@ class JaxRun:
     def step(self, gradients: Mapping[str, np.ndarray]) -> None:
         import jax.numpy as jnp
 
-        with self._precision():
+        with precision(self.dtype):
             given = {name: jnp.array(gradient) for name, gradient in gradients.items()}
             self.parameters, self.state = self.update(given, self.state, self.parameters)
 
@@ -53,9 +52,6 @@ class JaxRun:
     def arrays(self) -> dict[str, dict[str, Any]]:
         """What it holds, as JAX's own arrays: by tensor, then by field of `Held`."""
         return arrays_of(self.parameters, self.state)
-
-    def _precision(self) -> contextlib.AbstractContextManager[Any]:
-        return float64() if self.is_float64 else contextlib.nullcontext()
 
 
 class JaxBackend:

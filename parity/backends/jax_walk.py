@@ -1,12 +1,11 @@
 """The backend "walk": the reverse walk over stacked layers, whose layers make the gradients of the case.
 
-Every tensor of a case lies in the middle one of three stacked layers. Its neighbours start from the same numbers and get
+Every tensor of a case belongs to the middle one of three stacked layers. Its neighbours start from the same numbers and get
 other gradients, so that a gradient that reaches the wrong layer, or a mean square over the whole stack, is seen.
 """
 
 from __future__ import annotations
 
-import contextlib
 import functools
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
@@ -14,8 +13,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ...core.compensation import resolve
+from ...core.dtypes import compute_dtype
 from ..cases import Case, Storage
-from .jax_arguments import Recipe, float64, held_of
+from .jax_arguments import FACTORS, MIDDLE, Recipe, held_of, precision, stack_of_given_gradients
 from .jax_transforms import JaxBackend
 from .protocol import Held
 
@@ -23,11 +23,6 @@ if TYPE_CHECKING:
     from ..events import EventCase, EventRun
     from ..memory import Measured, MemoryCase
     from ..trajectories import Trajectory, TrajectoryRun
-
-FACTORS = (-0.5, 1.0, 0.25)
-"""By which the case's gradients are multiplied, for each layer; those of `MIDDLE` are the case's own."""
-
-MIDDLE = 1
 
 NOT_QUICK = "compiling takes a second a case; leave out --quick, or name the backend with --backend walk"
 """Why a quick run leaves a case out."""
@@ -41,25 +36,12 @@ neighbours, and would clip the middle layer with them if it took its mean over t
 
 
 @functools.lru_cache(maxsize=64)  # cases that differ in their gradients only share what is compiled
-def _transform_and_step(recipe: Recipe, is_float64: bool) -> tuple[Any, Any]:
-    """The transform, and the step of a model whose loss, sum(p*g), has the gradients g that the batch brings."""
-    import jax.numpy as jnp
-
+def _transform_and_step(recipe: Recipe, dtype: str) -> tuple[Any, Any]:
+    """The transform, and the step of a model whose gradients are the batch; `dtype` is the compute dtype."""
     from ... import jax_frontend
 
-    wide = "float64" if is_float64 else "float32"
-
-    def embed(outer: Any, batch: Any) -> Any:
-        return jnp.zeros((), wide)
-
-    def layer(parameters: Mapping[str, Any], x: Any, gradients: Mapping[str, Any]) -> Any:
-        return x + sum(jnp.sum(p.astype(wide) * gradients[name].astype(wide)) for name, p in parameters.items())
-
-    stack = jax_frontend.LayerStack(
-        embed, jax_frontend.Layers(layer, inputs=lambda batch: batch), loss=lambda outer, x, batch: x
-    )
     tx = recipe.transform()
-    return tx, jax_frontend.make_release_step(stack, tx)
+    return tx, jax_frontend.make_release_step(stack_of_given_gradients(dtype), tx)
 
 
 class WalkRun:
@@ -71,9 +53,9 @@ class WalkRun:
         from ... import jax_frontend
 
         problem, self.count = case.problem, 0
-        self.is_float64 = problem.dtype == "float64"
-        tx, self.release = _transform_and_step(Recipe.of(case), self.is_float64)
-        with self._precision():
+        self.dtype = problem.dtype
+        tx, self.release = _transform_and_step(Recipe.of(case), compute_dtype(problem.dtype))
+        with precision(self.dtype):
             layers = {name: jnp.stack([value] * len(FACTORS)) for name, value in problem.initial_parameters().items()}
             self.state = jax_frontend.init_train_state(tx, {"outer": {}, "layers": layers})
 
@@ -85,7 +67,7 @@ class WalkRun:
             name: np.stack([np.asarray(gradient * factor, gradient.dtype) for factor in factors])
             for name, gradient in gradients.items()
         }
-        with self._precision():
+        with precision(self.dtype):
             self.state, _ = self.release(self.state, batch)
 
     def held(self) -> dict[str, Held]:
@@ -95,9 +77,6 @@ class WalkRun:
             lambda leaf: np.array(leaf)[MIDDLE], (self.state.params["layers"], self.state.opt_state.layers)
         )
         return held_of(parameters, state)
-
-    def _precision(self) -> contextlib.AbstractContextManager[Any]:
-        return float64() if self.is_float64 else contextlib.nullcontext()
 
 
 class WalkBackend(JaxBackend):

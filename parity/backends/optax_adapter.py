@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import functools
 from collections.abc import Callable, Collection, Iterable, Mapping
@@ -14,7 +13,7 @@ from ...core.errors import InvalidArgumentError
 from ...core.hyperparameters import Hyperparameters
 from ..cases import Case
 from .declaration import Declaration, check
-from .jax_arguments import float64
+from .jax_arguments import precision
 from .protocol import Held
 
 Make = Callable[[Hyperparameters], Any]
@@ -57,7 +56,6 @@ class TransformRun:
 
         problem = case.problem
         self.problem, self.count = problem, 0
-        self.is_float64 = problem.dtype == "float64"
         start = problem.initial_parameters()
         members: dict[Hyperparameters, list[str]] = {}
         for name, given in problem.hyperparameters_at(1).items():
@@ -65,7 +63,7 @@ class TransformRun:
         groups = tuple((tuple(names), given) for given, names in members.items())
         self.leaders = [names[0] for names, _ in groups]
         tx, self.update = _transform_and_update(make, groups, "schedules" in problem.needs)
-        with self._precision():
+        with precision(self.problem.dtype):
             self.parameters = {name: jnp.array(value) for name, value in start.items()}
             self.state = tx.init(self.parameters)
 
@@ -76,15 +74,12 @@ class TransformRun:
         now = self.problem.hyperparameters_at(self.count)
         # Python numbers, which do not promote bfloat16 as float32 scalars would
         scalars = [(float(now[name].learning_rate), float(now[name].weight_decay)) for name in self.leaders]
-        with self._precision():
+        with precision(self.problem.dtype):
             given = {name: jnp.array(gradient) for name, gradient in gradients.items()}
             self.parameters, self.state = self.update(given, self.state, self.parameters, scalars)
 
     def held(self) -> dict[str, Held]:
         return {name: Held(np.array(parameter)) for name, parameter in self.parameters.items()}
-
-    def _precision(self) -> contextlib.AbstractContextManager[Any]:
-        return float64() if self.is_float64 else contextlib.nullcontext()
 
 
 class TransformBackend(Declaration):

@@ -12,7 +12,7 @@ from ...core.errors import InvalidArgumentError
 from ...core.hyperparameters import Hyperparameters
 from ..cases import Case
 from .declaration import Declaration, check
-from .protocol import Held
+from .protocol import Held, converted
 from .torch_arguments import to_numpy, to_torch
 
 if TYPE_CHECKING:
@@ -62,11 +62,14 @@ class OptimizerRun:
                 raise InvalidArgumentError(f"the optimizer has changed the gradient of {name!r}; work on a copy of it.")
 
     def held(self) -> dict[str, Held]:
-        held = {}
-        for name, parameter in self.parameters.items():
-            kept = {} if self.kept is None else self.kept(self.optimizer, parameter)
-            held[name] = Held(to_numpy(parameter), **{key: to_numpy(value) for key, value in kept.items()})
-        return held
+        return {name: converted(tensors, to_numpy) for name, tensors in self.arrays().items()}
+
+    def arrays(self) -> dict[str, dict[str, Any]]:
+        """What it holds, as PyTorch's own tensors: by tensor, then by field of `Held`."""
+        return {
+            name: {"parameter": parameter.detach(), **({} if self.kept is None else self.kept(self.optimizer, parameter))}
+            for name, parameter in self.parameters.items()
+        }
 
 
 class OptimizerBackend(Declaration):

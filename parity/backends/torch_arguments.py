@@ -2,18 +2,48 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from ...core.array_ops import numpy_dtype
 from ...core.hyperparameters import Hyperparameters
+from ...core.rules import Rule
+from ..cases import Storage
+from .protocol import Held, converted
 
 if TYPE_CHECKING:
     from torch import Tensor
+    from torch.optim import Optimizer
 
 CLASSES = {"stable_adamw": "StableAdamW", "adamw": "AdamW", "adam": "Adam"}
 """Optimizers of the torch frontend by rule."""
+
+
+def optimizer_of(rule: Rule, parameters: Iterable[Tensor], given: Hyperparameters, storage: Storage, **more: Any) -> Any:
+    """An optimizer of the torch frontend; `more` are further arguments of its, such as the backend."""
+    import torch
+
+    from ... import torch_frontend
+
+    made: Any = getattr(torch_frontend, CLASSES[rule.name])
+    state_dtype = None if storage.state_dtype is None else getattr(torch, storage.state_dtype)
+    return made(parameters, **group_of(given), compensation=storage.compensation, state_dtype=state_dtype, **more)
+
+
+def kept_by(optimizer: Optimizer, parameter: Any) -> dict[str, Tensor]:
+    """What the torch frontend keeps for a parameter that was updated, by field of `Held`."""
+    state = optimizer.state[parameter]
+    return {field: state[field] for field in Held._fields if field in state}
+
+
+def held_of(optimizer: Optimizer, named_parameters: Iterable[tuple[str, Tensor]]) -> dict[str, Held]:
+    """The parameters of an optimizer of the torch frontend with what it keeps for them, in numpy."""
+    return {
+        name: converted({"parameter": parameter, **kept_by(optimizer, parameter)}, to_numpy)
+        for name, parameter in named_parameters
+    }
 
 
 def group_of(given: Hyperparameters) -> dict[str, Any]:

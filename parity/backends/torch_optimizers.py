@@ -2,68 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
 from ...core.errors import PenstockError
+from ...core.hyperparameters import Hyperparameters
 from ..cases import Case
-from .protocol import Held, converted
-from .torch_arguments import CLASSES, group_of, to_numpy, to_torch
+from .protocol import Run
+from .torch_adapter import OptimizerRun
+from .torch_arguments import CLASSES, kept_by, optimizer_of
 
 if TYPE_CHECKING:
     from ..events import EventCase, EventRun
     from ..markers import MarkerCase, TorchMarkers
     from ..memory import Measured, MemoryCase
     from ..trajectories import Trajectory, TrajectoryRun
-
-
-class TorchRun:
-    """A torch optimizer with plain `step()` calls; before each, a schedule writes to its groups as torch's schedulers do."""
-
-    def __init__(self, case: Case, backend: str, device: str) -> None:
-        import torch
-
-        from ... import torch_frontend
-
-        problem, storage = case.problem, case.storage
-        self.problem, self.device, self.count = problem, device, 0
-        start = problem.initial_parameters()
-        self.parameters = {name: torch.nn.Parameter(to_torch(value).to(self.device)) for name, value in start.items()}
-        optimizer: Any = getattr(torch_frontend, CLASSES[problem.rule.name])
-        self.optimizer = optimizer(
-            [
-                {"params": [self.parameters[name] for name in names], **group_of(given)}
-                for names, given in zip(problem.setting.groups, problem.group_hyperparameters(), strict=True)
-            ],
-            compensation=storage.compensation,
-            state_dtype=None if storage.state_dtype is None else getattr(torch, storage.state_dtype),
-            backend=backend,
-        )
-
-    def step(self, gradients: Mapping[str, np.ndarray]) -> None:
-        self.count += 1
-        if self.problem.setting.schedule is not None:
-            given = self.problem.group_hyperparameters(self.count)
-            for group, current in zip(self.optimizer.param_groups, given, strict=True):
-                group |= {"lr": current.learning_rate, "weight_decay": current.weight_decay}
-        for name, parameter in self.parameters.items():
-            parameter.grad = to_torch(gradients[name]).to(self.device)
-        self.optimizer.step()
-
-    def held(self) -> dict[str, Held]:
-        return {name: converted(tensors, to_numpy) for name, tensors in self.arrays().items()}
-
-    def arrays(self) -> dict[str, dict[str, Any]]:
-        """What it holds, as PyTorch's own tensors: by tensor, then by field of `Held`."""
-        return {
-            name: {
-                "parameter": parameter.detach(),
-                **{field: self.optimizer.state[parameter].get(field) for field in ("compensation", "exp_avg", "exp_avg_sq")},
-            }
-            for name, parameter in self.parameters.items()
-        }
 
 
 class TorchBackend:
@@ -80,8 +32,17 @@ class TorchBackend:
 
     def __init__(self, name: str, device: str = "cpu") -> None:
         self.name = name
-        self.device = device
-        self.flushes_subnormals = device != "cpu"
+        self._device = device
+
+    @property
+    def device(self) -> str:
+        """Where the parameters are."""
+        return self._device
+
+    @property
+    def flushes_subnormals(self) -> bool:
+        """Whether the device that runs the kernels does."""
+        return self.device != "cpu"
 
     def unavailable(self) -> str | None:
         """The optimizer itself is asked."""
@@ -98,8 +59,11 @@ class TorchBackend:
     def refuses(self, case: Case) -> str | None:
         return None if case.problem.rule.name in CLASSES else f"the torch frontend has no {case.problem.rule.name}"
 
-    def start(self, case: Case) -> TorchRun:
-        return TorchRun(case, self.name, self.device)
+    def start(self, case: Case) -> Run:
+        def make(parameters: list[Any], given: Hyperparameters) -> Any:
+            return optimizer_of(case.problem.rule, parameters, given, case.storage, backend=self.name)
+
+        return OptimizerRun(case, make, kept_by, self.device, keeps_gradients=True)
 
     def refuses_events(self, case: EventCase) -> str | None:
         if case.rule.name not in CLASSES:

@@ -36,7 +36,7 @@ def _round_like_a_device() -> None:
             return to_bfloat16(x)
         if source == tl.bfloat16 and target == tl.float32:
             return (np.ascontiguousarray(x).view(np.uint16).astype(np.uint32) << np.uint32(16)).view(np.float32)
-        with np.errstate(over="ignore"):  # beyond the range of float16 lies infinity, on every device
+        with np.errstate(over="ignore"):  # what float16 cannot hold becomes infinity, on every device
             return original(x, source, target, rounding)
 
     interpreter._convert_float = convert

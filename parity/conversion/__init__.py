@@ -1,6 +1,6 @@
 """State that crosses frameworks: routes from one to the other and back, and what must hold of them."""
 
-from .routes import ROUTES, ConversionCase, Promise, travel
+from .routes import ROUTES, ConversionCase, Promise, run_route
 from .section import Conversion
 
-__all__ = ["ROUTES", "Conversion", "ConversionCase", "Promise", "travel"]
+__all__ = ["ROUTES", "Conversion", "ConversionCase", "Promise", "run_route"]

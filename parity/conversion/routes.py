@@ -20,7 +20,10 @@ from ..backends.protocol import Held
 from ..cases import Case
 from .sides import JaxSide, Side, TorchSide
 
-SIDES: Mapping[str, Callable[[Case], Side]] = MappingProxyType(
+Sides = Mapping[str, Callable[[Case], Side]]
+"""What makes each end of a route, by name."""
+
+SIDES: Sides = MappingProxyType(
     {
         "torch": TorchSide,
         "release": lambda case: TorchSide(case, released=True),
@@ -61,14 +64,14 @@ class Promise:
     other: np.ndarray
 
 
-def travel(conversion: ConversionCase) -> tuple[list[Promise], Mapping[str, Held]]:
-    """The route once: `HALF` steps, the change, `HALF` steps.
+def run_route(conversion: ConversionCase, sides: Sides = SIDES) -> tuple[list[Promise], Mapping[str, Held]]:
+    """Run a route once: `HALF` steps, the change of framework, `HALF` steps.
 
     Returns:
         What must be equal after the first half; what the tensors of the case are at the end.
     """
     case, (start, end) = conversion.case, conversion.route
-    before, after, back = SIDES[start](case), SIDES[end](case), SIDES[start](case)
+    before, after, back = sides[start](case), sides[end](case), sides[start](case)
     for step in range(1, HALF + 1):
         before.step(case.problem.gradients(step))
     after.step(case.problem.gradients(1))  # what it has learnt itself must go

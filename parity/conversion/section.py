@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 from collections.abc import Iterator, Sequence
 
@@ -16,7 +15,7 @@ from ..compare import Finding, Refusal, failed, identical, rows
 from ..progress import Progress
 from ..settings import named
 from ..truth import Truth, truths
-from .routes import BACKENDS, HALF, PLAIN_ROUTES, ROUTES, ConversionCase, travel
+from .routes import BACKENDS, HALF, PLAIN_ROUTES, ROUTES, SIDES, ConversionCase, Sides, run_route
 
 SETTING = named("shapes")
 """Tensors of odd shapes, 0-d and zero-size among them."""
@@ -26,10 +25,13 @@ QUICK = ("conversion/torch-jax/adam/float32/none", "conversion/jax-torch/stable_
 
 
 class Conversion:
-    """The section "conversion" of the suite."""
+    """The section "conversion" of the suite; `sides` makes the ends of its routes."""
 
     name = "conversion"
     title = "State that crosses frameworks: the same bits there and back, and a run that goes on within its bounds"
+
+    def __init__(self, sides: Sides = SIDES) -> None:
+        self.sides = sides
 
     def cases(self, *, quick: bool) -> list[ConversionCase]:
         """Every rule, dtype and compensation between plain steps, the defaults between releases; or `QUICK`."""
@@ -41,9 +43,6 @@ class Conversion:
                     routes = ROUTES if storage.compensation == resolve("auto", dtype) else PLAIN_ROUTES
                     found += [ConversionCase(route, Case(problem, storage)) for route in routes]
         return [each for each in found if each.name in QUICK] if quick else found
-
-    def parts(self, cases: Sequence[ConversionCase], backends: Sequence[Backend]) -> int:
-        return len({each.case.problem for each in cases}) + len(cases)
 
     def run(
         self, backends: Sequence[Backend], cases: Sequence[ConversionCase], steps: Sequence[int], progress: Progress
@@ -58,21 +57,20 @@ class Conversion:
                 start, end = (BACKENDS[side] for side in conversion.route)
                 progress(conversion.name, end)
                 if {start, end} <= chosen:
-                    yield from _findings(conversion, end, truth)
+                    yield from _findings(conversion, self.sides, end, truth)
                 elif chosen & {start, end}:
                     (there,) = chosen & {start, end}
                     (missing,) = {start, end} - chosen
                     yield Refusal(conversion.name, there, f"it exchanges state with {missing}, which does not run")
 
 
-def _findings(conversion: ConversionCase, backend: str, truth: Truth) -> Iterator[Finding]:
+def _findings(conversion: ConversionCase, sides: Sides, backend: str, truth: Truth) -> Iterator[Finding]:
     """What one route shows. What it raises becomes a broken row, and the suite goes on."""
     try:
-        promises, held = travel(conversion)
+        promises, held = run_route(conversion, sides)
     except FAILURES as error:
         yield failed(conversion.name, backend, HALF, error, "state")
         return
     for promise in promises:
         yield identical(conversion.name, backend, HALF, promise.quantity, promise.one, promise.other)
-    for row in rows(conversion.case, backend, held, truth):
-        yield dataclasses.replace(row, case=conversion.name)
+    yield from rows(conversion.case, backend, held, truth, name=conversion.name)

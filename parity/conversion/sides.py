@@ -1,13 +1,12 @@
 """The ends of a route: a run in one framework that can be saved to a portable file and go on from one.
 
 Every tensor of a case is there twice, as two layers that start from the same numbers. The first has the case's own gradients,
-the other those times a factor. One side keeps its layers apart, another stacks them; in a file they are "layers.0.matrix",
+the other those times a factor. One side keeps its layers separate, another stacks them; in a file they are "layers.0.matrix",
 "layers.1.matrix" and so on, whatever side has written it.
 """
 
 from __future__ import annotations
 
-import contextlib
 import functools
 from collections.abc import Mapping
 from pathlib import Path
@@ -15,11 +14,12 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from ...core.dtypes import compute_dtype
 from ...core.hyperparameters import Hyperparameters
 from ...core.rules import Rule
-from ..backends.jax_arguments import float64, transform_of
+from ..backends.jax_arguments import precision, stack_of_given_gradients, transform_of
 from ..backends.protocol import Held
-from ..backends.torch_arguments import CLASSES, group_of, to_numpy, to_torch
+from ..backends.torch_arguments import held_of, optimizer_of, to_torch
 from ..cases import Case, Storage
 
 FACTORS = (1.0, -0.5)
@@ -61,8 +61,7 @@ class TorchSide:
 
         from ... import torch_frontend
 
-        problem, storage = case.problem, case.storage
-        given = problem.hyperparameters
+        problem = case.problem
         start = problem.initial_parameters()
         self.model = torch.nn.Module()
         self.layers = torch.nn.ModuleList(
@@ -70,14 +69,8 @@ class TorchSide:
             for _ in FACTORS
         )
         self.model.add_module("layers", self.layers)
-        optimizer: Any = getattr(torch_frontend, CLASSES[problem.rule.name])
-        self.optimizer = optimizer(
-            self.model.parameters(),
-            **group_of(given),
-            compensation=storage.compensation,
-            state_dtype=None if storage.state_dtype is None else getattr(torch, storage.state_dtype),
-            backend="eager",
-        )
+        given = problem.hyperparameters
+        self.optimizer = optimizer_of(problem.rule, self.model.parameters(), given, case.storage, backend="eager")
         if released:
             torch_frontend.release_gradients(self.model, self.optimizer)
 
@@ -105,16 +98,12 @@ class TorchSide:
         torch_frontend.import_state(path, self.optimizer, self.model, parameters=True)
 
     def held(self) -> dict[str, Held]:
-        held = {}
-        for name, parameter in self.model.named_parameters():
-            state = self.optimizer.state[parameter]
-            fields = {field: to_numpy(state[field]) for field in Held._fields if field in state}
-            held[name.removeprefix("layers.")] = Held(to_numpy(parameter), **fields)
-        return held
+        named = self.model.named_parameters()
+        return held_of(self.optimizer, ((name.removeprefix("layers."), parameter) for name, parameter in named))
 
 
 class JaxSide:
-    """`penstock.jax_frontend` with layers apart, under `make_update`, or stacked, under `make_release_step`."""
+    """`penstock.jax_frontend` with separate layers, under `make_update`, or stacked, under `make_release_step`."""
 
     def __init__(self, case: Case, *, stacked: bool = False) -> None:
         import jax.numpy as jnp
@@ -122,10 +111,11 @@ class JaxSide:
         from ... import jax_frontend
 
         problem = case.problem
-        self.stacked, self.is_float64 = stacked, problem.dtype == "float64"
-        self.tx, self.advance = _compiled(problem.rule, problem.hyperparameters, case.storage, stacked, self.is_float64)
+        self.stacked, self.dtype = stacked, problem.dtype
+        compute = compute_dtype(problem.dtype)
+        self.tx, self.advance = _compiled(problem.rule, problem.hyperparameters, case.storage, stacked, compute)
         start = problem.initial_parameters()
-        with self._precision():
+        with precision(self.dtype):
             if stacked:
                 layers: Any = {name: jnp.stack([value for _ in FACTORS]) for name, value in start.items()}
                 params = {"outer": {}, "layers": layers}
@@ -139,7 +129,7 @@ class JaxSide:
         from ... import jax_frontend
 
         layers = layers_of(gradients)
-        with self._precision():
+        with precision(self.dtype):
             if self.stacked:
                 self.state, _ = self.advance(
                     self.state, {name: np.stack([each[name] for each in layers]) for name in gradients}
@@ -152,13 +142,13 @@ class JaxSide:
     def save(self, path: Path) -> None:
         from ... import jax_frontend
 
-        with self._precision():
+        with precision(self.dtype):
             jax_frontend.export_state(path, self.tx, self.state, parameters=True)
 
     def load(self, path: Path) -> None:
         from ... import jax_frontend
 
-        with self._precision():
+        with precision(self.dtype):
             self.state = jax_frontend.import_state(path, self.tx, self.state, parameters=True)
 
     def held(self) -> dict[str, Held]:
@@ -179,28 +169,13 @@ class JaxSide:
             for name in names
         }
 
-    def _precision(self) -> contextlib.AbstractContextManager[Any]:
-        return float64() if self.is_float64 else contextlib.nullcontext()
-
 
 @functools.lru_cache(maxsize=64)
-def _compiled(rule: Rule, given: Hyperparameters, storage: Storage, stacked: bool, is_float64: bool) -> tuple[Any, Any]:
-    """The transform, and what makes a step with it. is_float64: in the key only, as it is when the step is traced."""
-    import jax.numpy as jnp
-
+def _compiled(rule: Rule, given: Hyperparameters, storage: Storage, stacked: bool, dtype: str) -> tuple[Any, Any]:
+    """The transform, and what makes a step with it; `dtype` is the compute dtype."""
     from ... import jax_frontend
 
     tx = transform_of(rule, given, storage)
     if not stacked:
         return tx, jax_frontend.make_update(tx)
-    wide = "float64" if is_float64 else "float32"
-
-    def layer(parameters: Mapping[str, Any], x: Any, gradients: Mapping[str, Any]) -> Any:
-        return x + sum(jnp.sum(p.astype(wide) * gradients[name].astype(wide)) for name, p in parameters.items())
-
-    stack = jax_frontend.LayerStack(
-        lambda outer, batch: jnp.zeros((), wide),
-        jax_frontend.Layers(layer, inputs=lambda batch: batch),
-        loss=lambda outer, x, batch: x,
-    )
-    return tx, jax_frontend.make_release_step(stack, tx)
+    return tx, jax_frontend.make_release_step(stack_of_given_gradients(dtype), tx)

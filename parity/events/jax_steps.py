@@ -6,7 +6,6 @@ micro-batch's gradients are multiplied by their number, a power of two, which ch
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import pickle
 from collections.abc import Callable, Mapping
@@ -14,16 +13,14 @@ from typing import Any
 
 import numpy as np
 
-from ..backends.jax_arguments import float64, held_of
+from ...core.dtypes import compute_dtype
+from ..backends.jax_arguments import FACTORS, MIDDLE, held_of, precision, product
 from ..backends.protocol import Held
 from .recorded import SHAPES, WEIGHT_DECAY, Backward, Event, EventCase, EventSequence, Step
 
 OUTER = ("scalar",)
-"""Of the walk, the tensors that belong to no layer; the others lie in the middle one of three stacked layers."""
-
-MIDDLE = 1
-FACTORS = (-0.5, 1.0, 0.25)
-"""By which the gradients are multiplied, for each layer; under clipping the neighbours' are zero, as the norm is of all."""
+"""Of the walk, the tensors that belong to no layer. The others are those of the `MIDDLE` one of three stacked layers; under
+clipping the gradients of its neighbours are zero, as the norm is of all."""
 
 
 def refusal(case: EventCase, *, walk: bool) -> str | None:
@@ -63,7 +60,7 @@ class JaxEvents:
         self.passes = 0
         sequence = case.sequence
         tx = self.tx = _transform(case.rule.name, rates_of(sequence), case.storage.compensation)
-        with self._precision():
+        with precision(self.case.dtype):
             start = {name: jnp.array(value) for name, value in case.initial_parameters().items()}
             if walk:
                 layers = {name: jnp.stack([value] * len(FACTORS)) for name, value in start.items() if name not in OUTER}
@@ -113,7 +110,7 @@ class JaxEvents:
 
         self.passes, given = pickle.loads(saved)
         leaves, treedef = jax.tree.flatten(self.state)
-        with self._precision():
+        with precision(self.case.dtype):
             loaded = [
                 jnp.array(np.frombuffer(data, leaf.dtype).reshape(leaf.shape)) for data, leaf in zip(given, leaves, strict=True)
             ]
@@ -128,12 +125,9 @@ class JaxEvents:
         self.waiting = []
         make = _release_step if self.walk else _train_step
         in_state = sequence.accumulation == "state" and count > 1
-        step = make(self.tx, self.case.dtype == "float64", count, sequence.max_norm, in_state)
-        with self._precision():
+        step = make(self.tx, compute_dtype(self.case.dtype), count, sequence.max_norm, in_state)
+        with precision(self.case.dtype):
             self.state, _ = step(self.state, batch)
-
-    def _precision(self) -> contextlib.AbstractContextManager[Any]:
-        return float64() if self.case.dtype == "float64" else contextlib.nullcontext()
 
 
 def rates_of(sequence: EventSequence) -> tuple[float, ...]:
@@ -155,48 +149,41 @@ def _transform(rule: str, rates: tuple[float, ...], compensation: str) -> Any:
     return transform(learning_rate, weight_decay=WEIGHT_DECAY, compensation=compensation)
 
 
-def _product(parameters: Mapping[str, Any], gradients: Mapping[str, Any], wide: str) -> Any:
+def _product(parameters: Mapping[str, Any], gradients: Mapping[str, Any], dtype: str) -> Any:
     """sum(p*g), whose gradient is g; a parameter with gradients (uses, ...) is used as often."""
-    import jax.numpy as jnp
-
-    terms = [
-        jnp.sum(parameter.astype(wide) * gradients[name][use].astype(wide))
+    return sum(
+        product({name: parameter}, {name: gradients[name][use]}, dtype)
         for name, parameter in parameters.items()
         for use in range(gradients[name].shape[0])
-    ]
-    return sum(terms)
+    )
 
 
 @functools.lru_cache(maxsize=64)
-def _train_step(tx: Any, is_float64: bool, microbatches: int, max_norm: float | None, in_state: bool) -> Callable[..., Any]:
+def _train_step(tx: Any, dtype: str, microbatches: int, max_norm: float | None, in_state: bool) -> Callable[..., Any]:
     from ... import jax_frontend
 
-    wide = "float64" if is_float64 else "float32"
-
     def loss(params: Any, batch: Any) -> Any:
-        return _product(params, {name: of_chunk[0] for name, of_chunk in batch.items()}, wide)
+        return _product(params, {name: of_chunk[0] for name, of_chunk in batch.items()}, dtype)
 
     return jax_frontend.make_train_step(loss, tx, microbatches=microbatches, max_norm=max_norm)
 
 
 @functools.lru_cache(maxsize=64)
-def _release_step(tx: Any, is_float64: bool, microbatches: int, max_norm: float | None, in_state: bool) -> Callable[..., Any]:
+def _release_step(tx: Any, dtype: str, microbatches: int, max_norm: float | None, in_state: bool) -> Callable[..., Any]:
     import jax.numpy as jnp
 
     from ... import jax_frontend
-
-    wide = "float64" if is_float64 else "float32"
 
     def inputs(batch: Any) -> Any:
         factors = FACTORS if max_norm is None else (0.0, 1.0, 0.0)
         return {name: jnp.stack([of_chunk[0] * factor for factor in factors]) for name, of_chunk in batch.items()}
 
     def loss(outer: Any, x: Any, batch: Any) -> Any:
-        return x + _product(outer, {name: batch[name][0] for name in OUTER}, wide)
+        return x + _product(outer, {name: batch[name][0] for name in OUTER}, dtype)
 
     stack = jax_frontend.LayerStack(
-        lambda outer, batch: jnp.zeros((), wide),
-        jax_frontend.Layers(lambda params, x, given: x + _product(params, given, wide), inputs=inputs),
+        lambda outer, batch: jnp.zeros((), dtype),
+        jax_frontend.Layers(lambda params, x, given: x + _product(params, given, dtype), inputs=inputs),
         loss,
     )
     accumulation = "state" if in_state else None

@@ -101,7 +101,7 @@ class EventSequence:
         return sum(isinstance(event, Step) for event in self.events)
 
     def groups(self) -> Iterator[tuple[float, list[tuple[int, Backward]], bool]]:
-        """What lies between boundaries: the learning rate, the passes with their numbers, whether a step() ends it."""
+        """What is between boundaries: the learning rate, the passes with their numbers, whether a step() ends it."""
         rate, passes, number = LEARNING_RATE, [], 0
         for event in self.events:
             if isinstance(event, LearningRate):

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 
 from ...core.rules import RULES, Rule
 from ..backends.calls import FAILURES, reason
-from ..backends.protocol import Backend, Held
-from ..bounds import spacing, stored_spacing
-from ..compare import Finding, Refusal, Row, Unit, against, failed, identical, numbers
+from ..backends.protocol import Backend
+from ..cases import Case
+from ..compare import Finding, Refusal, Row, failed, identical, rows
 from ..progress import Progress
+from ..truth import Truth
 from .protocol import RunsEvents
 from .recorded import SHAPES, EventCase
 from .sequences import SEQUENCES
@@ -36,9 +36,6 @@ class Events:
         if quick:
             return [EventCase(sequence, *pair) for sequence, pair in zip(SEQUENCES, _turns(pairs), strict=True)]
         return [EventCase(sequence, *pair) for sequence in SEQUENCES for pair in pairs]
-
-    def parts(self, cases: Sequence[EventCase], backends: Sequence[Backend]) -> int:
-        return len(cases) * (1 + len(backends))
 
     def run(
         self, backends: Sequence[Backend], cases: Sequence[EventCase], steps: Sequence[int], progress: Progress
@@ -83,7 +80,9 @@ def run_case(name: str, backend: RunsEvents, case: EventCase, true: EventTruth) 
             running.run(event)
             live.append(list(running.live_bytes() or ()))
         at = "held()"
-        found = rows(name, case, running.held(), true)
+        stored = Case(case.problem(), case.storage)
+        bounds = {case.storage: true.bounds}
+        found = rows(stored, name, running.held(), Truth(steps, true.values, bounds, bounds), name=case.name)
         at = "updates()"
         updates = running.updates()
         counts = [np.asarray([of[tensor] for tensor in SHAPES], np.int64) for of in (updates, true.updates)]
@@ -96,18 +95,3 @@ def run_case(name: str, backend: RunsEvents, case: EventCase, true: EventTruth) 
     except FAILURES as error:
         return [failed(case.name, name, steps, error, at=at)]
     return found
-
-
-def rows(name: str, case: EventCase, held: Mapping[str, Held], true: EventTruth) -> list[Row]:
-    """What is held against the truth: one row a quantity."""
-    units: dict[str, Unit] = {
-        "parameter": functools.partial(stored_spacing, case.dtype, case.storage.compensation),
-        "exp_avg": functools.partial(spacing, case.moments.exp_avg),
-        "exp_avg_sq": functools.partial(spacing, case.moments.exp_avg_sq),
-    }
-    return [
-        against(
-            case.name, name, case.sequence.steps, quantity, value, true.values[quantity], true.bounds[quantity], units[quantity]
-        )
-        for quantity, value in numbers(case.problem(), held).items()
-    ]

@@ -21,7 +21,7 @@ POLICIES = {None: Policy.RELEASE, "hold": Policy.HOLD, "state": Policy.STATE}
 
 
 class NumpyEvents:
-    """The shortest frontend there can be: statuses, gradients and a ledger beside the parameters."""
+    """The shortest frontend there can be: statuses, gradients and a ledger, besides the parameters."""
 
     def __init__(self, case: EventCase) -> None:
         self.case = case
@@ -113,10 +113,10 @@ class NumpyEvents:
 
     def _clip(self, gradients: Iterable[np.ndarray]) -> Any:
         """The factor that clips the norm of these gradients together."""
-        wide = numpy_dtype(compute_dtype(self.case.dtype))
-        norm = np.sqrt(sum((np.sum(gradient.astype(wide) ** 2) for gradient in gradients), wide.type(0.0)))
+        compute = numpy_dtype(compute_dtype(self.case.dtype))
+        norm = np.sqrt(sum((np.sum(gradient.astype(compute) ** 2) for gradient in gradients), compute.type(0.0)))
         largest = self.case.sequence.max_norm
-        return wide.type(1.0) if largest is None or norm <= largest else wide.type(largest) / norm
+        return compute.type(1.0) if largest is None or norm <= largest else compute.type(largest) / norm
 
     def _do(self, name: str, action: Action, factors: tuple[Any, ...] = ()) -> None:
         """What was decided."""

@@ -8,7 +8,7 @@ import weakref
 from typing import TYPE_CHECKING, Any
 
 from ..backends.protocol import Held
-from ..backends.torch_arguments import CLASSES, group_of, to_numpy, to_torch
+from ..backends.torch_arguments import optimizer_of, to_numpy, to_torch
 from .recorded import TIED, Backward, Event, EventCase, LearningRate, Step
 
 if TYPE_CHECKING:
@@ -30,7 +30,7 @@ class TorchEvents:
         import torch
 
         from ... import torch_frontend
-        from ..live_gradients import LiveGradientMeter
+        from ...planner.live_gradients import LiveGradientMeter
 
         self.case, self.device, sequence = case, device, case.sequence
         start = case.initial_parameters()
@@ -40,11 +40,11 @@ class TorchEvents:
             self.model.register_parameter(name, parameter)
         if sequence.tied:
             self.model.register_parameter(f"{TIED}_again", self.parameters[TIED])
-        given = case.hyperparameters()
-        optimizer: Any = getattr(torch_frontend, CLASSES[case.rule.name])
-        self.optimizer = optimizer(
+        self.optimizer = optimizer_of(
+            case.rule,
             self.model.parameters(),
-            **group_of(given),
+            case.hyperparameters(),
+            case.storage,
             backend=backend,
             on_nonfinite="skip" if sequence.skips else "propagate",
         )

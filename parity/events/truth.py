@@ -130,7 +130,7 @@ def live_bytes(case: EventCase) -> list[int]:
 
 
 def _summed(case: EventCase, gradients: list[np.ndarray]) -> Used:
-    """Gradients added up. A backend adds in their dtype, or in a wider one and rounds the sum: a rounding each, at most."""
+    """Gradients added up. A backend adds in their dtype, or in a higher one and rounds the sum: a rounding each, at most."""
     total, reach = np.zeros_like(gradients[0]), np.zeros_like(gradients[0])
     for gradient in gradients:
         total = total + gradient
@@ -152,14 +152,14 @@ def _clipped(case: EventCase, whole: Micro, max_norm: float, norm_eps: float) ->
     count = sum(gradient.value.size for gradient in gradients)
     norm = float(np.sqrt(sum(np.sum(gradient.value**2) for gradient in gradients)))
     factor = min(1.0, max_norm / (norm + norm_eps)) if norm > 0.0 else 1.0
-    wide = compute_dtype(case.dtype)
-    of_factor = SIDES[wide] * unit_roundoff(wide) * ((count + 4) / 2.0 + 4.0)
+    compute = compute_dtype(case.dtype)
+    of_factor = SIDES[compute] * unit_roundoff(compute) * ((count + 4) / 2.0 + 4.0)
     of_norm = float(np.sqrt(sum(np.sum(gradient.error**2) for gradient in gradients))) / norm if norm > 0.0 else 0.0
 
     def clipped(gradient: Used) -> Used:
         value = factor * gradient.value
         error = factor * gradient.error + (of_factor + of_norm) * np.abs(value)
-        return Used(value, error + SIDES[wide] * spacing(case.dtype, np.abs(value) + error) / 2.0)
+        return Used(value, error + SIDES[compute] * spacing(case.dtype, np.abs(value) + error) / 2.0)
 
     return {name: [clipped(gradient) for gradient in each] for name, each in whole.items()}
 

@@ -10,9 +10,9 @@ import numpy as np
 
 from ...core.hyperparameters import Hyperparameters
 from ...core.rules import RULES, Rule
-from ..demonstration.initialisation import Parameters, initial_parameters
-from ..demonstration.settings import ModelShape
-from ..demonstration.text import Batches
+from ...demonstration.initialisation import Parameters, initial_parameters
+from ...demonstration.settings import ModelShape
+from ...demonstration.text import Batches
 
 MODES = {
     "step": "a backward pass, then the update of all parameters",
@@ -21,7 +21,7 @@ MODES = {
     "clip": "the global norm clipped, exact",
     "state": "two micro-batches, into the moments",
 }
-"""The first part of a case's name, and what it stands for."""
+"""The first part of a case's name, and its meaning."""
 
 SHAPE = ModelShape(vocabulary=32, width=32, layers=2, heads=4, context=16)
 BATCH_SIZE = 8

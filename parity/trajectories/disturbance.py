@@ -1,6 +1,6 @@
 """Monte Carlo arithmetic: every operand of a float64 run is disturbed by a small random relative amount.
 
-What it is for stands in `parity.trajectories.rounding`.
+`parity.trajectories.rounding` says what it is for.
 """
 
 from __future__ import annotations

@@ -11,10 +11,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from ... import jax_frontend
+from ...demonstration.jax_model import apply_layer, cross_entropy, embedded, make_loss
 from ..backends.jax_arguments import Recipe, float64, held_of
 from ..backends.protocol import Held
 from ..cases import Storage
-from ..demonstration.jax_model import apply_layer, cross_entropy, embedded, make_loss
 from .cases import SHAPE, Trajectory, start
 
 

@@ -25,9 +25,6 @@ class Trajectories:
     def cases(self, *, quick: bool) -> Sequence[Trajectory]:
         return trajectories(quick=quick)
 
-    def parts(self, cases: Sequence[Trajectory], backends: Sequence[Backend]) -> int:
-        return len(cases) * (len(backends) + 1)
-
     def run(
         self, backends: Sequence[Backend], cases: Sequence[Trajectory], steps: Sequence[int], progress: Progress
     ) -> Iterator[Finding]:

@@ -9,10 +9,11 @@ import torch
 from torch import Tensor
 
 from ... import torch_frontend
+from ...demonstration.torch_model import Transformer
 from ...torch_frontend.clipping import NORM_EPS
 from ..backends.protocol import Held
-from ..backends.torch_arguments import CLASSES, group_of, to_numpy
-from ..demonstration.torch_model import Transformer
+from ..backends.torch_arguments import held_of, optimizer_of
+from ..cases import Storage
 from .cases import SHAPE, Trajectory, start
 
 
@@ -30,13 +31,8 @@ class TorchTrajectory:
     def __init__(self, case: Trajectory, backend: str, device: str) -> None:
         self.case, self.device = case, device
         self.model = Transformer(start(case.dtype), SHAPE).to(device)
-        given = case.hyperparameters
-        optimizer: Any = getattr(torch_frontend, CLASSES[case.rule.name])
-        self.optimizer = optimizer(
-            self.model.parameters(),
-            **group_of(given),
-            backend=backend,
-        )
+        storage = Storage("none", None)
+        self.optimizer = optimizer_of(case.rule, self.model.parameters(), case.hyperparameters, storage, backend=backend)
         self.is_last = True
         self.release = None if case.mode == "step" else self._release()
 
@@ -58,8 +54,4 @@ class TorchTrajectory:
         self.optimizer.zero_grad()
 
     def held(self) -> dict[str, Held]:
-        held = {}
-        for name, parameter in self.model.named_parameters():
-            state = self.optimizer.state[parameter]
-            held[name] = Held(to_numpy(parameter), None, to_numpy(state["exp_avg"]), to_numpy(state["exp_avg_sq"]))
-        return held
+        return held_of(self.optimizer, self.model.named_parameters())

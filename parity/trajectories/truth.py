@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from ...core.reference import Gradient, Reference, ReferenceTensor, Settings
-from ..demonstration.torch_model import Transformer
+from ...demonstration.torch_model import Transformer
 from .cases import LEARNING_RATE, SHAPE, TERMS, WEIGHT_DECAY, Trajectory, batches, flatten, start
 from .disturbance import Disturbance
 

@@ -48,7 +48,7 @@ def test_without_changes_the_copy_is_the_same(file: Path, capsys: pytest.Capture
 
 def test_names_there_and_back(file: Path) -> None:
     table, there, back = (file.with_name(name) for name in ("table.json", "there", "back"))
-    table.write_text(json.dumps({"layers.w": {"name": "h.{layer}.weight", "transposed": True}}))
+    table.write_text(json.dumps({"layers.w": {"name": [f"h.{n}.weight" for n in range(3)], "transposed": True}}))
     assert main(["convert", str(file), str(there), "--names", str(table)]) == 0
     assert set(load(there).parameters) == {"h.0.weight", "h.1.weight", "h.2.weight", "b\x1b[2J"}
     assert load(there).parameters["h.0.weight"].shape == (4, 2)

@@ -16,10 +16,10 @@ from rich.console import Console
 
 from penstock.__main__ import main
 from penstock.commands import demo
-from penstock.parity.demonstration import demonstrate as demonstration
-from penstock.parity.demonstration.figure import check_output
-from penstock.parity.demonstration.results import Run
-from penstock.parity.demonstration.settings import ModelShape
+from penstock.demonstration import demonstrate as demonstration
+from penstock.demonstration.figure import check_output
+from penstock.demonstration.results import Run
+from penstock.demonstration.settings import ModelShape
 
 TINY = ModelShape(width=16, layers=3, heads=2, context=16)
 SOURCE = Path(__file__).resolve().parents[2] / "src"
@@ -152,7 +152,7 @@ def test_a_run_with_a_nan_does_not_agree() -> None:
 
 def test_the_command_module_imports_no_framework() -> None:
     code = (
-        "import sys, penstock.commands.demo, penstock.parity.demonstration.settings;"
+        "import sys, penstock.commands.demo, penstock.demonstration.settings;"
         "sys.exit(bool({'torch', 'jax', 'matplotlib', 'rich'} & set(sys.modules)))"
     )
     environment = {**os.environ, "PYTHONPATH": str(SOURCE)}

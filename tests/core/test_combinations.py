@@ -29,7 +29,7 @@ def test_a_refusal_names_the_remedy_and_require_raises_it() -> None:
             assert require(combination) == found
 
 
-def test_what_never_goes_together() -> None:
+def test_modes_that_need_the_whole_gradient_refuse_in_state_accumulation() -> None:
     assert verdict(Combination(clipping="global_norm", accumulation="state")).kind is Kind.REFUSED
     assert verdict(Combination(loss_scaling="dynamic", accumulation="state")).kind is Kind.REFUSED
     assert verdict(Combination(accumulation="state")).kind is Kind.APPROXIMATE

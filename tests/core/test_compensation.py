@@ -94,7 +94,7 @@ def test_kahan_keeps_twice_the_digits(values: list[float]) -> None:
 
 
 @pytest.mark.parametrize(("dtype", "compensation"), PAIRS)
-def test_what_is_not_finite_stays_so(dtype: str, compensation: str) -> None:
+def test_nonfinite_numbers_stay_nonfinite(dtype: str, compensation: str) -> None:
     x = np.array([np.inf, -np.inf, np.nan], np.float32)
     back, _ = there_and_back(x, compensation, dtype)
     assert np.array_equal(back, x, equal_nan=True)

@@ -242,7 +242,7 @@ HUGE: dict[str, bytes] = {
 
 
 @pytest.mark.parametrize("claim", HUGE)
-def test_what_the_library_refuses_is_one_sentence(tmp_path: Path, claim: str) -> None:
+def test_an_error_of_the_safetensors_library_is_one_sentence(tmp_path: Path, claim: str) -> None:
     path = tmp_path / "file"
     path.write_bytes(HUGE[claim])
     assert LIBRARY in refused(path)
@@ -290,7 +290,7 @@ def test_a_shape_that_no_array_can_have_is_refused(file: Path, shape: list[int])
 
 
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="the peak of a process is read from Linux's /proc")
-def test_what_a_file_only_claims_costs_no_memory(file: Path) -> None:
+def test_sizes_that_a_file_only_claims_cost_no_memory(file: Path) -> None:
     """Headers and arrays that are not there; also where everything else agrees with them."""
     folder = file.with_name("claims")
     folder.mkdir()
@@ -321,7 +321,7 @@ class Executed:
         return os.mkdir, (str(self.path),)
 
 
-def test_nothing_is_executed(tmp_path: Path) -> None:
+def test_loading_executes_nothing(tmp_path: Path) -> None:
     path, trace = tmp_path / "file", tmp_path / "trace"
     path.write_bytes(pickle.dumps(Executed(trace)))
     refused(path)
@@ -330,7 +330,7 @@ def test_nothing_is_executed(tmp_path: Path) -> None:
     assert trace.exists()
 
 
-def test_what_is_no_file_is_refused(tmp_path: Path, file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_path_without_a_file_is_refused(tmp_path: Path, file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert "it is not a regular file" in refused(tmp_path)
     assert "cannot be read: No such file or directory" in refused(tmp_path / "nowhere")
     assert "cannot be read: Not a directory" in refused(file / "below")

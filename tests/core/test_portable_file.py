@@ -114,7 +114,7 @@ def test_describe_reads_no_moments(tmp_path: Path) -> None:
         load(tmp_path / "file")
 
 
-def test_what_is_left_out_is_gone_and_the_rest_is_as_it_was() -> None:
+def test_left_out_arrays_are_gone_and_the_rest_is_unchanged() -> None:
     made = state()
     assert with_rule(made, "adam").rule == "adam"
     for changed, gone in ((without_compensation(made), "compensation"), (without_parameters(made), "parameter")):

@@ -14,12 +14,20 @@ from hypothesis import strategies as st
 from tests.support.portable_states import KINDS, contents, parameter, state
 
 from penstock.core.errors import InvalidArgumentError
-from penstock.core.portable.names import Names, Target, Transposed, inverted, parse_table, table_of
-from penstock.core.portable.rename import rename
+from penstock.core.portable.names import Line, Names, Target, Transposed, inverted, parse_table, table_of
+from penstock.core.portable.rename import rename as renamed
 from penstock.core.portable.state import PortableGroup, PortableState
 
 SPLIT = ("bfloat16", "split")
 KAHAN = ("float16", "kahan")
+
+
+def rename(given: PortableState, names: Names) -> PortableState:
+    return renamed(given, table_of(names, given.parameters))
+
+
+def h(count: int, last: str = ".weight") -> list[str]:
+    return [f"h.{n}{last}" for n in range(count)]
 
 
 def stacked() -> PortableState:
@@ -42,27 +50,32 @@ TABLES: dict[str, Names] = {
     "a function that transposes": lambda name: Transposed(name) if name == "head" else name,
     "transposed": {"head": Transposed("lm_head.weight")},
     "axes": {"layers.cube": Transposed("cube", (2, 0, 3, 1)), "layers.w": Transposed("w", (1, 2, 0))},
-    "layers apart": {"layers.w": "h.{layer}.weight", "layers.cube": "h.{layer}.cube"},
-    "layers apart, transposed": {"layers.w": Transposed("h.{layer}.weight"), "layers.cube": Transposed("{layer}", (1, 2, 0))},
+    "layers apart": {"layers.w": h(3), "layers.cube": h(3, ".cube")},
+    "layers apart, transposed": {"layers.w": Transposed(h(3)), "layers.cube": Transposed(["0", "1", "2"], (1, 2, 0))},
 }
 
 
 @pytest.mark.parametrize("names", TABLES)
 def test_there_and_back_is_bit_for_bit(names: str) -> None:
     made = stacked()
-    there = rename(made, TABLES[names])
-    back = inverted(table_of(TABLES[names], made.parameters))
-    assert contents(rename(there, back)) == contents(made)
+    table = table_of(TABLES[names], made.parameters)
+    there, back = renamed(made, table), inverted(table)
+    assert contents(renamed(there, back)) == contents(made)
     assert (contents(there) == contents(made)) == (names == "none")
     # and in the other direction, from the layers that are apart
-    table = table_of(back, there.parameters)
-    assert contents(rename(rename(there, table), inverted(table))) == contents(there)
+    assert contents(renamed(renamed(there, back), inverted(back))) == contents(there)
+
+
+def test_a_tuple_of_names_is_stacked() -> None:
+    made = stacked()
+    there = rename(made, {"layers.w": Transposed(h(3))})
+    assert contents(rename(there, {tuple(h(3)): Transposed("layers.w")})) == contents(made)
 
 
 @pytest.mark.parametrize("kind", KINDS, ids="-".join)
 def test_every_array_of_every_layer_is_where_it_should_be(kind: tuple[str, str]) -> None:
     made = state({"layers.w": parameter((3, 2, 4), kind, seed=1, step=7)})
-    there = rename(made, {"layers.w": Transposed("h.{layer}.weight")})
+    there = rename(made, {"layers.w": Transposed(h(3))})
     assert there.groups[0].parameters == ("h.0.weight", "h.1.weight", "h.2.weight")
     given = made.parameters["layers.w"]
     for number in range(3):
@@ -82,17 +95,16 @@ def test_axes_are_those_of_the_file() -> None:
 def test_every_layer_can_have_another_name() -> None:
     names = {f"blocks.{number}.w": parameter(seed=number, step=number) for number in range(12)}
     made = state({**names, "blocks.x.w": parameter()})
-    there = rename(made, {"blocks.{layer}.w": Transposed("h.{layer}.weight")})
+    table = table_of({f"blocks.{n}.w": Transposed(f"h.{n}.weight") for n in range(12)}, made.parameters)
+    there = renamed(made, table)
     assert set(there.parameters) == {f"h.{number}.weight" for number in range(12)} | {"blocks.x.w"}
     assert there.parameters["h.11.weight"].step == 11
-    back = inverted(table_of({"blocks.{layer}.w": Transposed("h.{layer}.weight")}, made.parameters))
-    assert contents(rename(there, back)) == contents(made)
+    assert contents(renamed(there, inverted(table))) == contents(made)
 
 
 def test_a_table_leaves_out_what_keeps_its_name() -> None:
-    assert table_of({"a": "b", "c": "c"}, ["a", "c", "d"]) == {"a": "b"}
-    assert table_of(lambda name: name, ["a"]) == {}
-    assert table_of({"w.{layer}": "v.{layer}"}, ["w.0", "w.2", "w.03", "w.-1"]) == {"w.0": "v.0", "w.2": "v.2"}
+    assert table_of({"a": "b", "c": "c"}, ["a", "c", "d"]) == [Line("a", "b")]
+    assert table_of(lambda name: name, ["a"]) == []
 
 
 @settings(max_examples=60, deadline=None, derandomize=True)
@@ -104,11 +116,12 @@ def test_any_table_is_undone_by_its_inverse(data: st.DataObject) -> None:
     table: dict[str, Target] = {}
     for n, shape in enumerate(shapes):
         layered = data.draw(st.booleans())
-        name = f"p{order[n]}" + (".{layer}" if layered else "")
+        name: Any = f"p{order[n]}"
+        name = [f"{name}.{layer}" for layer in range(shape[0])] if layered else name
         axes = data.draw(st.none() | st.permutations(range(len(shape) - layered)))
         table[f"p{n}"] = data.draw(st.sampled_from([name, Transposed(name, None if axes is None else tuple(axes))]))
-    there = rename(made, table)
-    assert contents(rename(there, inverted(table_of(table, made.parameters)))) == contents(made)
+    lines = table_of(table, made.parameters)
+    assert contents(renamed(renamed(made, lines), inverted(lines))) == contents(made)
 
 
 def layers(**changes: Any) -> PortableState:
@@ -116,36 +129,34 @@ def layers(**changes: Any) -> PortableState:
     return state({"h.0.w": parameter(), "h.1.w": dataclasses.replace(parameter(), **changes)})
 
 
-TOGETHER = {"h.{layer}.w": "w"}
+TOGETHER = {("h.0.w", "h.1.w"): "w"}
 FAULTS: dict[str, tuple[Callable[[], PortableState], Names, str]] = {
     "unknown": (stacked, {"heads": "x"}, "names has 'heads', and no parameter is called so; did you mean 'head'"),
-    "unknown layers": (stacked, {"blocks.{layer}.w": "x"}, "names has 'blocks.{layer}.w', and no parameter is called so"),
+    "unknown layers": (stacked, {("head", "blocks.1.w"): "x"}, "names has 'blocks.1.w', and no parameter is called so"),
     "in an empty state": (lambda: state({}), {"w": "x"}, "names has 'w', and no parameter is called so; there are none."),
     "two become one": (stacked, {"head": "x", "scale": "x"}, "names makes one of several parameters: 'x'"),
     "one becomes what another is": (stacked, {"head": "scale"}, "names makes one of several parameters: 'scale'"),
-    "a layer becomes what another is": (stacked, {"layers.w": "h.{layer}", "head": "h.1"}, "several parameters: 'h.1'"),
+    "a layer becomes what another is": (stacked, {"layers.w": h(3, ""), "head": "h.1"}, "several parameters: 'h.1'"),
     "a function makes one": (stacked, lambda name: "x", "names makes one of several parameters: 'x'"),
     "a function gives nothing": (stacked, lambda name: None, "names gives None for 'layers.w'; it must be a name"),
-    "a number": (stacked, {"head": 3}, "names gives 3 for 'head'; it must be a name, or Transposed"),
-    "two layers": (stacked, {"layers.w": "{layer}.{layer}"}, "'{layer}.{layer}'; a name can have {layer} once"),
+    "a number": (
+        stacked,
+        {"head": 3},
+        "names gives 3 for 'head'; it must be a name, a list of the layers' names",
+    ),
+    "numbers": (stacked, {"layers.w": [0, 1, 2]}, "names gives [0, 1, 2] for 'layers.w'; it must be a name"),
+    "no names": (stacked, {"layers.w": []}, "names gives [] for 'layers.w'; it must be a name"),
+    "no key": (stacked, {(): "w"}, "names gives 'w' for (); it must be a name"),
+    "layers on both sides": (layers, {("h.0.w", "h.1.w"): h(2)}, "names gives several names for the layers"),
     "said twice": (
         layers,
-        {"h.{layer}.w": "x", "h.0.w": "y"},
-        "says twice what 'h.0.w' becomes, under 'h.{layer}.w' and",
+        {("h.0.w", "h.1.w"): "x", "h.0.w": "y"},
+        "says twice what 'h.0.w' becomes",
     ),
-    "no layers": (stacked, {"scale": "{layer}.scale"}, "'scale' has shape (): no layers along a leading axis"),
-    "nought layers": (
-        lambda: state({"w": parameter((0, 2))}),
-        {"w": "{layer}.w"},
-        "'w' has shape (0, 2): no layers along a leading axis",
-    ),
+    "no layers": (stacked, {"scale": ["scale.0"]}, "'scale' has shape (), and names gives 1 names for the layers"),
+    "too few layers": (stacked, {"layers.w": h(2)}, "'layers.w' has shape (3, 2, 4), and names gives 2 names for the layers"),
     "other axes": (stacked, {"head": Transposed("x", (0, 2, 1))}, "axes=(0, 2, 1) cannot be those of 'head', of shape (4, 2)"),
-    "a layer's axes": (stacked, {"layers.w": Transposed("{layer}", (0, 2, 1))}, "of shape (2, 4) (without layers)"),
-    "a gap": (
-        lambda: state({"h.0.w": parameter(), "h.2.w": parameter()}),
-        TOGETHER,
-        "'h.{layer}.w' cannot be stacked: there is a layer 2, but no layer 1",
-    ),
+    "a layer's axes": (stacked, {"layers.w": Transposed(h(3), (0, 2, 1))}, "of shape (2, 4) (without layers)"),
     "steps": (lambda: layers(step=4), TOGETHER, "step of 'h.1.w' is 4, of 'h.0.w' 3; keep the layers apart"),
     "shapes": (
         lambda: state({"h.0.w": parameter(), "h.1.w": parameter((3, 2))}),
@@ -177,16 +188,16 @@ FAULTS: dict[str, tuple[Callable[[], PortableState], Names, str]] = {
 
 
 @pytest.mark.parametrize("fault", FAULTS)
-def test_what_cannot_be_is_one_sentence(fault: str) -> None:
+def test_a_table_that_does_not_fit_is_refused_in_one_sentence(fault: str) -> None:
     make, names, sentence = FAULTS[fault]
     with pytest.raises(InvalidArgumentError) as raised:
         rename(make(), names)
     assert sentence in str(raised.value)
 
 
-def test_what_cannot_lead_back_is_refused() -> None:
+def test_a_table_without_an_inverse_is_refused() -> None:
     with pytest.raises(InvalidArgumentError, match="several parameters: 'x'"):
-        inverted({"a": "x", "b": Transposed("x")})
+        inverted([Line("a", "x"), Line("b", "x", None, True)])
     unfit: Any
     for unfit in ((0, 0), (1, 2), "10", 1, (1.0, 0.0)):
         with pytest.raises(InvalidArgumentError, match="must be a permutation"):
@@ -206,26 +217,26 @@ FORGOTTEN: dict[str, tuple[PortableState, Names, str]] = {
     "to torch": (
         square("up.kernel"),
         {"up.kernel": "h.weight"},
-        "'up.kernel' becomes 'h.weight', which would lie",
+        "'up.kernel' becomes 'h.weight', which would be transposed",
     ),
     "to flax": (square("h.weight"), lambda name: "up.kernel", "by the conventions of torch and flax, and the shape (3, 3)"),
-    "layers apart": (square("kernel", shape=(2, 3, 3)), {"kernel": "h.{layer}.weight"}, "the shape (3, 3) does not tell"),
-    "layers stacked": (square("h.0.weight", "h.1.weight"), {"h.{layer}.weight": "kernel"}, "'h.0.weight' becomes 'kernel'"),
+    "layers apart": (square("kernel", shape=(2, 3, 3)), {"kernel": h(2)}, "the shape (3, 3) does not tell"),
+    "layers stacked": (square(*h(2)), {tuple(h(2)): "kernel"}, "'h.0.weight' becomes 'kernel'"),
     "as another": (
         square("a.w", "b.w"),
         {"a.w": Transposed("a.v"), "b.w": "b.v"},
-        "'b.w' becomes 'b.v', which would lie transposed as names says of 'a.w'",
+        "'b.w' becomes 'b.v', which would be transposed as names says of 'a.w'",
     ),
     "as another, kept": (
         square("a.w", "b.w"),
         {"a.w": Transposed("c.w")},
-        "'b.w' becomes 'b.w', which would lie",
+        "'b.w' becomes 'b.w', which would be transposed",
     ),
 }
 
 
 @pytest.mark.parametrize("forgotten", FORGOTTEN)
-def test_how_a_square_matrix_lies_has_to_be_said_where_others_lie_transposed(forgotten: str) -> None:
+def test_a_square_matrix_must_be_declared_where_others_are_transposed(forgotten: str) -> None:
     made, names, sentence = FORGOTTEN[forgotten]
     with pytest.raises(InvalidArgumentError) as raised:
         rename(made, names)
@@ -237,10 +248,10 @@ def test_how_a_square_matrix_lies_has_to_be_said_where_others_lie_transposed(for
         for name, old in made.parameters.items():
             array = there.parameters[f"{name}.new"].exp_avg
             assert array.tobytes() == (old.exp_avg.T if axes is None else old.exp_avg).tobytes()
-        assert contents(rename(there, inverted(said))) == contents(made)
+        assert contents(renamed(there, inverted(table_of(said, made.parameters)))) == contents(made)
 
 
-def test_nothing_has_to_be_said_where_the_shape_tells_or_nothing_lies_transposed() -> None:
+def test_no_declaration_is_needed_where_the_shape_tells_or_nothing_is_transposed() -> None:
     table: dict[str, Target] = {"v.kernel": "v.weight", "one.kernel": "one.weight", "w": "lm.w", "n.kernel": "m.kernel"}
     shapes = {"v.kernel": (3,), "one.kernel": (1, 1), "w": (3, 3), "n.kernel": (3, 3), "oblong.kernel": (3, 4)}
     made = state({name: parameter(shape) for name, shape in shapes.items()})
@@ -248,21 +259,24 @@ def test_nothing_has_to_be_said_where_the_shape_tells_or_nothing_lies_transposed
 
 
 def test_a_table_as_json() -> None:
-    table: dict[str, Target] = {
-        "a": "b",
-        "c": Transposed("d"),
-        "e": Transposed("f", (1, 0)),
-        "g": Transposed("h", ()),
-        "i": "j",
-    }
     content = {
         "a": "b",
         "c": {"name": "d", "transposed": True},
         "e": {"name": "f", "transposed": [1, 0]},
         "g": {"name": "h", "transposed": False},
         "i": {"name": "j"},
+        "k": ["l", "m"],
+        "n": {"name": ["o", "p"], "transposed": True},
     }
-    assert parse_table(json.dumps(content)) == table
+    assert parse_table(json.dumps(content)) == [
+        Line("a", "b"),
+        Line("c", "d", None, True),
+        Line("e", "f", (1, 0), True),
+        Line("g", "h", (), True),
+        Line("i", "j"),
+        Line("k", ("l", "m")),
+        Line("n", ("o", "p"), None, True),
+    ]
 
 
 @pytest.mark.parametrize(
@@ -272,13 +286,14 @@ def test_a_table_as_json() -> None:
         ("[" * 100_000, "the table is no JSON"),
         ("[]", "the table must be a JSON object"),
         ('{"a": 1}', "the table gives 1 for 'a'"),
+        ('{"a": ["b", 1]}', "it must be a name, a list"),
         ('{"a": {"transposed": true}}', "it must be a name, or"),
         ('{"a": {"name": "b", "transpose": true}}', "it must be a name, or"),
-        ('{"a": {"name": "b", "transposed": [0.5]}}', "it must be a name, or"),
+        ('{"a": {"name": "b", "transposed": [0.5]}}', "must be a permutation"),
         ('{"a": {"name": "b", "transposed": [1, 1]}}', "must be a permutation"),
         ('{"a": "b", "a": "c"}', "the table has 'a' twice"),
     ],
 )
-def test_what_is_no_table_is_one_sentence(text: str, sentence: str) -> None:
+def test_json_that_is_no_table_is_refused_in_one_sentence(text: str, sentence: str) -> None:
     with pytest.raises(InvalidArgumentError, match=sentence):
         parse_table(text)

@@ -178,11 +178,10 @@ def test_several_stacks_and_bare_arrays_are_named_by_layer(path: Path) -> None:
     params = {"outer": {}, "layers": {"down": {"w": weights[:2]}, "up": {"w": weights[2:]}}}
     step, state = make_release_step(stack, TX), init_train_state(TX, params, stack=stack)
     state, _ = step(state, weights[0])
-    export_state(path, TX, state, parameters=True, names={"layers.up.w": "up.{layer}"})
+    names = {"layers.up.w": ["up.0", "up.1", "up.2"]}
+    export_state(path, TX, state, parameters=True, names=names)
     assert set(load(path).parameters) == {"layers.down.0.w", "layers.down.1.w", "up.0", "up.1", "up.2"}
-    found = import_state(
-        path, TX, init_train_state(TX, params, stack=stack), parameters=True, names={"layers.up.w": "up.{layer}"}
-    )
+    found = import_state(path, TX, init_train_state(TX, params, stack=stack), parameters=True, names=names)
     assert_same_bits(found, state)
     bare = init_train_state(TX, {"outer": {"a": jnp.ones(3)}, "layers": weights})
     export_state(path, TX, bare)
@@ -196,7 +195,11 @@ def test_several_stacks_and_bare_arrays_are_named_by_layer(path: Path) -> None:
 def test_names_are_mapped_and_kernels_transposed_both_ways(path: Path) -> None:
     state = init_train_state(TX, parameters())
     state, _ = make_release_step(STACK, TX)(state, batch())
-    names = {"layers.up": Transposed("h.{layer}.up.weight"), "outer.embedding": "wte.weight"}
+    depth = parameters()["layers"]["up"].shape[0]
+    names = {
+        "layers.up": Transposed([f"h.{n}.up.weight" for n in range(depth)]),
+        "outer.embedding": "wte.weight",
+    }
     export_state(path, TX, state, parameters=True, names=names)
     held = load(path).parameters
     assert {"h.1.up.weight", "wte.weight", "layers.1.down", "outer.scale"} <= set(held)
@@ -206,7 +209,7 @@ def test_names_are_mapped_and_kernels_transposed_both_ways(path: Path) -> None:
     unrolled = init_train_state(TX, parameters(), layered=False)
     with pytest.raises(InvalidArgumentError, match=r"lacks 'layers.bias', 'layers.down', 'layers.up'"):
         import_state(path, TX, unrolled, names={"outer.embedding": "wte.weight"})
-    stacked = {"layers.bias": "layers.{layer}.bias", "layers.down": "layers.{layer}.down"} | names
+    stacked = {f"layers.{kind}": [f"layers.{n}.{kind}" for n in range(depth)] for kind in ("bias", "down")} | names
     found = import_state(path, TX, unrolled, parameters=True, names=stacked)
     assert_same_bits(found.opt_state.mu, {"outer": state.opt_state.outer.mu, "layers": state.opt_state.layers.mu})
     with pytest.raises(InvalidArgumentError, match=r"'layers.ups', and no parameter is called so; did you mean 'layers.up'"):

@@ -80,7 +80,7 @@ def test_layers_stay_stacked_in_the_file_where_names_says_so(path: Path) -> None
     found = import_state(path, tx, fresh, parameters=True, names=names)
     assert all(map(np.array_equal, jax.tree.leaves(found), jax.tree.leaves(state)))
     with pytest.raises(
-        InvalidArgumentError, match=r"lacks 'layers.{layer}.w' \(here 'layers.w'\); it has .*'layers.w'.*names="
+        InvalidArgumentError, match=r"lacks 'layers.0.w', 'layers.1.w' \(here 'layers.w'\); it has .*'layers.w'.*names="
     ):
         import_state(path, tx, fresh, parameters=True)
 
@@ -97,9 +97,9 @@ def test_a_square_matrix_that_is_transposed_is_refused(path: Path, layered: bool
 
     there, here = started(values), started(values.swapaxes(1, 2))
     export_state(path, tx, there, parameters=True)
-    with pytest.raises(InvalidArgumentError, match=r"'(layers\.)?w' lies transposed in the state: .*names=: Transposed"):
+    with pytest.raises(InvalidArgumentError, match=r"'(layers\.)?w' is transposed in the state: .*names=: Transposed"):
         import_state(path, tx, here, parameters=parameters)
-    names = {"layers.w": Transposed("layers.{layer}.w")} if layered else {"w": Transposed("w")}
+    names = {"layers.w": Transposed(["layers.0.w", "layers.1.w"])} if layered else {"w": Transposed("w")}
     found = import_state(path, tx, here, parameters=parameters, names=names)
     assert all(map(np.array_equal, jax.tree.leaves(found), jax.tree.leaves(here)))
     export_state(path, tx, there)  # and where nothing tells, it is the caller's word
@@ -119,8 +119,8 @@ def test_a_path_or_names_of_another_type_are_refused(path: Path) -> None:
     for given, said in (
         (3, "names=3 must be a mapping"),
         ("w", "names='w' must be a mapping"),
-        ({3: "w"}, "names has 3, which is no name"),
-        ({"layers.w": ("w", True)}, "names gives .* it must be a name, or Transposed"),
+        ({3: "w"}, "names gives 'w' for 3; it must be a name"),
+        ({"layers.w": ("w", True)}, "names gives .* it must be a name, a list"),
     ):
         unfit = given
         for function in (export_state, import_state):

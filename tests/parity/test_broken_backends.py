@@ -153,7 +153,7 @@ def test_memory_that_is_measured_wrongly_is_a_failed_row(measured: Callable[...,
     assert row.failure.startswith("measure_memory(): ")
 
 
-def test_what_moves_under_our_hands_is_compared_as_it_was(mine: Callable[..., None]) -> None:
+def test_arrays_that_a_run_changes_later_are_compared_as_they_were(mine: Callable[..., None]) -> None:
     """A run that hands out its own arrays and changes them in a skipped step is seen."""
 
     class InPlace(NumpyEvents):
@@ -199,7 +199,7 @@ def test_every_section_that_runs_backends_of_users_is_looked_at() -> None:
     assert {section.name for section in SECTIONS} == {*CASES_OF, *others}
 
 
-def test_what_a_run_holds_is_given_after_the_steps_that_were_asked_for() -> None:
+def test_held_after_yields_at_the_steps_asked_for() -> None:
     (case,) = select(CASES_OF["updates"])
     found = dict(held_after(NumpyBackend(), case, [1, 3]))
     assert list(found) == [1, 3]

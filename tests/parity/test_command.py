@@ -1,3 +1,4 @@
+import dataclasses
 import json
 import os
 import pathlib
@@ -8,7 +9,8 @@ import pytest
 
 from penstock.__main__ import COMMANDS, main
 from penstock.core.errors import RefusedError
-from penstock.parity import report, unregister
+from penstock.parity import register, report, unregister
+from penstock.parity.backends.specification import NumpyBackend, NumpyRun
 from penstock.parity.cases import Case, select
 from penstock.parity.compare import Row, failed
 from penstock.parity.report.terminal import errors
@@ -30,7 +32,25 @@ def test_a_clean_run_prints_a_table_and_exits_with_0(capsys: pytest.CaptureFixtu
     assert "6 of 6 comparisons are within their bounds, 0 are not." in out
 
 
-def test_what_nobody_judges_is_told_as_information(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_broken_bound_is_named_and_exits_with_1(capsys: pytest.CaptureFixture[str]) -> None:
+    class WithoutDecay(NumpyBackend):
+        name = "faulty"
+
+        def start(self, case: Case) -> NumpyRun:
+            setting = dataclasses.replace(case.problem.setting, weight_decay=0.0)
+            return NumpyRun(dataclasses.replace(case, problem=dataclasses.replace(case.problem, setting=setting)))
+
+    register(WithoutDecay())
+    try:
+        assert main(("parity", "--quick", "--backend", "faulty", "--cases", "B/adamw/float32/*")) == 1
+    finally:
+        unregister("faulty")
+    out = capsys.readouterr().out
+    assert "BROKEN" in out
+    assert "B/adamw/float32/none/state-default on faulty after 1 steps: parameter has relative error" in out
+
+
+def test_comparisons_without_a_bound_are_told_as_information(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(("parity", "--backend", "numpy", "--backend", "eager", "--cases", "differences/adamw/*")) == 0
     out = capsys.readouterr().out
     assert "Nothing was compared with a bound: this is for information." in out

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,17 +12,19 @@ import numpy as np
 import optax
 import pytest
 import torch
+from tests.parity.faults.injection import Tampered
 from tests.support.jax_training import float64
 from tests.support.portable_states import KINDS
 
 from penstock import jax_frontend, torch_frontend
 from penstock.core.portable.names import Transposed
 from penstock.core.rules import RULES
-from penstock.jax_frontend.portable import transfer
+from penstock.jax_frontend import TrainState
 from penstock.parity import backends
 from penstock.parity.cases import Case, Problem, Storage
 from penstock.parity.compare import Refusal, Row
 from penstock.parity.conversion import ROUTES, Conversion, ConversionCase
+from penstock.parity.conversion.routes import SIDES
 from penstock.parity.conversion.section import SETTING
 
 CHOSEN = backends.choose(["eager", "jax", "walk"])[0]
@@ -62,8 +63,7 @@ def test_every_case_is_visited_and_progress_is_told() -> None:
     cases = section.cases(quick=True)
     told: list[str] = []
     rows = [row for row in section.run(CHOSEN, cases, (), lambda name, part: told.append(name)) if isinstance(row, Row)]
-    assert len(told) == section.parts(cases, CHOSEN)
-    assert {row.case for row in rows} == {each.name for each in cases}
+    assert {row.case for row in rows} == {each.name for each in cases} == set(told)
     assert all(row.within for row in rows)
     assert {each.name for each in cases} < {each.name for each in section.cases(quick=False)}
 
@@ -75,50 +75,57 @@ def test_a_route_with_one_end_is_refused_visibly() -> None:
     assert (refusal.backend, refusal.reason) == ("eager", "it exchanges state with jax, which does not run")
 
 
-def altered(**changed: Callable[[Any], Any]) -> Callable[..., Any]:
-    """What the JAX frontend takes from a file, changed by field."""
-
-    def matched(*arguments: Any, **options: Any) -> Any:
-        entries = real(*arguments, **options)
-        return {
-            name: dataclasses.replace(entry, **{field: change(getattr(entry, field)) for field, change in changed.items()})
-            for name, entry in entries.items()
-        }
-
-    real = transfer.matched
-    return matched
+def with_load(load: Callable[..., None], given: ConversionCase) -> dict[str, Row]:
+    """The rows of one case where JAX loads a file wrongly: `load` gets the side and the correct function before the path."""
+    sides = {**SIDES, "jax": lambda case: Tampered(SIDES["jax"](case), load=load)}
+    rows = Conversion(sides).run(CHOSEN, [given], (), lambda name, part: None)
+    return {row.quantity: row for row in rows if isinstance(row, Row)}
 
 
-FAULTS = {
-    "step counted once more": (altered(step=lambda step: step + 1), {"file", "parameter"}),
-    "compensation left behind": (altered(compensation=np.zeros_like), {"file", "compensation, there", "compensation, back"}),
-    "moment debiased twice": (altered(exp_avg=lambda m: m * 2), {"file", "exp_avg, there", "exp_avg, back"}),
+def altered(state: TrainState, field: str, change: Callable[[jax.Array], jax.Array]) -> TrainState:
+    """A train state one field of whose optimizer state, or whose parameters, are changed."""
+    if field == "params":
+        return state._replace(params=jax.tree.map(change, state.params))
+    opt_state: Any = state.opt_state
+    return state._replace(opt_state=opt_state._replace(**{field: jax.tree.map(change, getattr(opt_state, field))}))
+
+
+FAULTS: dict[str, tuple[str, Callable[[jax.Array], jax.Array], set[str]]] = {
+    "step counted once more": ("count", lambda step: step + 1, {"file", "parameter"}),
+    "compensation left behind": ("compensation", jnp.zeros_like, {"file", "compensation, there", "compensation, back"}),
+    "moment debiased twice": ("mu", lambda m: m * 2, {"file", "exp_avg, there", "exp_avg, back"}),
     "second moment negligently rounded": (
-        altered(exp_avg_sq=lambda v: v.astype("float16").astype(v.dtype)),
+        "nu",
+        lambda v: v.astype("float16").astype(v.dtype),
         {"file", "exp_avg_sq, there", "exp_avg_sq, back"},
     ),
     "parameter of another moment": (
-        altered(parameter=lambda p: np.roll(p, 1)),
+        "params",
+        lambda p: jnp.roll(p, 1),
         {"file", "parameter, there", "parameter, back", "parameter"},
     ),
 }
 
 
 @pytest.mark.parametrize("fault", FAULTS)
-def test_a_planted_fault_is_found(monkeypatch: pytest.MonkeyPatch, fault: str) -> None:
-    matched, broken = FAULTS[fault]
-    monkeypatch.setattr(transfer, "matched", matched)
+def test_a_planted_fault_is_found(fault: str) -> None:
+    field, change, broken = FAULTS[fault]
+
+    def load(side: Any, correct: Callable[[Path], None], path: Path) -> None:
+        correct(path)
+        side.state = altered(side.state, field, change)
+
     low = "compensation" in fault
-    rows = found(case(("torch", "jax"), "stable_adamw", "bfloat16" if low else "float32", "split" if low else "none"))
+    stored = ("bfloat16", "split") if low else ("float32", "none")
+    rows = with_load(load, case(("torch", "jax"), "stable_adamw", *stored))
     assert broken <= {quantity for quantity, row in rows.items() if not row.within}
 
 
-def test_what_raises_is_a_broken_row(monkeypatch: pytest.MonkeyPatch) -> None:
-    def failing(*arguments: Any, **options: Any) -> Any:
+def test_a_side_that_raises_is_a_broken_row() -> None:
+    def load(side: Any, correct: Callable[[Path], None], path: Path) -> None:
         raise OSError("no space")
 
-    monkeypatch.setattr(transfer, "matched", failing)
-    (row,) = found(case(("torch", "jax"), "adamw", "float32", "none")).values()
+    (row,) = with_load(load, case(("torch", "jax"), "adamw", "float32", "none")).values()
     assert row.failure == "OSError: no space"
     assert not row.within
 
@@ -127,8 +134,8 @@ def test_what_raises_is_a_broken_row(monkeypatch: pytest.MonkeyPatch) -> None:
 
 LAYERS, WIDTH = 3, 6
 NAMES = {
-    "layers.kernel": Transposed("blocks.{layer}.linear.weight"),
-    "layers.bias": "blocks.{layer}.linear.bias",
+    "layers.kernel": Transposed([f"blocks.{n}.linear.weight" for n in range(LAYERS)]),
+    "layers.bias": [f"blocks.{n}.linear.bias" for n in range(LAYERS)],
     "outer.head": Transposed("head.weight"),
 }
 """From the JAX model's names to the PyTorch model's."""

@@ -73,6 +73,7 @@ def test_compiled_is_the_specification(stored: str) -> None:
     assert set(counts.values()) == {0}
 
 
+@pytest.mark.xdist_group("triton worker")
 def test_the_triton_kernels_in_the_interpreter_are_the_specification() -> None:
     pytest.importorskip("torch")
     pytest.importorskip("triton")
@@ -178,7 +179,7 @@ def test_the_section_is_part_of_the_suite() -> None:
     assert {(row.backend, row.data["other"]) for row in rows if row.data} <= {("numpy", "eager")}
 
 
-def test_who_cannot_run_the_case_is_refused_visibly() -> None:
+def test_a_backend_that_cannot_run_the_case_is_refused_visibly() -> None:
     class Nothing(NumpyBackend):
         def refuses(self, case: Case) -> str | None:
             return "it runs nothing"

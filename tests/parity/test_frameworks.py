@@ -4,25 +4,28 @@ from __future__ import annotations
 
 from typing import Any
 
-import numpy as np
 import pytest
 
 pytest.importorskip("torch")
 pytest.importorskip("jax")
 
-from penstock.parity import frameworks
 from penstock.parity.backends import JaxBackend, TorchBackend
-from penstock.parity.backends.jax_transforms import JaxRun
 from penstock.parity.compare import Refusal, Row
 from penstock.parity.frameworks import Frameworks, Pair
 from penstock.parity.progress import silent
 
+from .faults.injection import tampered
+
 BOTH = [TorchBackend("eager"), JaxBackend()]
 
 
-def rows(pattern: str, steps: tuple[int, ...] = (1, 3)) -> list[Row]:
+def rows(pattern: str, steps: tuple[int, ...] = (1, 3), **methods: Any) -> list[Row]:
+    """What is found, where JAX's runs have wrong methods."""
+    backend: Any = JaxBackend()
+    correct = backend.start
+    backend.start = lambda case: tampered(**methods)(correct, case)
     cases = [case for case in Frameworks().cases(quick=False) if pattern in case.name]
-    return [row for row in Frameworks().run(BOTH, cases, steps, silent) if isinstance(row, Row)]
+    return [row for row in Frameworks().run([BOTH[0], backend], cases, steps, silent) if isinstance(row, Row)]
 
 
 @pytest.mark.parametrize("quick", [False, True])
@@ -47,25 +50,26 @@ def test_the_frameworks_agree_and_their_arrays_cross_bit_for_bit(dtype: str) -> 
     assert 0 <= told.data["differing"] < 0.01 * told.data["elements"]
 
 
-def test_an_update_that_only_one_framework_makes_breaks_a_bound(monkeypatch: pytest.MonkeyPatch) -> None:
-    correct = JaxRun.step
-    monkeypatch.setattr(JaxRun, "step", lambda run, gradients: correct(run, {n: 1.001 * g for n, g in gradients.items()}))
-    assert not all(row.within for row in rows("adam/float32"))
+def test_an_update_that_only_one_framework_makes_breaks_a_bound() -> None:
+    def step(run: Any, correct: Any, gradients: Any) -> None:
+        correct({name: 1.001 * g for name, g in gradients.items()})
+
+    assert not all(row.within for row in rows("adam/float32", step=step))
 
 
-def test_an_array_that_crosses_wrongly_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    correct = frameworks.to_numpy
+def test_an_array_that_crosses_wrongly_is_seen() -> None:
+    def swapped(run: Any, correct: Any) -> Any:
+        return {
+            name: {field: array[::-1] if array is not None and array.ndim else array for field, array in fields.items()}
+            for name, fields in correct().items()
+        }
 
-    def swapped(tensor: Any) -> np.ndarray:
-        return correct(tensor)[::-1] if tensor.ndim else correct(tensor)
-
-    monkeypatch.setattr(frameworks, "to_numpy", swapped)
-    broken = {row.quantity for row in rows("adamw/bfloat16") if not row.within}
+    broken = {row.quantity for row in rows("adamw/bfloat16", arrays=swapped) if not row.within}
     assert "JAX's arrays in PyTorch" in broken
     assert "PyTorch's tensors in JAX" not in broken
 
 
-def test_where_arrays_cannot_cross_they_are_compared_through_the_host_and_that_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_arrays_that_cannot_cross_are_compared_through_the_host_visibly(monkeypatch: pytest.MonkeyPatch) -> None:
     def elsewhere(array: Any) -> None:
         raise BufferError("on another device")
 
@@ -77,16 +81,14 @@ def test_where_arrays_cannot_cross_they_are_compared_through_the_host_and_that_i
     assert [row.quantity for row in found if isinstance(row, Row) and row.judged] == ["parameter", "exp_avg", "exp_avg_sq"]
 
 
-def test_what_raises_is_a_broken_row_and_one_framework_alone_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_error_is_a_broken_row_and_one_framework_alone_is_refused() -> None:
     pair: Pair = Frameworks().cases(quick=False)[0]
     for backend, other in zip(BOTH, reversed(BOTH), strict=True):
         (found,) = Frameworks().run([backend], [pair], (1,), silent)
         assert found == Refusal(pair.name, backend.name, f"it is compared with {other.name}, which does not run")
 
-    def breaks(run: JaxRun, gradients: Any) -> None:
+    def breaks(run: Any, correct: Any, gradients: Any) -> None:
         raise ArithmeticError("no numbers")
 
-    monkeypatch.setattr(JaxRun, "step", breaks)
-    (found,) = Frameworks().run(BOTH, [pair], (1,), silent)
-    assert isinstance(found, Row)
-    assert found.failure == "step 1: ArithmeticError: no numbers"
+    (row,) = rows(pair.name, (1,), step=breaks)
+    assert row.failure == "step 1: ArithmeticError: no numbers"

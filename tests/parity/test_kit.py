@@ -101,7 +101,7 @@ def _optax_adam(h):
     return optax.chain(optax.add_decayed_weights(h.weight_decay), adam)
 
 
-def test_what_an_optimizer_was_not_registered_for_is_refused_with_the_reason() -> None:
+def test_cases_that_an_optimizer_is_not_registered_for_are_refused_with_the_reason() -> None:
     backend = torch_optimizer("mine", {"adamw": _torch_adamw}, {"bfloat16": "none"}, abilities=())
     found = list(SECTIONS[0].run([backend], select_updates(None), [1], lambda case, part: None))
     refused = {finding.reason for finding in found if isinstance(finding, Refusal)}
@@ -162,7 +162,7 @@ def test_a_registration_that_cannot_be_is_refused(make: Callable[[], object], se
         ("p.data = p.data.t()", "parameter of 'matrix' has the shape [43, 17]; it must have [17, 43]"),
     ],
 )
-def test_what_an_optimizer_must_not_do_is_told(fault: str, sentence: str) -> None:
+def test_an_optimizer_that_changes_gradients_or_shapes_is_a_failed_row(fault: str, sentence: str) -> None:
     class Careless(torch.optim.AdamW):
         def step(self):
             super().step()

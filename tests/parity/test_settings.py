@@ -1,6 +1,5 @@
 """The settings: extreme gradients do what they are said to do, and schedules and groups are seen."""
 
-import dataclasses
 import itertools
 import math
 
@@ -22,7 +21,6 @@ from penstock.parity.truth import truths
 from penstock.parity.updates import run_cases
 
 OURS = [backend.name for backend in choose(None, quick=True)[0] if not is_peer(backend) and backend.name != "walk"]
-NEW = [setting.name for setting in SETTINGS if setting.name not in ("A", "B", "decay", "shapes", "large")]
 
 
 def flat_after(backend: str, case: Case, steps: int) -> dict[str, np.ndarray]:
@@ -36,22 +34,6 @@ def flat_after(backend: str, case: Case, steps: int) -> dict[str, np.ndarray]:
         quantity: case.problem.flatten({name: getattr(tensor, quantity) for name, tensor in held.items()})
         for quantity in ("parameter", "exp_avg", "exp_avg_sq")
     }
-
-
-@pytest.mark.parametrize("setting", NEW)
-@pytest.mark.parametrize("backend", OURS)
-def test_every_setting_is_within_every_bound(backend: str, setting: str) -> None:
-    rows = run([backend], f"{setting}/stable_adamw/float32/*", [1, 100])
-    assert len(rows) == 6
-    assert [row for row in rows if not row.within] == []
-
-
-@pytest.mark.parametrize("setting", ["schedules", "decoupled", "nonfinite"])
-def test_the_walk_is_within_every_bound(setting: str) -> None:
-    pytest.importorskip("jax")
-    rows = run(["walk"], f"{setting}/adamw/float32/*", [1, 100])
-    assert len(rows) == 6
-    assert [row for row in rows if not row.within] == []
 
 
 def test_every_setting_meets_every_rule_and_each_of_its_dtypes() -> None:
@@ -161,7 +143,7 @@ class RunThatFlushes(NumpyRun):
 
 @pytest.mark.parametrize("says_so", [True, False])
 @pytest.mark.parametrize("rule", RULES)
-def test_who_flushes_is_within_the_bounds_of_those_who_do_and_beyond_the_others(rule: str, says_so: bool) -> None:
+def test_a_flushing_device_is_within_the_bounds_for_such_devices_only(rule: str, says_so: bool) -> None:
     cases = select(f"denormal/{rule}/float32/*")
     rows = run_cases([Flushes(says_so=says_so)], cases, [1, 100])
     assert all(row.within for row in rows if row.quantity == "parameter")
@@ -238,7 +220,7 @@ def test_a_square_that_overflows_is_loud_and_the_same_everywhere(rule, monkeypat
 
 @pytest.mark.parametrize("backend", OURS)
 @pytest.mark.parametrize("rule", RULES.values(), ids=lambda rule: rule.name)
-def test_what_is_not_finite_spreads_as_far_as_the_rule_says(rule, backend: str) -> None:
+def test_nonfinite_elements_spread_as_far_as_the_rule_says(rule, backend: str) -> None:
     """Only that element; under StableAdamW, whose mean is over the tensor, that tensor. All others keep every bit."""
     (case,), (clean,) = select(f"nonfinite/{rule.name}/float32/*"), select(f"shapes/{rule.name}/float32/*")
     found, usual = flat_after(backend, case, NONFINITE_AT + 2), flat_after(backend, clean, NONFINITE_AT + 2)
@@ -266,61 +248,6 @@ def test_a_planted_spike_is_clipped() -> None:
     unclipped = 1e-4 * np.abs(held.exp_avg / (np.sqrt(held.exp_avg_sq) + 1e-6) + 0.1 * before["parameter"])
     taken = np.linalg.norm(after["parameter"] - before["parameter"]) / np.linalg.norm(unclipped)
     assert 0.1 < taken < 0.25  # 1/sqrt(mean square)
-
-
-class Wrong(NumpyBackend):
-    """The specification, with hyperparameters that are changed on the way."""
-
-    name = "wrong"
-
-    def __init__(self, change) -> None:
-        self.change = change
-
-    def start(self, case: Case) -> NumpyRun:
-        problem = case.problem
-        wrong = type("WrongProblem", (type(problem),), {"hyperparameters_at": lambda own, step: self.change(problem, step)})
-        return NumpyRun(dataclasses.replace(case, problem=wrong(problem.setting, problem.rule, problem.dtype)))
-
-
-def swapped(problem, step):
-    weight, bias = problem.group_hyperparameters(step)
-    return {"weight": bias, "bias": weight}
-
-
-FAULTS = {
-    "schedule one step late": ("schedule/adamw/float32/*", lambda problem, step: problem.hyperparameters_at(max(step - 1, 1))),
-    "schedule not followed": (
-        "schedule/stable_adamw/bfloat16/*",
-        lambda problem, step: dict.fromkeys(problem.setting.shapes, problem.hyperparameters),
-    ),
-    "decay not scheduled": (
-        "schedules/adam/float32/*",
-        lambda problem, step: {
-            name: dataclasses.replace(given, weight_decay=problem.hyperparameters_at(100)[name].weight_decay)
-            for name, given in problem.hyperparameters_at(step).items()
-        },
-    ),
-    "hyperparameters of the other group": ("groups/adamw/float32/*", swapped),
-    "max_lr follows the schedule": (
-        "decoupled/stable_adamw/float32/*",
-        lambda problem, step: {
-            name: dataclasses.replace(given, max_lr=given.learning_rate)
-            for name, given in problem.hyperparameters_at(step).items()
-        },
-    ),
-}
-
-
-@pytest.mark.parametrize("fault", FAULTS)
-def test_a_wrong_schedule_or_group_breaks_a_bound(fault: str) -> None:
-    pattern, change = FAULTS[fault]
-    register(Wrong(change))
-    try:
-        rows = run(["wrong"], pattern, [1, 100])
-    finally:
-        unregister("wrong")
-    assert rows
-    assert any(not row.within for row in rows if row.quantity == "parameter")
 
 
 def test_a_backend_without_the_abilities_is_refused_these_cases() -> None:

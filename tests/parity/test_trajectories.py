@@ -17,8 +17,8 @@ from penstock.parity.trajectories.cases import MODES, PROGRAMS, QUICK, QUICK_PRO
 
 torch = pytest.importorskip("torch")
 
+from penstock.demonstration.torch_model import Transformer  # noqa: E402
 from penstock.parity.backends import JaxBackend, TorchBackend, WalkBackend  # noqa: E402
-from penstock.parity.demonstration.torch_model import Transformer  # noqa: E402
 from penstock.parity.trajectories import disturbance, rounding, truth  # noqa: E402
 from penstock.parity.trajectories.section import run_case  # noqa: E402
 
@@ -150,7 +150,7 @@ def test_a_micro_batch_that_is_left_out_breaks_a_bound(monkeypatch: pytest.Monke
     assert not any(row.within for row in run_case(EAGER, case))
 
 
-def test_what_raises_is_a_broken_row_and_what_cannot_train_is_a_refusal(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_error_is_a_broken_row_and_a_backend_without_models_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     case = quick("step", "adamw", "float64")
     found = list(Trajectories().run([NumpyBackend()], [case], (1,), silent))
     assert [(finding.case, finding.backend) for finding in found if isinstance(finding, Refusal)] == [(case.name, "numpy")]

@@ -4,26 +4,8 @@ import pytest
 
 pytest.importorskip("jax")
 
-from penstock.parity import run
-from penstock.parity.backends import choose, jax_walk
+from penstock.parity.backends import choose
 from penstock.parity.cases import select
-
-DEFAULTS = "B/stable_adamw/*/state-default"
-
-
-@pytest.mark.parametrize(
-    "pattern", [DEFAULTS, "decay/adamw/float32/*", "shapes/adam/float32/*", "B/adam/bfloat16/split/state-float32"]
-)
-def test_the_walk_is_within_every_bound(pattern: str) -> None:
-    rows = run(["walk"], pattern, [1, 100])
-    assert len(rows) == 2 * 3 * len(select(pattern))
-    assert [row for row in rows if not row.within] == []
-
-
-@pytest.mark.parametrize("neighbour", [0, 2])
-def test_the_gradient_of_another_layer_breaks_a_bound(neighbour: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(jax_walk, "MIDDLE", neighbour)
-    assert not any(row.within for row in run(["walk"], "B/stable_adamw/float32/*", [1, 100]))
 
 
 def kinds(quick: bool) -> set[tuple[str, str, str]]:

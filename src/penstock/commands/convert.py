@@ -12,7 +12,7 @@ from . import refuse, require
 
 if TYPE_CHECKING:
     from ..core.portable.file import Description
-    from ..core.portable.names import Target
+    from ..core.portable.names import Line
 
 WIDTH = 160  # characters, where the output is no terminal
 
@@ -56,7 +56,7 @@ def _convert(arguments: argparse.Namespace) -> int:
     from ..core.portable.names import inverted
     from ..core.portable.rename import rename
 
-    table = {} if arguments.names is None else _table(arguments.names)
+    table = [] if arguments.names is None else _table(arguments.names)
     state = portable_file.load(arguments.input)
     state = rename(state, inverted(table) if arguments.inverse else table)
     if arguments.rule is not None:
@@ -70,7 +70,7 @@ def _convert(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _table(path: pathlib.Path) -> dict[str, Target]:
+def _table(path: pathlib.Path) -> list[Line]:
     from ..core.errors import InvalidArgumentError
     from ..core.portable.names import parse_table
 

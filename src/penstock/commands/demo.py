@@ -10,7 +10,7 @@ import sys
 from typing import Any
 
 from ..core.errors import PenstockError
-from ..parity.demonstration.settings import DEFAULT_STEPS, DTYPES, ModelShape, Settings
+from ..demonstration.settings import DEFAULT_STEPS, DTYPES, ModelShape, Settings
 from . import refuse, require
 
 NEEDED = ("torch", "jax", "optax", "rich", "matplotlib")
@@ -59,7 +59,7 @@ def run(arguments: argparse.Namespace, *, shape: ModelShape | None = None) -> in
         os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
         from rich.console import Console
 
-        from ..parity.demonstration.demonstrate import WIDTH, demonstrate
+        from ..demonstration.demonstrate import WIDTH, demonstrate
 
         console = Console(highlight=False, width=None if sys.stdout.isatty() else WIDTH)
         return 0 if demonstrate(settings, console) else 1

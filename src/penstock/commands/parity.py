@@ -56,14 +56,14 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _run(arguments: argparse.Namespace) -> int:
-    require("rich", "ml_dtypes", *(["matplotlib"] if arguments.report is not None else []))
+    require("rich", "ml_dtypes", *(["matplotlib", "jinja2"] if arguments.report is not None else []))
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
     from ..parity import backends, report
     from ..parity.cases import QUICK_STEP_COUNTS, STEP_COUNTS
     from ..parity.sections import select
-    from ..parity.suite import parts, run_sections
+    from ..parity.suite import run_sections
 
     for module in arguments.modules:
         _import(module)
@@ -75,14 +75,14 @@ def _run(arguments: argparse.Namespace) -> int:
     columns = (TextColumn("{task.description:60}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     errors = Console(stderr=True)
     with Progress(*columns, console=errors, transient=True, disable=not errors.is_terminal) as progress:
-        total = parts(chosen, cases)
-        task = progress.add_task("", total=total, completed=-1)
+        task = progress.add_task("", total=sum(len(of_section) for _, of_section in cases))
+        begun: set[str] = set()
 
         def advance(case_name: str, part: str) -> None:
-            progress.update(task, advance=1, description=f"{case_name} {part}")
+            begun.add(case_name)
+            progress.update(task, completed=len(begun) - 1, description=f"{case_name} {part}")
 
         result = run_sections(chosen, cases, QUICK_STEP_COUNTS if arguments.quick else STEP_COUNTS, advance)
-        progress.update(task, completed=total)
 
     console = Console(highlight=False, width=None if sys.stdout.isatty() else WIDTH)
     if not result.rows:

@@ -52,7 +52,7 @@ def run(arguments: argparse.Namespace) -> int:
     """Plan, print and write; 0, or 2 on bad usage."""
     try:
         require("torch", "rich")
-        from ..parity.memory_plan.settings import LlamaShape, Training, modes
+        from ..planner.settings import LlamaShape, Training, modes
 
         shape = LlamaShape(
             layers=arguments.layers,
@@ -79,8 +79,8 @@ def run(arguments: argparse.Namespace) -> int:
         from rich.console import Console
 
         from ..parity import report as files
-        from ..parity.memory_plan import report
-        from ..parity.memory_plan.plan import plan
+        from ..planner import report
+        from ..planner.plan import plan
 
         errors = Console(stderr=True)
         plans = []
@@ -93,7 +93,7 @@ def run(arguments: argparse.Namespace) -> int:
             console.print(sentence, markup=False, soft_wrap=True)
         if arguments.output is not None:
             command = ["penstock", *sys.argv[1:]]
-            content = report.document(shape, training, plans, version=__version__, command=command)
+            content = report.document(shape, training, plans, version=__version__, command=command, versions=files.versions())
             console.print(f"written: {files.write_whole(arguments.output, content)}", markup=False, soft_wrap=True)
         return 0
     except PenstockError as error:

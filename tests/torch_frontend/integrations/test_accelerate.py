@@ -24,7 +24,7 @@ from tests.support.torch_models import gone
 from torch import nn
 
 from penstock.core.errors import InvalidArgumentError, RefusedError
-from penstock.parity.live_gradients import LiveGradientMeter
+from penstock.planner.live_gradients import LiveGradientMeter
 from penstock.torch_frontend import AdamW
 from penstock.torch_frontend.integrations.accelerate import release_gradients
 from penstock.torch_frontend.release import Release

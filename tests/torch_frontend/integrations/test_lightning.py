@@ -23,7 +23,7 @@ from tests.support.tiny_llama import (
 from tests.support.torch_models import gone
 
 from penstock.core.errors import InvalidArgumentError, RefusedError
-from penstock.parity.live_gradients import LiveGradientMeter
+from penstock.planner.live_gradients import LiveGradientMeter
 from penstock.torch_frontend import AdamW
 from penstock.torch_frontend.integrations.lightning import GradientRelease
 

@@ -24,7 +24,7 @@ from torch import nn
 from transformers import Trainer, TrainerCallback, TrainingArguments
 
 from penstock.core.errors import InvalidArgumentError, RefusedError
-from penstock.parity.live_gradients import LiveGradientMeter
+from penstock.planner.live_gradients import LiveGradientMeter
 from penstock.torch_frontend import StableAdamW
 from penstock.torch_frontend.integrations.transformers import ReleaseTrainer
 from penstock.torch_frontend.microbatch import microbatch_blocks

@@ -7,8 +7,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from penstock.parity.live_gradients import LiveGradientMeter
-from penstock.parity.live_storages import LiveStorageMeter
+from penstock.planner.live_gradients import LiveGradientMeter
+from penstock.planner.live_storages import LiveStorageMeter
 from penstock.torch_frontend import AdamW, microbatch_blocks, release_gradients
 
 COUNT, WIDTH, BATCH, CHUNKS = 6, 64, 32, 8

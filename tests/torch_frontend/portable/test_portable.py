@@ -139,7 +139,10 @@ def test_wrappers_tied_parameters_and_others_do_not_change_the_names(path: Path)
 
 def test_names_are_mapped_both_ways(path: Path) -> None:
     model, optimizer = trained(dtype=torch.bfloat16)
-    names = {"{layer}.0.weight": Transposed("layers.kernel"), "{layer}.0.bias": "layers.bias"}
+    names = {
+        ("0.0.weight", "1.0.weight"): Transposed("layers.kernel"),
+        ("0.0.bias", "1.0.bias"): "layers.bias",
+    }
     export_state(path, optimizer, model, parameters=True, names=names)
     state = load(path)
     assert {name: entry.shape for name, entry in state.parameters.items()} == {

@@ -9,7 +9,7 @@ import torch
 from tests.support.torch_models import batches, layers, loss_of, snapshot, train, unchanged
 
 from penstock.core.errors import InvalidArgumentError, NonFiniteGradientError, RefusedError
-from penstock.parity.live_gradients import LiveGradientMeter
+from penstock.planner.live_gradients import LiveGradientMeter
 from penstock.torch_frontend import AdamW, StableAdamW, release_gradients
 
 MAX_NORM = 0.05

@@ -25,7 +25,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from penstock.core.errors import RefusedError
-from penstock.parity.live_gradients import LiveGradientMeter
+from penstock.planner.live_gradients import LiveGradientMeter
 from penstock.torch_frontend import AdamW, StableAdamW, release_gradients
 
 # -- checkpointing ------------------------------------------------------------------------------------------------------

@@ -19,7 +19,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
-from penstock.parity.live_gradients import LiveGradientMeter
+from penstock.planner.live_gradients import LiveGradientMeter
 from penstock.torch_frontend import AdamW, StableAdamW, release_gradients
 
 WIDTH, DEPTH = 16, 8

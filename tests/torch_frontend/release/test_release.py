@@ -20,7 +20,7 @@ from torch.optim import lr_scheduler
 
 from penstock.core.errors import RefusedError
 from penstock.core.reference import EndOfStep, Gradient, Reference, Settings
-from penstock.parity.live_gradients import LiveGradientMeter
+from penstock.planner.live_gradients import LiveGradientMeter
 from penstock.torch_frontend import AdamW, StableAdamW, release_gradients
 
 

@@ -22,7 +22,7 @@ from tests.support.torch_models import (
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from penstock.parity.live_gradients import LiveGradientMeter
+from penstock.planner.live_gradients import LiveGradientMeter
 from penstock.torch_frontend import AdamW, StableAdamW, prepare_for_gradient_release, release_gradients
 from penstock.torch_frontend.backends.backend import ChecksOnDevice
 from penstock.torch_frontend.release import pipeline as pipeline_module

@@ -1,4 +1,8 @@
-"""How many bytes of tensors are alive, measured at every operation: of real tensors and of fake ones."""
+"""Counts the bytes of all live tensors at every operation, real or fake.
+
+PyTorch's own `torch.distributed._tools.mem_tracker.MemTracker` finds the same peak for an ordinary step, but it is private, it
+raises in a model under `microbatch_blocks` and at a second forward, and it warns at the empty `.grad` of a released parameter.
+"""
 
 from __future__ import annotations
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 
-from ...core.errors import InvalidArgumentError
+from ..core.errors import InvalidArgumentError
 
 MAXIMAL_BYTES = 4 * 2**20
 

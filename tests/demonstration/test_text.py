@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 
 from penstock.core.errors import InvalidArgumentError
-from penstock.parity.demonstration.initialisation import initial_parameters, nbytes
-from penstock.parity.demonstration.settings import ModelShape, Settings
-from penstock.parity.demonstration.text import MAXIMAL_BYTES, Batches, read_text, standard_library_files
+from penstock.demonstration.initialisation import initial_parameters, nbytes
+from penstock.demonstration.settings import ModelShape, Settings
+from penstock.demonstration.text import MAXIMAL_BYTES, Batches, read_text, standard_library_files
 
 
 def test_the_standard_library_is_read_in_order_and_the_same_each_time() -> None:

@@ -7,7 +7,7 @@ import gc
 import torch
 from torch import Tensor, nn
 
-from penstock.parity.live_gradients import LiveGradientMeter
+from penstock.planner.live_gradients import LiveGradientMeter
 
 LAYERS, WIDTH = 16, 32
 ONE = WIDTH * WIDTH * 4

@@ -11,10 +11,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...core.errors import MissingDependencyError
-from ...torch_frontend import Adam, AdamW, StableAdamW, microbatch_blocks, release_gradients
-from ...torch_frontend.backends import OverShards, TensorSlot
-from ..live_storages import LiveStorageMeter
+from ..core.errors import MissingDependencyError
+from ..torch_frontend import Adam, AdamW, StableAdamW, microbatch_blocks, release_gradients
+from ..torch_frontend.backends import OverShards, TensorSlot
+from .live_storages import LiveStorageMeter
 from .llama import Llama
 from .settings import LlamaShape, Mode, Training
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from pathlib import Path
 
-from ...core.errors import InvalidArgumentError
+from ..core.errors import InvalidArgumentError
 
 DTYPES = ("float32", "float64")
 DEFAULT_STEPS = {"float32": 120, "float64": 100}

@@ -7,9 +7,9 @@ from contextlib import ExitStack
 
 import torch
 
-from ...core.errors import InvalidArgumentError
-from ...torch_frontend import StableAdamW, release_gradients
-from ..live_gradients import LiveGradientMeter
+from ..core.errors import InvalidArgumentError
+from ..planner.live_gradients import LiveGradientMeter
+from ..torch_frontend import StableAdamW, release_gradients
 from .initialisation import Parameters
 from .results import Report, Run
 from .settings import Settings

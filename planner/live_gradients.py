@@ -1,4 +1,4 @@
-"""How many bytes of gradient are alive, measured: by storage, believing nobody."""
+"""Measures the bytes of parameter gradients that are alive in a backward pass, independently of the release's ledger."""
 
 from __future__ import annotations
 

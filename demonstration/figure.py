@@ -10,7 +10,7 @@ from typing import Any
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
-from ...core.errors import InvalidArgumentError, RefusedError
+from ..core.errors import InvalidArgumentError, RefusedError
 from .results import MIB, Run
 
 # One look for each run, in order. The first is broad and pale, the later ones lie on it and leave it visible.

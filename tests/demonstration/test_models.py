@@ -12,13 +12,13 @@ import pytest
 import torch
 
 from penstock.core.errors import InvalidArgumentError
-from penstock.parity.demonstration import jax_run, torch_runs
-from penstock.parity.demonstration.initialisation import initial_parameters, nbytes
-from penstock.parity.demonstration.jax_model import make_loss
-from penstock.parity.demonstration.results import Run, relative_difference
-from penstock.parity.demonstration.settings import AGREEMENT, ModelShape, Settings
-from penstock.parity.demonstration.text import Batches, read_text
-from penstock.parity.demonstration.torch_model import Transformer
+from penstock.demonstration import jax_run, torch_runs
+from penstock.demonstration.initialisation import initial_parameters, nbytes
+from penstock.demonstration.jax_model import make_loss
+from penstock.demonstration.results import Run, relative_difference
+from penstock.demonstration.settings import AGREEMENT, ModelShape, Settings
+from penstock.demonstration.text import Batches, read_text
+from penstock.demonstration.torch_model import Transformer
 
 SHAPE = ModelShape(width=32, layers=4, heads=4, context=16)
 SETTINGS = Settings(steps=6, batch_size=3, shape=SHAPE)

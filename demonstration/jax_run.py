@@ -10,8 +10,8 @@ from typing import Any
 import jax
 import numpy as np
 
-from ...core.errors import InvalidArgumentError
-from ...jax_frontend import init_train_state, make_train_step, stable_adamw
+from ..core.errors import InvalidArgumentError
+from ..jax_frontend import init_train_state, make_train_step, stable_adamw
 from .initialisation import Parameters
 from .jax_model import make_loss
 from .results import Report, Run

@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from penstock.core.errors import InvalidArgumentError
-from penstock.parity.memory_plan.llama import Llama
-from penstock.parity.memory_plan.plan import plan
-from penstock.parity.memory_plan.settings import DTYPES, MODES, OPTIMIZERS, LlamaShape, Training, modes
+from penstock.planner.llama import Llama
+from penstock.planner.plan import plan
+from penstock.planner.settings import DTYPES, MODES, OPTIMIZERS, LlamaShape, Training, modes
 
 SHAPE = LlamaShape(layers=6, width=64, heads=4, key_value_heads=2, hidden=96, vocabulary=32)
 TRAINING = Training(batch=2, sequence=8, micro_batches=2, dtype="float32")
@@ -62,7 +62,7 @@ def test_release_saves_all_gradients_but_a_layers() -> None:
     assert release.ledger <= LAYER
 
 
-def test_what_each_mode_keeps() -> None:
+def test_each_mode_keeps_the_gradients_that_its_ledger_says() -> None:
     found = {name: plan(SHAPE, TRAINING, mode) for name, mode in MODE.items()}
     ledgers = {name: one.ledger for name, one in found.items()}
     assert ledgers["hold"] == ALL
@@ -107,6 +107,6 @@ def test_modes_that_say_nothing_are_left_out() -> None:
         (lambda: modes(["all"], Training()), "mode 'all' is not known"),
     ],
 )
-def test_what_cannot_be_planned(make, text: str) -> None:
+def test_settings_that_cannot_be_planned_are_refused(make, text: str) -> None:
     with pytest.raises(InvalidArgumentError, match=text):
         make()

@@ -1,4 +1,4 @@
-"""What a run leaves behind, and how far two runs are apart."""
+"""The results of a run, and the difference between two."""
 
 from __future__ import annotations
 

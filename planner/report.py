@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from rich.table import Table
 
-from ..report import versions
 from .plan import Plan
 from .settings import LlamaShape, Training
 
@@ -63,14 +62,20 @@ def summary(shape: LlamaShape, training: Training) -> list[str]:
 
 
 def document(
-    shape: LlamaShape, training: Training, plans: Sequence[Plan], *, version: str, command: Sequence[str]
+    shape: LlamaShape,
+    training: Training,
+    plans: Sequence[Plan],
+    *,
+    version: str,
+    command: Sequence[str],
+    versions: Mapping[str, str | None],
 ) -> dict[str, Any]:
-    """Everything that the JSON file says; `version` is penstock's."""
+    """Everything that the JSON file says; `version` is penstock's, `versions` are those of the packages it depends on."""
     return {
         "schema": SCHEMA,
         "penstock": version,
         "command": " ".join(command),
-        "versions": versions(),
+        "versions": dict(versions),
         "shape": {**dataclasses.asdict(shape), "parameters": shape.parameters},
         "training": {**dataclasses.asdict(training), "kept": training.kept, "kept_bytes": training.kept_bytes},
         "plans": [dataclasses.asdict(plan) for plan in plans],

@@ -1,1 +1,0 @@
-"""The memory of a training step, planned without the device it is planned for: `penstock plan`."""
