@@ -7,6 +7,7 @@ import io
 import weakref
 from typing import TYPE_CHECKING, Any
 
+from ...core.errors import RefusedError
 from ..backends.protocol import Held
 from ..backends.torch_arguments import optimizer_of, to_numpy, to_torch
 from .recorded import TIED, Backward, Event, EventCase, LearningRate, Step
@@ -74,10 +75,12 @@ class TorchEvents:
         elif isinstance(event, LearningRate):
             for group in self.optimizer.param_groups:
                 group["lr"] = event.value
-        else:
-            if isinstance(event, Step):
-                self.step()
+        elif isinstance(event, Step):
+            self.step()
             self.optimizer.zero_grad()
+        else:
+            with contextlib.suppress(RefusedError):  # raised where a backward has updated parameters; the step is closed
+                self.optimizer.zero_grad()
 
     def step(self) -> None:
         """step() as the loop has it, with or without a scaler."""

@@ -91,10 +91,10 @@ def stepped(parameter, m, v, eta, eps, decay, L2: tl.constexpr):
 def load_parameter(p, k, COMPENSATION: tl.constexpr, COMPUTE: tl.constexpr):
     """Return the number that p and its compensation k represent: `core.compensation.load`."""
     if COMPENSATION == "split":
-        high = p.to(tl.int16, bitcast=True).to(tl.int32) << 16
-        magnitude = high & 0x7FFFFFFF
-        number = tl.where((magnitude > 0) & (magnitude < 0x7F800000), high + k.to(tl.int32), high)
-        return number.to(tl.float32, bitcast=True)
+        high = p.to(tl.int16, bitcast=True)
+        below = ((high & 0x7FFF) - 1).to(tl.uint16, bitcast=True)  # of zero 0xFFFF, of infinity 0x7F7F
+        remainder = tl.where(below < 0x7F7F, k, tl.zeros_like(k))
+        return ((high.to(tl.int32) << 16) + remainder.to(tl.int32)).to(tl.float32, bitcast=True)
     elif COMPENSATION == "kahan":
         upcast, remainder = p.to(COMPUTE), k.to(COMPUTE)
         nearest = (upcast + remainder * (1.0 - 2.0**-12)).to(p.dtype).to(COMPUTE)
