@@ -29,7 +29,10 @@ def optimizer_of(rule: Rule, parameters: Iterable[Tensor], given: Hyperparameter
 
     made: Any = getattr(torch_frontend, CLASSES[rule.name])
     state_dtype = None if storage.state_dtype is None else getattr(torch, storage.state_dtype)
-    return made(parameters, **group_of(given), compensation=storage.compensation, state_dtype=state_dtype, **more)
+    optimizer = made(parameters, **group_of(given), compensation=storage.compensation, state_dtype=state_dtype, **more)
+    if more.get("backend") == "compiled":
+        optimizer._backend.small = 0  # the cases' tensors are small: they would be left to the eager backend
+    return optimizer
 
 
 def kept_by(optimizer: Optimizer, parameter: Any) -> dict[str, Tensor]:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from penstock.torch_frontend import Adam, AdamW, StableAdamW, release_gradients
-from penstock.torch_frontend.backends import compiled, packed
+from penstock.torch_frontend.backends.compiled import CompiledBackend
 from penstock.torch_frontend.release import is_released
 
 OPTIMIZERS = [StableAdamW, AdamW, Adam]
@@ -125,5 +125,5 @@ def all_parameters(optimizer: torch.optim.Optimizer) -> list[Any]:
 @contextlib.contextmanager
 def compiling_small_tensors() -> Iterator[None]:
     """Compile the updates of small tensors, too. The compiled backend leaves them to the eager one: all that tests have."""
-    with mock.patch.object(compiled, "SMALL", 0), mock.patch.object(packed, "SMALL", 0):
+    with mock.patch.object(CompiledBackend, "small", 0):
         yield

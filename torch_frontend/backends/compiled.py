@@ -27,7 +27,6 @@ from .backend import TensorSlot
 from .compiler import KEEP_CASTS, keeps_casts, skip_vector_isa_search
 from .eager import EagerBackend
 from .memory_order import along_memory
-from .packed import SMALL
 from .piece import sum_of
 
 PIECE = 2**22
@@ -43,7 +42,7 @@ class CompiledBackend(EagerBackend):
 
     def update(self, slot: TensorSlot, gradient: Tensor, *, first: bool, measure: bool = False) -> Tensor | None:
         """Add the gradient to the moments and step; its squares are summed in the same graph."""
-        pieces = list(_pieces(slot, gradient))
+        pieces = list(_pieces(slot, gradient, self.small))
         if not pieces:
             return super().update(slot, gradient, first=first, measure=measure)
         total = None if first or not slot.rule.clips_update else slot.state["mean_square"]
@@ -56,21 +55,21 @@ class CompiledBackend(EagerBackend):
         return sum_of([squares for squares, _ in results if squares is not None]) if measure else None
 
     def write(self, slot: TensorSlot, gradient: Tensor, first: bool, total: Tensor) -> None:
-        pieces = list(_pieces(slot, gradient))
+        pieces = list(_pieces(slot, gradient, self.small))
         if not pieces:
             super().write(slot, gradient, first, total)
         for piece in pieces:
             _run("write", slot, first, piece, total)
 
     def mean_square(self, slot: TensorSlot, gradient: Tensor, first: bool, squares: list[Tensor] | None = None) -> Tensor:
-        pieces = list(_pieces(slot, gradient))
+        pieces = list(_pieces(slot, gradient, self.small))
         if not pieces:
             return super().mean_square(slot, gradient, first, squares)
         sums = [_run("measure", slot, first, piece)[1] * piece[0].numel() for piece in pieces]
         return self._total(slot, gradient, sums, first)
 
     def accumulate(self, slot: TensorSlot, gradient: Tensor, *, first: bool) -> None:
-        pieces = list(_pieces(slot, gradient))
+        pieces = list(_pieces(slot, gradient, self.small))
         if not pieces:
             super().accumulate(slot, gradient, first=first)
             return
@@ -78,7 +77,7 @@ class CompiledBackend(EagerBackend):
         slot.state["mean_square"] = self._total(slot, gradient, sums, first) if slot.rule.clips_update else 0.0
 
     def apply(self, slot: TensorSlot) -> None:
-        pieces = list(_pieces(slot, None))
+        pieces = list(_pieces(slot, None, self.small))
         if not pieces:
             super().apply(slot)
             return
@@ -88,12 +87,12 @@ class CompiledBackend(EagerBackend):
         slot.state.pop("mean_square")
 
 
-def _pieces(slot: TensorSlot, gradient: Tensor | None) -> Iterator[Vectors]:
+def _pieces(slot: TensorSlot, gradient: Tensor | None, small: int) -> Iterator[Vectors]:
     """Yield (parameter, gradient, exp_avg, exp_avg_sq, compensation) piece by piece, None for those that are absent.
 
     Yields nothing for tensors that are updated eagerly: small ones, and those without a common dense layout.
     """
-    if slot.parameter.numel() <= SMALL:
+    if slot.parameter.numel() <= small:
         return
     flat = along_memory(slot.tensors(gradient))
     if flat is None:

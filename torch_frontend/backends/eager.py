@@ -14,7 +14,7 @@ from torch import Tensor
 
 from .backend import OverShards, TensorSlot
 from .memory_order import along_memory
-from .packed import batch_small_tensors
+from .packed import SMALL, batch_small_tensors
 from .piece import Piece, clipped_rate, sum_of
 
 PIECE = 2**16
@@ -28,6 +28,8 @@ class EagerBackend:
     """Updates tensors in place with torch's ordinary operations, on every device; compiles nothing."""
 
     name = "eager"
+    small = SMALL
+    """Most elements of a tensor that is batched with others; the compiled backend compiles only larger ones."""
     one_launch = False
 
     def __init__(self) -> None:
@@ -62,7 +64,7 @@ class EagerBackend:
 
     def update_all(self, pairs: Sequence[tuple[TensorSlot, Tensor]], *, over_shards: OverShards | None = None) -> None:
         """Update many tensors; small ones are packed, which gives the same bits in fewer calls."""
-        batches, others = batch_small_tensors(pairs, self._scratch_like)
+        batches, others = batch_small_tensors(pairs, self._scratch_like, self.small)
         if over_shards is None:
             for batch in batches:
                 batch.update()

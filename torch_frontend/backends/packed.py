@@ -96,15 +96,15 @@ def _unpack(packed: Tensor, tensors: list[Tensor], views: dict[torch.dtype, tupl
     torch._foreach_copy_(tensors, known[1])  # pyright: ignore[reportPrivateImportUsage]  (documented: Foreach Operations)
 
 
-def batch_small_tensors(pairs: Sequence[Pair], scratch: Scratch) -> tuple[list[Batch], list[Pair]]:
-    """Return batches of small tensors, and the other pairs, which are to be updated one by one."""
+def batch_small_tensors(pairs: Sequence[Pair], scratch: Scratch, small: int) -> tuple[list[Batch], list[Pair]]:
+    """Return batches of tensors of at most `small` elements, and the other pairs, which are to be updated one by one."""
     others: list[Pair] = []
     groups: dict[Any, list[Pair]] = {}
     sharing = _overlapping([slot.parameter for slot, _ in pairs])
     for position, pair in enumerate(pairs):
         slot, gradient = pair
         parameter, state = slot.parameter, slot.state
-        if slot.capturable or not 0 < parameter.numel() <= SMALL or position in sharing:
+        if slot.capturable or not 0 < parameter.numel() <= small or position in sharing:
             others.append(pair)
             continue
         exp_avg, exp_avg_sq, compensation = state["exp_avg"], state["exp_avg_sq"], state.get("compensation")
