@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib
 import inspect
 import json
 import re
@@ -14,7 +15,7 @@ from tests.support.examples import ROOT, examples, run
 
 from penstock.core import combinations_page
 from penstock.planner.settings import Training
-from penstock.torch_frontend import StableAdamW, microbatch_blocks, release_gradients
+from penstock.torch_frontend import Release, StableAdamW, microbatch_blocks, release_gradients
 
 GUIDE = (ROOT / "docs" / "pytorch.md").read_text()
 EXAMPLES = examples("pytorch.md")
@@ -78,3 +79,20 @@ def test_the_files_that_contributing_names_exist() -> None:
     assert len(named) > 20
     missing = [name for name in named if not (ROOT / name).exists() and not (ROOT / "torch_frontend" / name).exists()]
     assert not missing
+
+
+@pytest.mark.parametrize("module", ["penstock.torch_frontend", "penstock.jax_frontend", "penstock.parity"])
+def test_the_page_of_public_names_lists_exactly_those(module: str) -> None:
+    page = (ROOT / "docs" / "public_names.md").read_text()
+    section = page.split(f"## `{module}`\n")[1].split("\n## ")[0]
+    assert (
+        re.findall(r"^\| `(\w+)` \| (?:stable|provisional) \|", section, re.MULTILINE)
+        == importlib.import_module(module).__all__
+    )
+
+
+def test_a_release_has_no_public_names_that_the_page_does_not_list() -> None:
+    page = (ROOT / "docs" / "public_names.md").read_text()
+    row = next(line for line in page.splitlines() if line.startswith("| `Release` | `guard`"))
+    listed = set(re.findall(r"`(\w+)`", row)) - {"Release"}
+    assert {name for name in (*vars(Release), "optimizer") if not name.startswith("_")} == listed
