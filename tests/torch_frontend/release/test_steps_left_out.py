@@ -26,7 +26,9 @@ def loss_of(model: nn.Module) -> Tensor:
     return model(batches(1)[0]).pow(2).mean()
 
 
-@pytest.mark.parametrize("arguments", [{}, {"max_norm": 1.0}, {"accumulation": "hold", "sync": lambda: True}], ids=str)
+@pytest.mark.parametrize(
+    "arguments", [{}, {"max_norm": 1.0}, {"accumulation": "hold", "sync": lambda: True}], ids=["plain", "guard", "hold"]
+)
 def test_zero_grad_after_backward_without_step_raises_once(arguments: dict[str, object]) -> None:
     model, optimizer, release = released(**arguments)
     release.guard(loss_of(model)).backward()
