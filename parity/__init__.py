@@ -1,4 +1,4 @@
-"""Parity: proof that every backend obeys the specification, and a conformance kit for optimizers of others.
+"""The parity suite: checks every backend against the specification, and any other optimizer that is registered.
 
 `run` runs cases on backends and compares them with the float64 reference, against the bounds that `parity.bounds`
 derives; `register` adds an optimizer of your own. The command ``penstock parity`` prints and writes what `run` finds.

@@ -143,7 +143,7 @@ def stored_spacing(dtype: str, compensation: str, x: np.ndarray) -> np.ndarray:
 
 @dataclasses.dataclass(frozen=True)
 class Bound:
-    """What one quantity may be off by: `norm` in the 2-norm over all elements, `elements` one by one."""
+    """The largest permitted error of a quantity: `norm` in the 2-norm over all elements, `elements` for each element."""
 
     norm: float
     elements: np.ndarray
@@ -171,7 +171,7 @@ class Scatter:
 
 
 class RoundingErrors:
-    """Rounding errors of n elements that add up, by the model of the module's docstring."""
+    """Sums of rounding errors of n elements, by the model of the module's docstring."""
 
     def __init__(self, n: int) -> None:
         self.variance = np.zeros(n)  # independent ones
@@ -184,14 +184,14 @@ class RoundingErrors:
         self._scatter = Scatter()
 
     def decay(self, factor: float | np.ndarray) -> None:
-        """Everything so far is multiplied by a factor in [0, 1], of each element or of all."""
+        """Multiply all errors so far by a factor in [0, 1], a number or one for each element."""
         self.variance *= factor**2
         self.worst *= factor
         self.linear *= factor
         self.echo *= factor
 
     def add(self, half: np.ndarray, independent: np.ndarray, count: int = 1) -> None:
-        """`count` more roundings of at most `half` each."""
+        """Add `count` roundings of at most `half` each."""
         self.add_sums(count * half, count * half**2, independent)
 
     def add_sums(self, halves: np.ndarray, squares: np.ndarray, independent: np.ndarray) -> None:
@@ -203,11 +203,11 @@ class RoundingErrors:
         self.variance += np.where(independent, squares, 0.0) / 3.0
 
     def spread(self, increment: np.ndarray) -> np.ndarray:
-        """How much the increments of the stored number scatter; to be called once a step."""
+        """Record how much the increments of the stored number scatter; called once a step."""
         return self._scatter.after(increment)
 
     def bound(self) -> Bound:
-        """The bound on the sum."""
+        """Return the bound on the sum."""
         variance, fixed = self.variance + self.persistent**2, self.linear + self.echo + self.passing
         risk = math.log(1.0 / RISK)
         shared = math.sqrt(2.0 * math.log(2.0 / RISK)) * self.shared

@@ -60,7 +60,7 @@ class Problem:
 
     @property
     def needs(self) -> frozenset[str]:
-        """What a backend must be able to do, in the words of `Backend.abilities`."""
+        """The abilities (`Backend.abilities`) that a backend needs for it."""
         setting = self.setting
         needed = {"schedules": setting.schedule, "groups": setting.group, "decoupled decay": setting.decouple_lr}
         return frozenset(name for name, present in needed.items() if present)
@@ -98,7 +98,7 @@ class Problem:
 
 @dataclasses.dataclass(frozen=True)
 class Storage:
-    """How a case keeps its numbers: a resolved compensation; a state dtype, or None for the default of the parameter's."""
+    """How a case stores its numbers: a resolved compensation, and a state dtype or None for the parameter's default."""
 
     compensation: str
     state_dtype: str | None
@@ -110,7 +110,7 @@ class Storage:
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """A problem, and how its numbers are kept."""
+    """A problem, and the storage of its numbers."""
 
     problem: Problem
     storage: Storage
@@ -124,7 +124,7 @@ class Case:
 
     @property
     def quick(self) -> bool:
-        """Whether a quick run has it.
+        """Whether a quick run includes it.
 
         B and decay try every rule, dtype and compensation, B of StableAdamW full-precision moments without compensation,
         too. The others come with the default compensation, those of several tensors for every rule in float32, and in
@@ -145,7 +145,7 @@ class Case:
 
 
 def storages(dtype: str, kept: str) -> tuple[Storage, ...]:
-    """Ways to keep a parameter of a dtype: `kept` is that of `Setting.storages`."""
+    """Return the storages of a parameter with this dtype; `kept` is that of `Setting.storages`."""
     if kept == "default":
         return (Storage(resolve("auto", dtype), None),)
     states = (None, compute_dtype(dtype)) if kept == "all" and dtype in LOW_PRECISION else (None,)
@@ -153,7 +153,7 @@ def storages(dtype: str, kept: str) -> tuple[Storage, ...]:
 
 
 def all_cases() -> Iterator[Case]:
-    """Every case, those of one problem next to each other."""
+    """Return every case; those of one problem are consecutive."""
     for setting in SETTINGS:
         for dtype in setting.dtypes:
             for rule in RULES.values():

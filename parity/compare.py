@@ -1,4 +1,4 @@
-"""The comparison: what a backend holds against the truth, as one row of the report; or why it does not hold anything.
+"""The comparison of a backend's numbers with the truth: a row of the report, or the reason why there are none.
 
 A section of the suite yields findings: rows, made by `rows`, `against`, `identical`, `differing` and `failed`, and refusals.
 """
@@ -51,7 +51,7 @@ class Row:
 
     @property
     def judged(self) -> bool:
-        """Whether there is a bound; otherwise the row is for information."""
+        """Whether there is a bound; a row without one is for information."""
         return self.relative_bound != math.inf
 
     @property
@@ -61,7 +61,7 @@ class Row:
 
     @property
     def ratio(self) -> float:
-        """How near the row comes to its bounds: 1 is at one of them. Infinity for a NaN, and where the backend raised."""
+        """The largest error / bound of the row. Infinity for a NaN, and if the backend raised."""
         over = self.relative_error / self.relative_bound if self.relative_bound else math.inf if self.relative_error else 0.0
         return math.inf if math.isnan(over) or math.isnan(self.element_ratio) else max(over, self.element_ratio)
 
@@ -75,7 +75,7 @@ class Row:
 
 @dataclasses.dataclass(frozen=True)
 class Refusal:
-    """A case that a backend does not run, and why: a sentence."""
+    """A case that a backend does not run, and the reason."""
 
     case: str
     backend: str
@@ -86,7 +86,7 @@ Finding = Row | Refusal
 
 
 def numbers(problem: Problem, held: Mapping[str, Held]) -> dict[str, np.ndarray]:
-    """What a backend's arrays stand for: flat float64 arrays by quantity, without those that it does not keep.
+    """Return the numbers that a backend's arrays represent: flat float64 arrays by quantity; missing ones are left out.
 
     A kahan pair stands for p + k, taken exactly. A split pair (bfloat16 p, int16 k) stands for the float32 number whose
     bits are p's, followed by sixteen zeros, plus k.
@@ -106,7 +106,7 @@ def numbers(problem: Problem, held: Mapping[str, Held]) -> dict[str, np.ndarray]
 def rows(
     case: Case, backend: str, held: Mapping[str, Held], truth: Truth, *, flushes: bool = True, name: str | None = None
 ) -> list[Row]:
-    """One row a quantity of what a backend holds after `truth.steps` updates.
+    """Return a row for each quantity that a backend holds after `truth.steps` updates.
 
     Args:
         flushes: as in `Truth.bounds_of`.
@@ -133,7 +133,7 @@ Unit = Callable[[np.ndarray], np.ndarray]
 def against(
     case_name: str, backend: str, steps: int, quantity: str, value: np.ndarray, true: np.ndarray, bound: Bound, unit: Unit
 ) -> Row:
-    """The row of numbers that should be near the true ones.
+    """Return the row that compares numbers with the true ones.
 
     Args:
         case_name, backend, steps, quantity: as in `Row`.
@@ -171,7 +171,7 @@ def against(
 
 
 def identical(case_name: str, backend: str, steps: int, quantity: str, one: np.ndarray, other: np.ndarray) -> Row:
-    """The row of a promise that two arrays of one dtype are equal, bit for bit.
+    """Return the row that checks whether two arrays of one dtype are equal, bit for bit.
 
     The relative error is the share of elements that differ, its bound 0; the units are how many do.
     """
@@ -187,7 +187,7 @@ def differing(case_name: str, backend: str, other_backend: str, steps: int, quan
 
 
 def differing_elements(one: np.ndarray, other: np.ndarray) -> int:
-    """How many elements of two arrays of one shape and dtype differ in their bits."""
+    """Return the number of elements whose bits differ in two arrays of one shape and dtype."""
     if one.shape != other.shape or one.dtype != other.dtype:
         raise InvalidArgumentError(
             f"other is {other.dtype}{list(other.shape)}; it must be {one.dtype}{list(one.shape)} to compare bits."

@@ -79,7 +79,7 @@ class Differences:
 
 
 def differing_between(one: Mapping[str, Held], other: Mapping[str, Held], quantity: str) -> int | None:
-    """How many elements of a quantity differ; None where one of the two does not keep it in this dtype."""
+    """Return the number of elements of a quantity that differ; None if a backend does not store it in this dtype."""
     count = 0
     for name, held in one.items():
         mine, theirs = getattr(held, quantity), getattr(other[name], quantity)

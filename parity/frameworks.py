@@ -1,4 +1,4 @@
-"""The section "frameworks": PyTorch and JAX compared with each other, their arrays handed over through DLPack.
+"""The section "frameworks": compares PyTorch with JAX; arrays are passed through DLPack.
 
 The same updates run on the backends "eager" and "jax". Arrays go to the other framework without a copy, where both
 have them on one device; what arrives must have the sender's bits. Then the numbers are compared: by the triangle inequality
@@ -76,7 +76,7 @@ class Frameworks:
 
 
 def run_pair(pair: Pair, torch_backend: Backend, jax_backend: Backend, truth: Mapping[int, Truth]) -> list[Finding]:
-    """One case in both frameworks. What one of them raises becomes a broken row, and the suite goes on."""
+    """Run one case in both frameworks. An error becomes a broken row, and the suite continues."""
     found: list[Finding] = []
     step = 0
     try:
@@ -95,7 +95,7 @@ def run_pair(pair: Pair, torch_backend: Backend, jax_backend: Backend, truth: Ma
 
 
 def why_dlpack_fails() -> str | None:
-    """Why arrays of one framework cannot be handed to the other without a copy, or None."""
+    """Return why arrays cannot be passed between the frameworks without a copy, or None."""
     import jax
     import torch
     from torch.utils import dlpack
@@ -138,6 +138,6 @@ def _handed_to_jax(tensors: Mapping[str, Mapping[str, Any]]) -> dict[str, Held]:
 
 
 def _bits(held: Mapping[str, Held]) -> np.ndarray:
-    """All arrays, one after the other, as bytes."""
+    """Return the bytes of all arrays, one after the other."""
     arrays = [array for tensor in held.values() for array in tensor if array is not None]
     return np.concatenate([np.ascontiguousarray(array).reshape(-1).view(np.uint8) for array in arrays])

@@ -1,4 +1,4 @@
-"""The section "identity": what is promised to the bit.
+"""The section "identity": laws that hold bit for bit.
 
     repeat            the same case twice
     release-is-step   gradient release against the plain optimizer's step() on the same gradients
@@ -40,15 +40,15 @@ _STEPS: tuple[Event, ...] = (Backward(), Step()) * 2
 
 @runtime_checkable
 class StepsPlainly(Protocol):
-    """A backend with gradient release that can do without: for "release-is-step"."""
+    """A backend that also runs without gradient release, for the law "release-is-step"."""
 
     def start_plain(self, case: EventCase) -> EventRun:
-        """A new run whose gradients wait in `.grad` for the optimizer's step()."""
+        """Start a run whose gradients are used by the optimizer's step()."""
         ...
 
 
 class NotPromisedError(Exception):
-    """A backend does not run what a law is about; the text says why."""
+    """A backend does not run a law; the text says why."""
 
 
 Bits = Iterator[tuple[int, str, np.ndarray, np.ndarray]]
@@ -101,7 +101,7 @@ class Identity:
 
 
 def run_case(backend: Backend, case: IdentityCase) -> list[Finding]:
-    """One law on one backend. What the backend raises becomes a broken row."""
+    """Check one law on one backend. An error becomes a broken row."""
     found: list[Finding] = []
     try:
         for steps, quantity, one, other in LAWS[case.law](backend, case):
@@ -220,7 +220,7 @@ def _run(runs: Iterable[EventRun], events: Iterable[Event]) -> None:
 
 
 def _held(run: EventRun, case: IdentityCase) -> Mapping[str, Held]:
-    """What a run holds, in copies: one that handed out its own arrays would change them under our hands."""
+    """Return copies of what a run holds, as a run may return its own arrays and change them later."""
     held = checked(case.events(_sequence("release", _STEPS)).problem(), run.held())
     return {name: converted(tensor._asdict(), np.array) for name, tensor in held.items()}
 
@@ -237,7 +237,7 @@ def _saved_and_loaded(run: EventRun, other: EventRun) -> EventRun:
 def _equal(
     steps: int, one: Mapping[str, Held], other: Mapping[str, Held], quantities: Iterable[str] = ARRAYS
 ) -> Iterator[tuple[int, str, np.ndarray, np.ndarray]]:
-    """What two runs hold, array by array, where they keep it."""
+    """Compare what two runs hold, array by array."""
     for quantity in quantities:
         pairs = [(getattr(one[name], quantity), getattr(other[name], quantity)) for name in one]
         kept = [[array for array in arrays if array is not None] for arrays in zip(*pairs, strict=True)]

@@ -1,4 +1,4 @@
-"""The section "marker": what a released gradient still tells, and which uses of it are refused.
+"""The section "marker": the norms that markers report, and the uses that they refuse.
 
 In PyTorch a released gradient leaves a marker in `.grad` until step(). For a step whose gradients are given:
 
@@ -69,10 +69,10 @@ class MarkerCase:
 
 @runtime_checkable
 class LeavesMarkers(Protocol):
-    """A backend whose released gradients can be looked at."""
+    """A backend whose markers can be checked."""
 
     def refuses_markers(self, case: MarkerCase) -> str | None:
-        """Why it does not run this case (a sentence), or None when it does."""
+        """Return why it does not run this case, or None if it does."""
         ...
 
     def start_markers(self, case: MarkerCase) -> TorchMarkers:
@@ -81,10 +81,10 @@ class LeavesMarkers(Protocol):
 
 
 class TorchMarkers(TorchEvents):
-    """Event sequences on a torch backend, with somebody who looks at `.grad` before step()."""
+    """Event sequences on a torch backend that look at `.grad` before step()."""
 
     def gradients(self) -> list[Any]:
-        """What is in `.grad` of every parameter."""
+        """Return the `.grad` of every parameter."""
         return [parameter.grad for parameter in self.parameters.values()]
 
     def norms(self) -> np.ndarray:
@@ -103,7 +103,7 @@ class TorchMarkers(TorchEvents):
         return False
 
     def left(self) -> int:
-        """How many parameters have something in `.grad`."""
+        """Return the number of parameters whose `.grad` is not None."""
         return sum(gradient is not None for gradient in self.gradients())
 
 
@@ -166,7 +166,7 @@ class Markers:
 
 
 def run_case(backend: Backend, case: MarkerCase) -> list[Finding]:
-    """One case on one backend. What the backend raises becomes a broken row."""
+    """Run one case on one backend. An error becomes a broken row."""
     if not isinstance(backend, LeavesMarkers):
         return [Refusal(case.name, backend.name, "its released gradients cannot be seen (`parity.markers.LeavesMarkers`)")]
     why = reason(backend, "refuses_markers", case)

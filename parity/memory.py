@@ -1,4 +1,4 @@
-r"""The section "memory": how much gradient is alive, at most, under each policy of release.
+r"""The section "memory": the peak of gradient memory under each policy of release.
 
 In PyTorch every storage of a gradient is watched (`planner.live_gradients`), and the peak is compared with what a ledger of
 arriving and freed gradients says, to the byte, and so is the release's own ledger. For a model of n equal layers, b bytes each:
@@ -80,14 +80,14 @@ Measured = list[tuple[str, int, int, int, dict[str, Any]]]
 
 @runtime_checkable
 class ShowsMemory(Protocol):
-    """A backend whose live gradients can be told."""
+    """A backend whose gradient memory can be measured."""
 
     def refuses_memory(self, case: MemoryCase) -> str | None:
-        """Why it does not run this case (a sentence), or None when it does."""
+        """Return why it does not run this case, or None if it does."""
         ...
 
     def measure_memory(self, case: MemoryCase) -> Measured:
-        """Run it, or compile it, and tell the bytes."""
+        """Run or compile it, and return the bytes."""
         ...
 
 
@@ -107,7 +107,7 @@ class Memory:
 
 
 def run_case(backend: Backend, case: MemoryCase) -> list[Finding]:
-    """One policy on one backend. What the backend raises becomes a broken row."""
+    """Run one policy on one backend. An error becomes a broken row."""
     if not isinstance(backend, ShowsMemory):
         return [Refusal(case.name, backend.name, "its gradients cannot be seen (`parity.memory.ShowsMemory`)")]
     why = reason(backend, "refuses_memory", case)
@@ -130,7 +130,7 @@ def _row(case: MemoryCase, backend: str, quantity: str, found: int, expected: in
 
 
 def expected_peak(case: MemoryCase, *, arriving: bool) -> int:
-    """What a ledger says of `LAYERS` gradients of `ONE` byte count.
+    """Return the expected peak of `LAYERS` gradients of `ONE` bytes each.
 
     Args:
         arriving: a gradient that is added to one that waits counts until it is.
@@ -202,7 +202,7 @@ WALKED_LAYERS, WALKED_WIDTH = 16, 64
 
 
 def walk_refusal(case: MemoryCase) -> str | None:
-    """Why the walk does not run a policy, or None."""
+    """Return why the walk does not run a policy, or None."""
     return "a step of JAX keeps no gradient for the next one, so that nothing can be paused" if case.paused else None
 
 

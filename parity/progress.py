@@ -1,4 +1,4 @@
-"""What the suite says of its progress, and the time that each part takes."""
+"""Progress of the suite, and the time that each part takes."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def silent(case_name: str, part: str) -> None:
 def each(
     cases: Iterable[Any], backends: Sequence[Any], progress: Progress, run_case: Callable[[Any, Any], Iterable[Any]]
 ) -> Iterator[Any]:
-    """What `run_case(backend, case)` finds, for every case on every backend."""
+    """Yield the results of `run_case(backend, case)` for every case on every backend."""
     for case in cases:
         for backend in backends:
             progress(case.name, backend.name)
@@ -26,7 +26,7 @@ def each(
 
 
 class Stopwatch:
-    """A `Progress` that passes on to another, and adds up the seconds between calls by the second argument."""
+    """A `Progress` that calls another one, and adds up the seconds between calls by the second argument."""
 
     def __init__(self, progress: Progress) -> None:
         self.seconds: dict[str, float] = defaultdict(float)

@@ -194,7 +194,7 @@ class Propagation:
         }
 
     def _step(self, point: Point) -> np.ndarray:
-        """What the errors of the moments, of the scalars and of its own arithmetic do to this step; its magnitude."""
+        """Return the error of this step from the moments, the scalars and its own arithmetic, and its magnitude."""
         rule, unit, sides = self.problem.rule, unit_roundoff(self.compute), SIDES[self.compute]
         given = point.coefficients_of(self.problem)
         lr = given.learning_rate

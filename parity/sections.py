@@ -1,4 +1,4 @@
-"""The sections of the suite: kinds of evidence, each in a room of its own. A new one is a room and a row of `SECTIONS`."""
+"""The sections of the suite, each in its own module or folder and with a row of `SECTIONS`."""
 
 from __future__ import annotations
 

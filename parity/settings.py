@@ -1,4 +1,4 @@
-"""The settings: on which tensors, with which hyperparameters and on which gradients the rules are tried."""
+"""The settings: tensors, hyperparameters and gradients on which the rules are run."""
 
 from __future__ import annotations
 
@@ -123,7 +123,7 @@ class Setting:
 
     @property
     def element_count(self) -> int:
-        """Over all tensors."""
+        """Number of elements of all tensors."""
         return sum(math.prod(shape) for shape in self.shapes.values())
 
     @property

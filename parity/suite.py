@@ -1,4 +1,4 @@
-"""The run of the suite: every section on every backend."""
+"""Runs the suite: every section on every backend."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from .sections import Section, select
 
 @dataclasses.dataclass(frozen=True)
 class SectionResult:
-    """What one section found.
+    """The results of one section.
 
     seconds: that each backend took, and "reference".
     """
@@ -31,7 +31,7 @@ class SectionResult:
 
 @dataclasses.dataclass(frozen=True)
 class Result:
-    """What a run of the suite found.
+    """The results of a run of the suite.
 
     backends: the names of those that ran, peers last.
     peers: which of them are peers: compared, but not judged.
@@ -45,16 +45,16 @@ class Result:
 
     @property
     def rows(self) -> list[Row]:
-        """Of all sections."""
+        """The rows of all sections."""
         return [row for found in self.sections for row in found.rows]
 
     @property
     def broken(self) -> list[Row]:
-        """The rows that break a bound, without those of peers."""
+        """The rows that break a bound, except those of peers."""
         return [row for row in self.rows if self.breaks(row)]
 
     def breaks(self, row: Row) -> bool:
-        """Whether a row breaks a bound that its backend has to keep."""
+        """Whether a row breaks a bound that its backend must keep."""
         return not row.within and row.backend not in self.peers
 
 

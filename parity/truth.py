@@ -1,4 +1,4 @@
-"""The truth of a problem: the float64 reference at the step counts asked for, and the bounds of every storage.
+"""The truth of a problem: the float64 reference at the given step counts, and the bounds of every storage.
 
 One run of the reference serves every compensation, state dtype and backend.
 """
@@ -33,7 +33,7 @@ class Truth:
     gradual: Mapping[Storage, Mapping[str, Bound]]
 
     def bounds_of(self, storage: Storage, *, flushes: bool) -> Mapping[str, Bound]:
-        """What a device may be off by that flushes subnormal numbers to zero, or does not."""
+        """Return the bounds for a device that flushes subnormal numbers to zero, or does not."""
         return (self.bounds if flushes else self.gradual)[storage]
 
 

@@ -41,18 +41,18 @@ class Updates:
 
 
 def refusal(backend: Backend, case: Case) -> str | None:
-    """Why a backend does not run a case (a sentence), or None when it does."""
+    """Return why a backend does not run a case, or None if it does."""
     return lacks(backend, case.problem.needs) or reason(backend, "refuses", case)
 
 
 def run_cases(backends: Sequence[Backend], cases: Sequence[Case], steps: Sequence[int]) -> list[Row]:
-    """The rows of given cases on given backends, which need not be registered."""
+    """Return the rows of these cases on these backends, which need not be registered."""
     found = Updates().run(backends, cases, steps, silent)
     return [finding for finding in found if isinstance(finding, Row)]
 
 
 def run_case(backend: Backend, case: Case, truth: Mapping[int, Truth]) -> list[Row]:
-    """One case on one backend. What the backend raises becomes a broken row, and the suite goes on."""
+    """Run one case on one backend. An error becomes a broken row, and the suite continues."""
     found: list[Row] = []
     try:
         for step, held in held_after(backend, case, truth):

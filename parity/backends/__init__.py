@@ -1,4 +1,4 @@
-"""The backends of the suite: one small file and one registry row each. Importing them imports no framework."""
+"""The registry of backends. Importing it imports no framework."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ QUICK: dict[str, Backend] = {"walk": WalkBackend("quick"), "optax": QUICK_OPTAX}
 
 
 def register(backend: Backend) -> None:
-    """Add an optimizer of your own to the suite; from then on every run has it, and ``--backend`` knows its name.
+    """Add your own optimizer to the suite; all later runs include it, and ``--backend`` accepts its name.
 
         register(torch_optimizer("mine", {"adamw": lambda params, h: MyAdamW(params, lr=h.learning_rate)}))
         rows = penstock.parity.run(["mine"])
@@ -60,7 +60,7 @@ def register(backend: Backend) -> None:
 
 
 def unregister(name: str) -> None:
-    """Take a backend out of the suite.
+    """Remove a backend from the suite.
 
     Raises:
         InvalidArgumentError: there is none of this name.
@@ -71,12 +71,12 @@ def unregister(name: str) -> None:
 
 
 def backend_names() -> tuple[str, ...]:
-    """The names of all backends, available or not."""
+    """Return the names of all backends, available or not."""
     return tuple(_BACKENDS)
 
 
 def choose(names: Iterable[str] | None, *, quick: bool = False) -> tuple[list[Backend], dict[str, str]]:
-    """The backends of these names; with None, those that are available, and why the others are not.
+    """Return the backends of these names; for None, the available ones, and why the others are not available.
 
     Args:
         names: as ``--backend`` takes them. With None, the Triton kernels are left out where there is no GPU for them.
@@ -107,7 +107,7 @@ def choose(names: Iterable[str] | None, *, quick: bool = False) -> tuple[list[Ba
 
 
 def _left_out(backend: Backend, quick: bool) -> str | None:
-    """Why a backend that nobody named does not run."""
+    """Return why a backend does not run unless it is named."""
     if quick and backend.name in NOT_QUICK:
         return NOT_QUICK[backend.name]
     return reason(backend, "unavailable") or (backend.slow() if isinstance(backend, TritonBackend) else None)

@@ -1,4 +1,4 @@
-"""Calls into a backend, which may be anybody's: what it raises, or returns wrongly, is a sentence that names the method.
+"""Calls into a backend, which may be the user's own: an error, or a wrong result, is reported with the name of the method.
 
 A backend that cannot say what it runs ends the suite (`BrokenBackendError`): its cases could be neither run nor left out. One
 that fails at a case has a failed row there, and the suite goes on.
@@ -22,21 +22,21 @@ FAILURES = (Exception, SystemExit)
 
 
 class BrokenBackendError(InvalidArgumentError):
-    """What a backend says of itself is wrong, whatever the case is."""
+    """A backend describes itself wrongly."""
 
 
 class FailedRunError(Exception):
-    """A run failed; the text says in which method, and how."""
+    """A run failed; the text names the method and the error."""
 
 
 def described(error: BaseException) -> str:
-    """An exception in one line."""
+    """Return an exception as one line of text."""
     text = str(error) if isinstance(error, FailedRunError) else f"{type(error).__name__}: {error}"
     return " ".join(text.split())
 
 
 def check_description(backend: Any) -> None:
-    """See that an object has what every backend must have.
+    """Raise unless an object has the attributes and methods of a backend.
 
     Raises:
         InvalidArgumentError: it has not.
@@ -59,7 +59,7 @@ def check_description(backend: Any) -> None:
 
 
 def reason(backend: Any, method: str, *case: Any) -> str | None:
-    """What `unavailable` or one of the methods `refuses...` of a backend returns: a sentence, or None.
+    """Call `unavailable` or a `refuses...` method of a backend, and check that it returns a sentence or None.
 
     Raises:
         BrokenBackendError: it raises, or returns something else.
@@ -75,7 +75,7 @@ def reason(backend: Any, method: str, *case: Any) -> str | None:
 
 
 def held_after(backend: Backend, case: Case, steps: Collection[int]) -> Iterator[tuple[int, Mapping[str, Held]]]:
-    """What a new run of a case holds after each of some numbers of updates.
+    """Yield what a new run of a case holds after each of the numbers of updates.
 
     Raises:
         FailedRunError: a method raised, or returned what it must not.
@@ -94,7 +94,7 @@ def held_after(backend: Backend, case: Case, steps: Collection[int]) -> Iterator
 
 
 def checked(problem: Problem, held: Any) -> Mapping[str, Held]:
-    """What `held()` returned, if it is what it must be.
+    """Return the result of `held()`; raise if it is not as it must be.
 
     Raises:
         InvalidArgumentError: a tensor is missing, or an array is none of numpy's, or not of its shape, or a parameter not in

@@ -1,4 +1,4 @@
-"""What the adapters share: what an optimizer was registered for, and the cases that it refuses therefore."""
+"""What an optimizer was registered for, and the cases that it refuses therefore; shared by the adapters."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from ..cases import Case
 
 
 class Declaration:
-    """The part of a `Backend` that follows from what its owner says of it.
+    """The part of a `Backend` that follows from the arguments of its registration.
 
     Args:
         name, abilities, peer: as in `Backend`.
@@ -57,7 +57,7 @@ class Declaration:
 
 
 def check(name: str, make: Mapping[str, Any], dtypes: Iterable[str] | Mapping[str, str]) -> dict[str, str]:
-    """The compensation of every dtype.
+    """Check and return the compensation for every dtype.
 
     Raises:
         InvalidArgumentError: a rule, a dtype or a compensation is not known, or there is none.

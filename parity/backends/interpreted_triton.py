@@ -1,4 +1,4 @@
-"""The backend "triton": on a GPU as any other; without one in Triton's interpreter, in a process of its own.
+"""The backend "triton": on a GPU, or without one in Triton's interpreter, in its own process.
 
 A process is one of the interpreter from its start or not at all, and what it interprets cannot be compiled any more. So the
 runs live in a worker, which is started at the first of them with TRITON_INTERPRET=1 and ends with this process; arrays go
@@ -77,7 +77,7 @@ def worker() -> Worker:
 
 
 class InterpretedRun:
-    """A run in the worker. It is the only one there: a new one takes its place."""
+    """A run in the worker, which has only one: a new run replaces it."""
 
     def __init__(self, case: Case) -> None:
         worker().call("start", case)
@@ -121,7 +121,7 @@ class TritonBackend(TorchBackend):
         return None if installed() else "Triton is not installed; install it with: pip install triton"
 
     def slow(self) -> str | None:
-        """Why it runs only when it is named, or None where there is a GPU."""
+        """Why it runs only when it is named; None with a GPU."""
         if not self.in_worker:
             return None
         return "there is no CUDA device, and Triton's interpreter takes minutes; name it with --backend triton --quick"

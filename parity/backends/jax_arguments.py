@@ -1,4 +1,4 @@
-"""Settings and arrays of a case as JAX and Optax take them, and back."""
+"""Conversion of a case's settings and arrays to JAX and Optax, and back."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ MIDDLE = 1
 
 
 def transform_of(rule: Rule, given: Hyperparameters, storage: Storage, **scheduled: Any) -> Any:
-    """The transform of a group; `scheduled` are arguments that a schedule takes the place of."""
+    """Return the transform of a group; `scheduled` are arguments that a schedule replaces."""
     from ... import jax_frontend
 
     transform: Any = getattr(jax_frontend, rule.name)
@@ -43,7 +43,7 @@ def transform_of(rule: Rule, given: Hyperparameters, storage: Storage, **schedul
 
 @dataclasses.dataclass(frozen=True)
 class Recipe:
-    """What the transform of a case is made of: equal ones share what is compiled, whatever their gradients are.
+    """What determines the transform of a case: cases with equal recipes share compiled programs.
 
     groups, given: the names of the tensors of each group, and their hyperparameters before the schedule.
     """
@@ -91,7 +91,7 @@ class Recipe:
 
 
 def arrays_of(parameters: Mapping[str, Any], state: Any) -> dict[str, dict[str, Any]]:
-    """JAX's own arrays of parameters by name and the state of their transform: by tensor, then by field of `Held`."""
+    """Return JAX arrays of parameters and transform state, by tensor, then by field of `Held`."""
     found = {}
     for adam in _adam_states(state):
         for name, exp_avg in adam.mu.items():
@@ -102,7 +102,7 @@ def arrays_of(parameters: Mapping[str, Any], state: Any) -> dict[str, dict[str, 
 
 
 def held_of(parameters: Mapping[str, Any], state: Any) -> dict[str, Held]:
-    """The same, in numpy."""
+    """Return `arrays_of` as numpy arrays."""
     return {name: converted(arrays, np.array) for name, arrays in arrays_of(parameters, state).items()}
 
 
@@ -116,7 +116,7 @@ def _adam_states(state: Any) -> Iterator[Any]:
 
 
 def precision(dtype: str) -> contextlib.AbstractContextManager[Any]:
-    """64-bit arrays inside where parameters are float64."""
+    """Enable 64-bit arrays in this context if parameters are float64."""
     return float64() if dtype == "float64" else contextlib.nullcontext()
 
 
@@ -141,7 +141,7 @@ def stack_of_given_gradients(dtype: str) -> Any:
 
 
 def float64() -> contextlib.AbstractContextManager[Any]:
-    """64-bit arrays inside. Older versions of JAX have it among the experimental functions."""
+    """Enable 64-bit arrays in this context. In older versions of JAX the function is experimental."""
     import jax
 
     if hasattr(jax, "enable_x64"):

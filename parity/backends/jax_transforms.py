@@ -50,7 +50,7 @@ class JaxRun:
         return held_of(self.parameters, self.state)
 
     def arrays(self) -> dict[str, dict[str, Any]]:
-        """What it holds, as JAX's own arrays: by tensor, then by field of `Held`."""
+        """Return its JAX arrays by tensor, then by field of `Held`."""
         return arrays_of(self.parameters, self.state)
 
 

@@ -1,4 +1,4 @@
-"""`optax_transform`: a gradient transformation of anybody's as a backend, from a function that makes it."""
+"""`optax_transform`: registers a gradient transformation as a backend, from a function that makes it."""
 
 from __future__ import annotations
 
@@ -104,7 +104,7 @@ def optax_transform(
     abilities: Collection[str] = ("schedules", "groups"),
     peer: bool = False,
 ) -> TransformBackend:
-    """A gradient transformation as a backend, for `register`; its jitted updates are applied by `optax.apply_updates`.
+    """Return a gradient transformation as a backend, for `register`. `optax.apply_updates` applies its jitted updates.
 
         register(
             optax_transform(

@@ -1,4 +1,4 @@
-"""Optimizers of others, for comparison: their errors are reported beside penstock's, and not judged."""
+"""Other libraries' optimizers, for comparison: their errors are reported without a verdict."""
 
 from __future__ import annotations
 

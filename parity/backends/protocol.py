@@ -1,4 +1,4 @@
-"""What an optimizer shows of itself so that the suite can run it: two small classes.
+"""The interface of a backend: `Backend` and `Run`.
 
 A backend says what it can run and starts runs; a run takes gradients and shows what it holds. Write the two for an
 optimizer of your own, hand an instance to `penstock.parity.register`, and it is judged as penstock's own are.
@@ -34,7 +34,7 @@ class Held(NamedTuple):
 
 
 def converted(arrays: Mapping[str, Any], convert: Callable[[Any], np.ndarray]) -> Held:
-    """What a framework's own arrays are in numpy.
+    """Convert a framework's arrays to numpy.
 
     Args:
         arrays: by field of `Held`; None where there is none.
@@ -45,14 +45,14 @@ def converted(arrays: Mapping[str, Any], convert: Callable[[Any], np.ndarray]) -
 
 
 class Run(Protocol):
-    """One case on one backend, from its initial parameters on."""
+    """A run of one case on one backend, from its initial parameters."""
 
     def step(self, gradients: Mapping[str, np.ndarray]) -> None:
-        """One update of every tensor; gradients by tensor name, in the case's dtype. They must not be changed."""
+        """Update every tensor once. The gradients, by tensor name and in the case's dtype, must not be changed."""
         ...
 
     def held(self) -> Mapping[str, Held]:
-        """What the run holds now, by tensor name."""
+        """Return the parameters and states, by tensor name."""
         ...
 
 
@@ -79,15 +79,15 @@ class Backend(Protocol):
 
     @property
     def name(self) -> str:
-        """As ``--backend`` takes it."""
+        """Its name for ``--backend``."""
         ...
 
     def unavailable(self) -> str | None:
-        """Why it cannot run here (a sentence), or None when it can. Imports its framework here at the earliest."""
+        """Return why it cannot run here, or None if it can. The framework must not be imported before this call."""
         ...
 
     def refuses(self, case: Case) -> str | None:
-        """Why it does not run this case (a sentence), or None when it does."""
+        """Return why it does not run this case, or None if it does."""
         ...
 
     def start(self, case: Case) -> Run:
@@ -96,7 +96,7 @@ class Backend(Protocol):
 
 
 def lacks(backend: Backend, needs: Collection[str]) -> str | None:
-    """Why a backend cannot run a case that needs these abilities (a sentence), or None when it can."""
+    """Return why a backend cannot run a case that needs these abilities, or None if it can."""
     missing = sorted(set(needs) - set(getattr(backend, "abilities", ())))
     return f"it has no {' and no '.join(missing)} (`Backend.abilities`)" if missing else None
 

@@ -1,4 +1,4 @@
-"""The backend "numpy": the specification, run as it is written."""
+"""The backend "numpy": the specification itself."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`torch_optimizer`: a torch optimizer of anybody's as a backend, from a function that makes it."""
+"""`torch_optimizer`: registers a torch optimizer as a backend, from a function that makes it."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ class OptimizerRun:
         return {name: converted(tensors, to_numpy) for name, tensors in self.arrays().items()}
 
     def arrays(self) -> dict[str, dict[str, Any]]:
-        """What it holds, as PyTorch's own tensors: by tensor, then by field of `Held`."""
+        """Return its torch tensors by tensor name, then by field of `Held`."""
         return {
             name: {"parameter": parameter.detach(), **({} if self.kept is None else self.kept(self.optimizer, parameter))}
             for name, parameter in self.parameters.items()
@@ -96,7 +96,7 @@ def torch_optimizer(
     abilities: Collection[str] = ("schedules", "groups"),
     peer: bool = False,
 ) -> OptimizerBackend:
-    """A torch optimizer as a backend, for `register`.
+    """Return a torch optimizer as a backend, for `register`.
 
         register(
             torch_optimizer(

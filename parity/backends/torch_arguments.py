@@ -1,4 +1,4 @@
-"""Settings and arrays of a case as PyTorch takes them, and back."""
+"""Conversion of a case's settings and arrays to PyTorch, and back."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ CLASSES = {"stable_adamw": "StableAdamW", "adamw": "AdamW", "adam": "Adam"}
 
 
 def optimizer_of(rule: Rule, parameters: Iterable[Tensor], given: Hyperparameters, storage: Storage, **more: Any) -> Any:
-    """An optimizer of the torch frontend; `more` are further arguments of its, such as the backend."""
+    """Return an optimizer of the torch frontend; `more` are its further arguments, such as the backend."""
     import torch
 
     from ... import torch_frontend
@@ -36,7 +36,7 @@ def optimizer_of(rule: Rule, parameters: Iterable[Tensor], given: Hyperparameter
 
 
 def kept_by(optimizer: Optimizer, parameter: Any) -> dict[str, Tensor]:
-    """What the torch frontend keeps for a parameter that was updated, by field of `Held`."""
+    """Return the torch frontend's state of an updated parameter, by field of `Held`."""
     state = optimizer.state[parameter]
     return {field: state[field] for field in Held._fields if field in state}
 
@@ -50,7 +50,7 @@ def held_of(optimizer: Optimizer, named_parameters: Iterable[tuple[str, Tensor]]
 
 
 def group_of(given: Hyperparameters) -> dict[str, Any]:
-    """Hyperparameters as a torch parameter group spells them."""
+    """Return hyperparameters with the names of a torch parameter group."""
     group = {
         "lr": given.learning_rate,
         "betas": (given.beta1, given.beta2),
@@ -61,7 +61,7 @@ def group_of(given: Hyperparameters) -> dict[str, Any]:
 
 
 def to_torch(array: np.ndarray) -> Tensor:
-    """A copy as a CPU tensor; bfloat16, which numpy and torch do not share, by its bits."""
+    """Copy to a CPU tensor; bfloat16, which numpy and torch do not share, by its bits."""
     import torch
 
     if array.dtype.name == "bfloat16":
@@ -70,7 +70,7 @@ def to_torch(array: np.ndarray) -> Tensor:
 
 
 def to_numpy(tensor: Tensor) -> np.ndarray:
-    """A copy as a numpy array of the same dtype."""
+    """Copy to a numpy array of the same dtype."""
     import torch
 
     tensor = tensor.detach().cpu()

@@ -45,7 +45,7 @@ class TorchBackend:
         return self.device != "cpu"
 
     def unavailable(self) -> str | None:
-        """The optimizer itself is asked."""
+        """Construct an optimizer to find out."""
         try:
             import torch
 

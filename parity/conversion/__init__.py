@@ -1,4 +1,4 @@
-"""State that crosses frameworks: routes from one to the other and back, and what must hold of them."""
+"""State that is moved between frameworks: routes from one to the other and back, and their laws."""
 
 from .routes import ROUTES, ConversionCase, Promise, run_route
 from .section import Conversion

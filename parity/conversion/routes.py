@@ -1,4 +1,4 @@
-"""A run that changes framework in the middle, and what must hold of it.
+"""A run that changes the framework half-way, and its laws.
 
 there       every array that arrives is the one that left, bit for bit
 file        what the other framework writes of it at once is the same file, byte for byte

@@ -65,7 +65,7 @@ class Conversion:
 
 
 def _findings(conversion: ConversionCase, sides: Sides, backend: str, truth: Truth) -> Iterator[Finding]:
-    """What one route shows. What it raises becomes a broken row, and the suite goes on."""
+    """Run one route. An error becomes a broken row, and the suite continues."""
     try:
         promises, held = run_route(conversion, sides)
     except FAILURES as error:

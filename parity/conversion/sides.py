@@ -1,4 +1,4 @@
-"""The ends of a route: a run in one framework that can be saved to a portable file and go on from one.
+"""The ends of a route: a run in one framework that can be saved to a portable file and continued from one.
 
 Every tensor of a case is there twice, as two layers that start from the same numbers. The first has the case's own gradients,
 the other those times a factor. One side keeps its layers separate, another stacks them; in a file they are "layers.0.matrix",
@@ -45,11 +45,11 @@ class Side(Protocol):
         ...
 
     def load(self, path: Path) -> None:
-        """Go on from a file."""
+        """Continue from a file."""
         ...
 
     def held(self) -> dict[str, Held]:
-        """What it holds for "LAYER.TENSOR"."""
+        """Return what it holds for "LAYER.TENSOR"."""
         ...
 
 

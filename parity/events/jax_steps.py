@@ -24,7 +24,7 @@ clipping the gradients of its neighbours are zero, as the norm is of all."""
 
 
 def refusal(case: EventCase, *, walk: bool) -> str | None:
-    """Why a JAX backend does not run a case (a sentence), or None when it does."""
+    """Return why a JAX backend does not run a case, or None if it does."""
     sequence = case.sequence
     passes = [event for event in sequence.events if isinstance(event, Backward)]
     sizes = {len(group) for _, group, _ in sequence.groups()}

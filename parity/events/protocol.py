@@ -1,4 +1,4 @@
-"""What a backend shows of itself that can run whole event sequences; one that has only plain updates needs none of it."""
+"""The interface of a backend that runs event sequences; a backend with plain updates only does not need it."""
 
 from __future__ import annotations
 
@@ -17,28 +17,28 @@ class EventRun(Protocol):
         ...
 
     def held(self) -> Mapping[str, Held]:
-        """What the run holds now, by tensor name."""
+        """Return the parameters and states, by tensor name."""
         ...
 
     def updates(self) -> Mapping[str, int]:
-        """How many updates each tensor has had, as its state says."""
+        """Return the number of updates in each tensor's state."""
         ...
 
     def live_bytes(self) -> Sequence[int] | None:
-        """Bytes of gradient alive now, by every account there is of them (measured, booked); None where nobody can tell."""
+        """Return the bytes of gradient alive, by each account (measured, ledger); None if they are not known."""
         ...
 
 
 @runtime_checkable
 class Resumable(Protocol):
-    """A run that can be saved between two steps, and goes on in another one as if it had been that one."""
+    """A run that can be saved between two steps and continued in another run."""
 
     def save(self) -> bytes:
-        """Everything that the steps to come depend on."""
+        """Return everything that later steps depend on."""
         ...
 
     def load(self, saved: bytes) -> None:
-        """Go on from there: called between two steps, on another run of the same case, which may have made steps of its own."""
+        """Continue from a saved state; called between two steps of another run of the same case."""
         ...
 
 
@@ -52,7 +52,7 @@ class RunsEvents(Protocol):
     norm_eps: float
 
     def refuses_events(self, case: EventCase) -> str | None:
-        """Why it does not run this case (a sentence), or None when it does."""
+        """Return why it does not run this case, or None if it does."""
         ...
 
     def start_events(self, case: EventCase) -> EventRun:

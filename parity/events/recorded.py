@@ -1,4 +1,4 @@
-"""What happens in a training loop, as data: events, sequences of them, and cases of a sequence."""
+"""The events of a training loop as data: events, sequences, and cases."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class Backward:
 
 @dataclasses.dataclass(frozen=True)
 class Step:
-    """optimizer.step(), and zero_grad() after it, as every loop has it."""
+    """optimizer.step() followed by zero_grad()."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -68,7 +68,7 @@ Event = Backward | Step | Discard | LearningRate
 
 @dataclasses.dataclass(frozen=True)
 class EventSequence:
-    """A training loop, and how its gradients are to be used.
+    """A training loop, and the way its gradients are used.
 
     accumulation: of the micro-batches of a step: None (one backward a step), "hold" or "state".
     last_known: which micro-batch is the last is known when it comes; otherwise step() does what waits.
@@ -97,7 +97,7 @@ class EventSequence:
 
     @property
     def steps(self) -> int:
-        """How often step() is called."""
+        """Number of calls of step()."""
         return sum(isinstance(event, Step) for event in self.events)
 
     def groups(self) -> Iterator[tuple[float, list[tuple[int, Backward]], bool]]:
@@ -140,7 +140,7 @@ class EventCase:
 
     @property
     def storage(self) -> Storage:
-        """How its numbers are kept."""
+        """The storage of its numbers."""
         return Storage(resolve("auto", self.dtype), None)
 
     @property

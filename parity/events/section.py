@@ -63,14 +63,14 @@ def _turns(pairs: Sequence[tuple[Rule, str]]) -> Iterator[tuple[Rule, str]]:
 
 
 def refusal(backend: Backend, case: EventCase) -> str | None:
-    """Why a backend does not run a case (a sentence), or None when it does."""
+    """Return why a backend does not run a case, or None if it does."""
     if not isinstance(backend, RunsEvents):
         return "it makes plain updates only (`parity.events.protocol.RunsEvents`)"
     return reason(backend, "refuses_events", case)
 
 
 def run_case(name: str, backend: RunsEvents, case: EventCase, true: EventTruth) -> list[Row]:
-    """One case on one backend. What the backend raises becomes a broken row."""
+    """Run one case on one backend. An error becomes a broken row."""
     steps, at = case.sequence.steps, "start_events()"
     live: list[list[int]] = []
     try:

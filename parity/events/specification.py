@@ -1,4 +1,4 @@
-"""Event sequences on the backend "numpy": the state machine and the update of `core`, carried out as they are written."""
+"""Event sequences on the backend "numpy": the state machine and the update of `core`."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ POLICIES = {None: Policy.RELEASE, "hold": Policy.HOLD, "state": Policy.STATE}
 
 
 class NumpyEvents:
-    """The shortest frontend there can be: statuses, gradients and a ledger, besides the parameters."""
+    """A minimal frontend: parameters, statuses, gradients and a ledger."""
 
     def __init__(self, case: EventCase) -> None:
         self.case = case
@@ -62,7 +62,7 @@ class NumpyEvents:
         return dict(self.counts)
 
     def live_bytes(self) -> tuple[int, int]:
-        """Bytes of the gradients that wait, and the ledger's."""
+        """Return the bytes of held gradients, and those in the ledger."""
         return sum(gradient.nbytes for gradient in self.waiting.values()), self.ledger.live
 
     def save(self) -> bytes:
@@ -108,18 +108,18 @@ class NumpyEvents:
         self.status = dict.fromkeys(SHAPES, Status.IDLE)
 
     def _factors_of(self, name: str) -> tuple[Any, ...]:
-        """What clips the norm of one tensor's gradient, where there is one."""
+        """Return the clip factor of one tensor's gradient; empty without a gradient."""
         return (self._clip([self.waiting[name]]),) if name in self.waiting else ()
 
     def _clip(self, gradients: Iterable[np.ndarray]) -> Any:
-        """The factor that clips the norm of these gradients together."""
+        """Return the clip factor of the common norm of these gradients."""
         compute = numpy_dtype(compute_dtype(self.case.dtype))
         norm = np.sqrt(sum((np.sum(gradient.astype(compute) ** 2) for gradient in gradients), compute.type(0.0)))
         largest = self.case.sequence.max_norm
         return compute.type(1.0) if largest is None or norm <= largest else compute.type(largest) / norm
 
     def _do(self, name: str, action: Action, factors: tuple[Any, ...] = ()) -> None:
-        """What was decided."""
+        """Carry out an action."""
         given, parameter, state = self.case, self.parameters[name], self.states[name]
         rule, compensation = given.rule, given.storage.compensation
         uses = action.steps or action in (Action.ACCUMULATE, Action.ACCUMULATE_FIRST)
@@ -147,7 +147,7 @@ def _finite(gradient: np.ndarray) -> bool:
 
 
 def _sum(uses: list[np.ndarray]) -> np.ndarray:
-    """What backward makes of several uses of one parameter: their sum, in their dtype."""
+    """Return the gradient of a parameter with several uses: the sum, in their dtype."""
     total = uses[0]
     for use in uses[1:]:
         total = total + use

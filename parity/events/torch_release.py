@@ -83,7 +83,7 @@ class TorchEvents:
                 self.optimizer.zero_grad()
 
     def step(self) -> None:
-        """step() as the loop has it, with or without a scaler."""
+        """Call step() as a training loop does, with or without a scaler."""
         if self.scaler is None:
             self.optimizer.step()
         else:
@@ -110,7 +110,7 @@ class TorchEvents:
         return (measured,) if self.release is None else (measured, self.release.ledger.live)
 
     def save(self) -> bytes:
-        """The state dicts, as everybody saves them."""
+        """Save the state dicts with torch.save."""
         import torch
 
         file = io.BytesIO()

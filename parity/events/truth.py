@@ -1,4 +1,4 @@
-"""The truth of an event case: which gradients are used, said plainly, and what the float64 reference makes of them.
+"""The truth of an event case: which gradients are used, and the result of the float64 reference.
 
 What the reference has no word for is translated here, without a look at `core.release`: gradients that wait add up and are
 used in one piece, those that must not be used are left out, a clipped gradient is multiplied by its factor in float64. What
@@ -22,7 +22,7 @@ from .recorded import SHAPES, Backward, Discard, EventCase, LearningRate, Step
 
 @dataclasses.dataclass(frozen=True)
 class EventTruth:
-    """What there must be after the last event.
+    """The expected numbers after the last event.
 
     values, bounds: of "parameter", "exp_avg" and "exp_avg_sq"; flat float64 arrays over all tensors.
     updates: how many each tensor has had.
@@ -48,7 +48,7 @@ Micro = dict[str, list[Used]]
 
 
 def truth(case: EventCase, norm_eps: float = 0.0) -> EventTruth:
-    """The outcome of a case.
+    """Return the expected outcome of a case.
 
     Args:
         norm_eps: what clipping adds to the norm before it divides by it; 0 by the definition of clipping.
@@ -73,7 +73,7 @@ def truth(case: EventCase, norm_eps: float = 0.0) -> EventTruth:
 
 
 def used_in_step(case: EventCase, passes: list[tuple[int, Backward]], stepped: bool, norm_eps: float) -> Micro:
-    """What the moments of each tensor get between two boundaries."""
+    """Return the gradients that enter each tensor's moments in one step."""
     sequence = case.sequence
     waiting: dict[str, list[np.ndarray]] = {}
     used: dict[str, list[list[np.ndarray]]] = {}  # every element: the gradients that were added up
@@ -202,5 +202,5 @@ def _values(case: EventCase, tensors: Mapping[str, ReferenceTensor]) -> dict[str
 
 
 def _joined(bounds: list[Bound]) -> Bound:
-    """Of several tensors together."""
+    """Join the arrays of several tensors."""
     return Bound(float(np.linalg.norm([each.norm for each in bounds])), np.concatenate([each.elements for each in bounds]))

@@ -1,4 +1,4 @@
-"""The report: tables for the terminal, a JSON file with every row, and one HTML page with figures, made from the same."""
+"""The report: tables in the terminal, a JSON file with every row, and an HTML page with figures."""
 
 from .document import SCHEMA, document, versions
 from .files import prepare, write_json, write_page, write_whole

@@ -1,4 +1,4 @@
-"""The document: everything that a run found, as plain values. The JSON file is the document, the page is drawn from it."""
+"""The document: all results as plain values. It is the JSON file, and the page is made from it."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ PACKAGES = ("numpy", "ml_dtypes", "torch", "jax", "jaxlib", "optax", "triton", "
 
 
 def document(result: Result, *, version: str, command: Sequence[str], not_available: Mapping[str, str]) -> dict[str, Any]:
-    """Everything that the JSON file says.
+    """Return the content of the JSON file.
 
     Args:
         result: of the run.
@@ -53,7 +53,7 @@ def _section(found: SectionResult, result: Result) -> dict[str, Any]:
 
 
 def verdicts(found: SectionResult, result: Result) -> list[dict[str, Any]]:
-    """For every backend that did something in a section: how many comparisons there are, and how many break their bounds.
+    """Return for each backend of a section the number of comparisons, and of those that break their bounds.
 
     `largest_ratio` is the largest |error| / bound over all elements; null where there is none (NaN, or it raised).
     `peer` says whose broken bounds do not count.
@@ -89,7 +89,7 @@ def collapse(refusals: Iterable[Refusal]) -> list[dict[str, Any]]:
 
 
 def versions() -> dict[str, str | None]:
-    """Of Python and of the packages that figures depend on; None for one that is not installed."""
+    """Return the versions of Python and of packages that figures depend on; None for one that is not installed."""
     found: dict[str, str | None] = {"python": platform.python_version()}
     for name in PACKAGES:
         try:
@@ -100,7 +100,7 @@ def versions() -> dict[str, str | None]:
 
 
 def _device() -> dict[str, Any]:
-    """The machine, and what the frameworks that were used see of it."""
+    """Return a description of the machine and of the frameworks' devices."""
     device: dict[str, Any] = {"machine": platform.machine(), "system": platform.system(), "cores": os.cpu_count()}
     torch, jax = sys.modules.get("torch"), sys.modules.get("jax")
     if torch is not None:
@@ -111,7 +111,7 @@ def _device() -> dict[str, Any]:
 
 
 def _rounded(row: dict[str, object]) -> dict[str, object]:
-    """Six digits are more than anybody needs, and a third of the file's size."""
+    """Round to six digits, which makes the file a third as large."""
     return {name: float(f"{value:.6g}") if isinstance(value, float) else value for name, value in row.items()}
 
 

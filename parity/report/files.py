@@ -1,4 +1,4 @@
-"""Files that are written whole or not at all."""
+"""Files of the report, which are written whole or not at all."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from .page import page
 
 
 def prepare(directory: pathlib.Path) -> None:
-    """Make the directory and see that it can be written, before anything takes time.
+    """Make the directory, and check that it is writable before the suite runs.
 
     Raises:
         InvalidArgumentError: it cannot.

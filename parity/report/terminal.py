@@ -115,7 +115,7 @@ def peers(found: SectionResult, result: Result) -> Table:
 
 
 def summary(result: Result) -> list[str]:
-    """What broke, a sentence each; what was not run, by reason; how many bounds hold."""
+    """Return sentences: each broken bound, what was not run by reason, and the number of bounds that hold."""
     sentences = [complaint(row) for row in result.broken]
     for found in result.sections:
         for line in collapse(found.refusals):
@@ -130,7 +130,7 @@ def summary(result: Result) -> list[str]:
 
 
 def complaint(row: Row) -> str:
-    """What is wrong with a row that breaks its bound, in a sentence."""
+    """Return a sentence on a row that breaks its bound."""
     place = f"{row.case} on {row.backend} after {row.steps} steps"
     if row.failure is not None:
         return f"{place}: it failed at {row.failure}"
@@ -160,7 +160,7 @@ def _verdict(rows: Sequence[Row]) -> str:
 
 
 def _closeness(row: Row) -> float:
-    """How near a row comes to its bound; a NaN has no place in that order and goes first."""
+    """Sort key: error / bound; a NaN comes first."""
     return -math.inf if math.isnan(row.element_ratio) else row.element_ratio
 
 

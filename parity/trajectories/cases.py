@@ -1,4 +1,4 @@
-"""The trajectories: which way of training, which rule, which dtype. The model, its text and its start are the same for all."""
+"""The trajectories: the way of training, the rule and the dtype. Model, text and initial parameters are the same for all."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a backend has to have so that it trains the model: two further methods."""
+"""The interface of a backend that trains the model: two further methods."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ class TrajectoryRun(Protocol):
 
 @runtime_checkable
 class RunsTrajectories(Protocol):
-    """A backend that trains the model. Optimizers of users need not have it."""
+    """A backend that trains the model; registered optimizers do not need it."""
 
     def refuses_trajectory(self, case: Trajectory) -> str | None:
-        """Why it does not run this case (a sentence), or None when it does."""
+        """Return why it does not run this case, or None if it does."""
         ...
 
     def start_trajectory(self, case: Trajectory) -> TrajectoryRun:
-        """The model before its first step."""
+        """Return a run of the model before its first step."""
         ...

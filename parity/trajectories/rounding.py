@@ -45,7 +45,7 @@ CHANCE = math.sqrt(1.0 + 2.0 * math.sqrt(math.log(1.0 / RISK)) + 2.0 * math.log(
 
 @functools.lru_cache(maxsize=8)
 def bounds(case: Trajectory) -> Mapping[int, Mapping[str, Bound]]:
-    """What parameters and moments may be off by after each of the case's numbers of steps."""
+    """Return the bounds on parameters and moments after each of the case's numbers of steps."""
     factor = SIDES[case.dtype] * math.sqrt(TERMS) * CHANCE * unit_roundoff(case.dtype) / AMOUNT
     true, samples, numbers = truth(case, 0.0), disturbed(case), tensor_numbers()
 

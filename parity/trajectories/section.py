@@ -52,7 +52,7 @@ def _refusal(backend: Backend, case: Trajectory) -> str | None:
 
 
 def run_case(backend: Backend, case: Trajectory) -> list[Row]:
-    """One case on one backend. What the backend raises becomes a broken row, and the suite goes on."""
+    """Run one case on one backend. An error becomes a broken row, and the suite continues."""
     found: list[Row] = []
     step = 0
     try:

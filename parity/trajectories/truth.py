@@ -35,7 +35,7 @@ def disturbed(case: Trajectory) -> list[Mapping[int, Values]]:
 
 
 def _representative(case: Trajectory) -> Trajectory:
-    """Of the cases that share a truth."""
+    """Return one of the cases that share a truth."""
     return dataclasses.replace(case, mode="step" if case.mode in ("release", "hold") else case.mode, dtype="float64")
 
 
