@@ -1,4 +1,4 @@
-"""Writing a file whole or not at all."""
+"""Atomic replacement of a file: it is written whole or not at all."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from collections.abc import Iterator
 
 @contextlib.contextmanager
 def replacing(target: pathlib.Path) -> Iterator[pathlib.Path]:
-    """Give the path of an empty file; when the context ends, what was written there replaces `target`.
+    """Yield the path of an empty file, which replaces `target` when the context ends.
 
     The new file has reached the disk before it replaces the old one. If the context raises, `target` stays as it was.
 

@@ -1,4 +1,4 @@
-r"""The reference: recorded events, run in float64, written a second time and plainly.
+r"""The reference: recorded events in float64, implemented a second time and independently.
 
 It shares no formula with the rest of core, so that a wrong formula there cannot prove itself. It keeps the raw moments
 of the papers and debiases them where they are used:
@@ -37,7 +37,7 @@ class Settings:
 
 @dataclasses.dataclass(frozen=True)
 class Gradient:
-    """The gradient of one tensor. `last`: it closes the tensor's micro-batches, the update happens at once."""
+    """The gradient of one tensor. last: it is the tensor's last micro-batch, and the update follows at once."""
 
     tensor: str
     value: Any
@@ -46,12 +46,12 @@ class Gradient:
 
 @dataclasses.dataclass(frozen=True)
 class EndOfStep:
-    """step(): what is pending is applied."""
+    """step(): pending gradients are applied."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Change:
-    """New values of some settings, as a scheduler makes them."""
+    """New values of some settings, as from a scheduler."""
 
     values: Mapping[str, Any]
 
@@ -72,7 +72,7 @@ class ReferenceTensor:
     ratio: float = 0.0  # sum over the micro-batches of mean(g^2 / max(v_hat, eps^2))
 
     def snapshot(self) -> ReferenceTensor:
-        """A copy that later events do not touch."""
+        """Return a copy that later events do not change."""
         return copy.deepcopy(self)
 
 
@@ -87,7 +87,7 @@ class Reference:
             self.tensors[name] = ReferenceTensor(start, np.zeros_like(start), np.zeros_like(start))
 
     def run(self, event: Recorded) -> None:
-        """One event."""
+        """Process one event."""
         if isinstance(event, Change):
             self.settings = dataclasses.replace(self.settings, **event.values)
         elif isinstance(event, EndOfStep):

@@ -1,4 +1,4 @@
-"""The demonstration from beginning to end."""
+"""Runs the demonstration: train, compare, print, draw."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ WIDTH = 120  # characters, where the output is no terminal
 
 
 def check(settings: Settings) -> np.ndarray:
-    """Everything that can be wrong with the settings is found here, before anything happens.
+    """Raise if a setting is wrong, before anything runs.
 
     Returns:
         The text, uint8.
@@ -40,7 +40,7 @@ def check(settings: Settings) -> np.ndarray:
 
 
 def train_all(settings: Settings, parameters: Parameters, text: np.ndarray, console: Console) -> list[Run]:
-    """The four runs, one after the other, from these parameters and on the same batches, with progress bars."""
+    """Train the four runs one after the other, from the same parameters and batches, with progress bars."""
     batches = Batches(text, batch_size=settings.batch_size, context=settings.shape.context, seed=settings.seed)
     trainings = {name: partial(torch_runs.train, name) for name in torch_runs.NAMES} | {jax_run.NAME: jax_run.train}
     columns = (
@@ -78,7 +78,7 @@ class Throughput:
         self._steps = -1
 
     def after_a_step(self) -> float:
-        """To be called once after every step."""
+        """Count a step; called after every step."""
         self._steps += 1
         now = time.perf_counter()
         if self._steps == 0:

@@ -1,4 +1,4 @@
-"""The one initialisation that every run starts from, in numpy."""
+"""The initial parameters of every run, in numpy."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ EMBEDDING_DEVIATION = 0.4
 
 
 def initial_parameters(shape: ModelShape, *, seed: int, dtype: str) -> Parameters:
-    """Names and values of all parameters, in the order in which the model uses them.
+    """Return names and values of all parameters, in the order of their use.
 
     Matrices, [inputs, outputs], are normal with standard deviation 1/sqrt(width), those that write into the residual
     stream 1/sqrt(2*layers*width), so that its variance does not grow with the depth. Embeddings are normal with 0.4: next
@@ -60,5 +60,5 @@ def initial_parameters(shape: ModelShape, *, seed: int, dtype: str) -> Parameter
 
 
 def nbytes(parameters: Parameters) -> int:
-    """Bytes of all parameters, which are also the bytes of all their gradients."""
+    """Return the bytes of all parameters, and so of all gradients."""
     return sum(value.nbytes for value in parameters.values())

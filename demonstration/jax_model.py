@@ -15,7 +15,7 @@ EPSILON = 1e-5  # of the layer norms
 
 
 def make_loss(shape: ModelShape) -> Callable[[Mapping[str, Array], Array], Array]:
-    """The loss of a model of this shape.
+    """Return the loss function of a model of this shape.
 
     Returns:
         A function of the parameters, by the names of the initialisation, and a batch, int32, [batch, context + 1]: the mean
@@ -33,12 +33,12 @@ def make_loss(shape: ModelShape) -> Callable[[Mapping[str, Array], Array], Array
 
 
 def embedded(parameters: Mapping[str, Array], batch: Array) -> Array:
-    """What enters the first layer, [batch, context, width]."""
+    """Return the input of the first layer, [batch, context, width]."""
     return parameters["embedding"][batch[:, :-1]] + parameters["positions"]
 
 
 def cross_entropy(parameters: Mapping[str, Array], x: Array, batch: Array) -> Array:
-    """The loss, of what leaves the last layer."""
+    """Return the loss from the output of the last layer."""
     logits = normalized(x, parameters["final_scale"], parameters["final_bias"]) @ parameters["head"]
     return -jnp.take_along_axis(jax.nn.log_softmax(logits, axis=-1), batch[:, 1:, None], axis=-1).mean()
 

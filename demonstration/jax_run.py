@@ -38,7 +38,7 @@ def find_device(name: str) -> Any:
 
 @contextmanager
 def configured(settings: Settings) -> Iterator[None]:
-    """JAX on the device and in the precision of the settings; outside it is as it was.
+    """Configure JAX for the device and precision of the settings in this context.
 
     float64 has to be allowed before the first array is made. Products are computed in full: on accelerators JAX would
     otherwise round the factors of float32 products, and PyTorch does not.
@@ -54,7 +54,7 @@ def configured(settings: Settings) -> Iterator[None]:
 
 
 def train(settings: Settings, parameters: Parameters, batches: Batches, report: Report) -> Run:
-    """One run; arguments as in `torch_runs.train`. Compilation is not counted in the seconds."""
+    """Train one run; arguments as in `torch_runs.train`. The seconds leave out compilation."""
     with configured(settings):
         tx = stable_adamw(settings.learning_rate)
         state = init_train_state(tx, {name: jax.numpy.asarray(value) for name, value in parameters.items()})

@@ -1,4 +1,4 @@
-"""What the demonstration trains, and how. Knows neither framework."""
+"""The settings of the demonstration, independent of the frameworks."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class ModelShape:
 
 @dataclasses.dataclass(frozen=True)
 class Settings:
-    """Everything a demonstration depends on.
+    """The settings of a demonstration.
 
     Args:
         steps: updates in each run, > 0.
@@ -62,5 +62,5 @@ class Settings:
 
     @property
     def tokens_per_step(self) -> int:
-        """Tokens that one update learns from."""
+        """Number of tokens in one update."""
         return self.batch_size * self.shape.context

@@ -1,4 +1,4 @@
-"""The closing table."""
+"""The table of results."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from .results import MIB, Run, relative_difference
 
 
 def closing_table(runs: Sequence[Run], *, tokens: int, model: str) -> Table:
-    """All runs, compared with the first.
+    """Return the table of all runs, compared with the first.
 
     Args:
         runs: one or more; differences are relative to the first.

@@ -13,12 +13,12 @@ MAXIMAL_BYTES = 4 * 2**20
 
 
 def standard_library_files() -> list[Path]:
-    """The modules at the top of this Python's standard library, sorted by name."""
+    """Return the top-level modules of this Python's standard library, sorted by name."""
     return sorted(Path(sysconfig.get_path("stdlib")).glob("*.py"))
 
 
 def read_text(path: Path | None, *, at_least: int, at_most: int = MAXIMAL_BYTES) -> np.ndarray:
-    """The text to train on.
+    """Return the training text.
 
     Args:
         path: a file; None: the source of the standard library, its files one after the other.
@@ -51,7 +51,7 @@ def read_text(path: Path | None, *, at_least: int, at_most: int = MAXIMAL_BYTES)
 
 
 class Batches:
-    """Seeded batches of sequences; the batch of a step is the same whoever asks, and in whatever order.
+    """Seeded batches of sequences; the batch of a step depends on the step's number only.
 
     Args:
         text: uint8, shape [bytes], more than `context` of them.

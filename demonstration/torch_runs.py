@@ -1,4 +1,4 @@
-"""The three runs in PyTorch: they differ in nothing but how long a gradient lives."""
+"""The three runs in PyTorch, which differ only in the lifetime of gradients."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def find_device(name: str) -> torch.device:
 
 
 def train(name: str, settings: Settings, parameters: Parameters, batches: Batches, report: Report) -> Run:
-    """One run.
+    """Train one run.
 
     Args:
         name: one of `NAMES`.

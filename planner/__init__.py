@@ -1,1 +1,1 @@
-"""The memory of a training step: planned without the device it is planned for (`penstock plan`), and measured as it runs."""
+"""The memory of a training step: planned on fake tensors (`penstock plan`), and measured in a running step."""

@@ -12,7 +12,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 
 class Arrival(NamedTuple):
-    """The moment at which the gradient of one parameter was there.
+    """The time at which the gradient of one parameter existed.
 
     parameter: its name. seconds: since the timeline was started. live_bytes: of gradient alive, the arriving one included.
     """
@@ -66,12 +66,12 @@ class LiveGradientMeter:
         self.peak = max(self.peak, self.live())
 
     def live(self) -> int:
-        """Bytes of gradient alive now, among the gradients seen so far."""
+        """Return the bytes of gradient alive, of those seen so far."""
         self._storages = {storage: size for storage, size in self._storages.items() if not storage.expired()}
         return sum(self._storages.values())
 
     def watch(self, loss: Tensor) -> None:
-        """See all gradients that one node of the graph of `loss` hands out together, the moment the first is there.
+        """Record all gradients that one node of the graph of `loss` computes together, when the first exists.
 
         Without this they are seen one by one, as autograd delivers them. The hooks go with the graph.
 

@@ -19,7 +19,7 @@ OTHER = "activations and temporaries"
 
 
 class LiveStorageMeter(TorchDispatchMode):
-    """Counts the bytes of every storage that is alive, whatever it is for, while operations run in this context.
+    """Counts the bytes of every live storage while operations run in this context.
 
         live = sum over storages of their bytes: those given by name, and those of every operation's result
 

@@ -1,4 +1,4 @@
-"""A training step on fake tensors: shapes and lifetimes are real, numbers and memory are not there."""
+"""Runs a training step on fake tensors, which have real shapes and lifetimes and no memory."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ OPTIMIZERS = {"StableAdamW": StableAdamW, "AdamW": AdamW, "Adam": Adam}
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """What one mode needs.
+    """The memory of one mode.
 
     peak: bytes alive at most in a step. by_kind: at that moment: parameters, optimizer state, gradients, activations and
     temporaries. ledger: bytes of gradient alive at most by the release's own account; None without release.
@@ -39,7 +39,7 @@ class Plan:
 
 
 class InPlaceKernels:
-    """Stands in for a backend whose kernels update in place and allocate nothing; it does nothing at all."""
+    """A backend that does nothing: it replaces kernels that update in place and allocate nothing."""
 
     name = "kernels"
     one_launch = False  # nothing waits: a gradient is gone when its kernel is launched
@@ -58,7 +58,7 @@ class InPlaceKernels:
 
 
 def plan(shape: LlamaShape, training: Training, mode: Mode, *, fake: bool = True) -> Plan:
-    """Take one step and see what is alive.
+    """Run one step, and return the peak of live memory.
 
     The model, autograd, the optimizer and release are the real ones, except that the update itself is taken to allocate
     nothing, as a fused kernel's does. What other kernels allocate inside one operation is not seen, nor an allocator's

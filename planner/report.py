@@ -17,7 +17,7 @@ KINDS = ("parameters", "optimizer state", "gradients", "activations and temporar
 
 
 def table(training: Training, plans: Sequence[Plan]) -> Table:
-    """One line a mode: the peak, what it consists of, and the difference from the first mode.
+    """Return a table with a line for each mode: the peak, its parts, and the difference from the first mode.
 
     The title names the optimizer, and which of its settings are not its defaults.
     """
@@ -46,7 +46,7 @@ def table(training: Training, plans: Sequence[Plan]) -> Table:
 
 
 def summary(shape: LlamaShape, training: Training) -> list[str]:
-    """What was planned, and what is not in the figures."""
+    """Return what was planned, and what the figures leave out."""
     kept = ", ".join(f"{name} {dtype}" for name, dtype in training.kept.items())
     choice = f"with {training.changed}" if training.changed else "by default"
     checkpointing = "with" if training.checkpointing else "without"

@@ -1,4 +1,4 @@
-"""What is planned: the shape of a model, and how it is trained. Knows no framework."""
+"""The settings of a plan: the model's shape and its training, independent of the frameworks."""
 
 from __future__ import annotations
 
@@ -46,13 +46,13 @@ class LlamaShape:
 
     @property
     def layer_parameters(self) -> int:
-        """Of one block: attention, feed-forward part, two norms."""
+        """Number of parameters of one block: attention, feed-forward part, two norms."""
         key_value = self.width * self.width // self.heads * self.kv_heads
         return 2 * self.width**2 + 2 * key_value + 3 * self.width * self.hidden + 2 * self.width
 
     @property
     def parameters(self) -> int:
-        """Of the model: blocks, embedding, head, last norm."""
+        """Number of parameters of the model: blocks, embedding, head, last norm."""
         return self.layers * self.layer_parameters + 2 * self.vocabulary * self.width + self.width
 
 
@@ -137,7 +137,7 @@ release with `microbatch_blocks`."""
 
 
 def modes(names: list[str] | None, training: Training) -> list[Mode]:
-    """The modes of these names; None: those that say something about this training.
+    """Return the modes of these names; for None, those that apply to this training.
 
     Raises:
         InvalidArgumentError: no such mode.

@@ -1,4 +1,4 @@
-r"""Adam's moments as other libraries keep them, and as the portable state has them.
+r"""Conversion of Adam's moments between other libraries' biased form and the portable state's debiased one.
 
 torch.optim and optax keep *biased* means, m' = beta*m' + (1-beta)*g, and divide by 1-beta^t at each use; the portable state
 holds what they divide to:
@@ -24,7 +24,7 @@ from ..moments import Moments
 
 
 def bias_correction(beta: float, step: int) -> float:
-    """1 - beta^t; 1 before the first update, when there is nothing to correct.
+    """Return 1 - beta^t; 1 before the first update, when there is nothing to correct.
 
     Args:
         beta: in [0, 1).
@@ -34,7 +34,7 @@ def bias_correction(beta: float, step: int) -> float:
 
 
 def without_bias(biased: Moments, betas: tuple[float, float], step: int, dtypes: StateDtypes) -> Moments:
-    """The debiased moments of biased ones.
+    """Return the debiased moments of biased ones.
 
     Args:
         biased: arrays of one shape, any floating-point dtype.
@@ -47,7 +47,7 @@ def without_bias(biased: Moments, betas: tuple[float, float], step: int, dtypes:
 
 
 def with_bias(name: str, debiased: Moments, betas: tuple[float, float], step: int, dtypes: StateDtypes) -> Moments:
-    """The biased moments of debiased ones: arguments as for `without_bias`.
+    """Return the biased moments of debiased ones; arguments as for `without_bias`.
 
     Raises:
         InvalidArgumentError: `dtypes` cannot hold them; the text has the parameter's `name`.

@@ -20,7 +20,7 @@ from .state import ARRAYS, Layout, ParameterState, PortableGroup, PortableState,
 
 @dataclasses.dataclass(frozen=True)
 class ParameterDescription:
-    """What a file says of one parameter.
+    """The description of one parameter in a file.
 
     Args:
         dtype: of the parameter.
@@ -39,7 +39,7 @@ class ParameterDescription:
 
 @dataclasses.dataclass(frozen=True)
 class Description:
-    """What a file holds, without the arrays.
+    """The content of a file without the arrays.
 
     Args:
         rule: a name in `core.rules.RULES`.
@@ -55,7 +55,7 @@ class Description:
 
 
 def save(path: Path, state: PortableState) -> None:
-    """Write a state; equal states make equal bytes.
+    """Write a state to a file. Equal states give equal bytes.
 
     The file is written in a temporary folder beside `path` (PATH.XXXXXXXX.tmp), brought to the disk and renamed, so that at
     every moment the old one or the new one is there, whole. A process that is killed can leave the folder behind.
@@ -87,7 +87,7 @@ def save(path: Path, state: PortableState) -> None:
 
 
 def load(path: Path) -> PortableState:
-    """Read a state. Names, shapes and dtypes are checked before the arrays are read, and every byte against its digest.
+    """Read a state from a file. Names, shapes and dtypes are checked first, and each array against its digest.
 
     Args:
         path: of the file. Nothing in it is executed.
@@ -114,7 +114,7 @@ def load(path: Path) -> PortableState:
 
 
 def describe(path: Path) -> Description:
-    """What a file says it holds. Of the arrays only the steps are read; the others' bytes are not looked at.
+    """Return the description of a file. Only the step counts are read; other arrays are not checked.
 
     Args:
         path: of the file.
@@ -131,7 +131,7 @@ def _plain(value: float | bool | None) -> float | bool | None:
 
 
 def _describe(reader: Reader) -> Description:
-    """The header, checked: it is consistent, and the arrays are those that it speaks of."""
+    """Return the header after checking that it is consistent and matches the arrays."""
     document = reader.document
     if set(document) != {"version", "digests", "rule", "groups", "parameters"}:
         reader.refuse("its document has other entries than those of this version")
@@ -157,14 +157,14 @@ def _describe(reader: Reader) -> Description:
 
 
 def _kind(reader: Reader, what: str, value: Any, *kinds: type) -> Any:
-    """`value`, or the error if it is of another kind."""
+    """Return `value`; raise if it is of another kind."""
     if type(value) not in kinds:
         reader.refuse(f"{what} cannot be {shown(value)}")
     return value
 
 
 def _record(reader: Reader, what: str, value: Any, **kinds: type) -> list[Any]:
-    """The entries of a JSON object that has exactly these, each of its kind."""
+    """Return the entries of a JSON object; raise unless it has exactly these, each of its kind."""
     if set(_kind(reader, what, value, dict)) != set(kinds):
         reader.refuse(f"{what} cannot be {shown(value)}")
     return [_kind(reader, f"{name} of {what}", value[name], kind) for name, kind in kinds.items()]
@@ -178,7 +178,7 @@ def _group(reader: Reader, row: Any) -> PortableGroup:
 
 
 def _layout(reader: Reader, name: str, row: Any) -> Layout:
-    """The dtypes and shapes of one parameter and of those of its arrays that the file has."""
+    """Return the dtypes and shapes of a parameter and of its arrays in the file."""
     what = f"parameter {shown(name)}"
     dtype, shape, compensated = _record(reader, what, row, dtype=str, shape=list, compensated=str)
     for length in shape:

@@ -1,4 +1,4 @@
-"""Whether a portable state is that of an optimizer at hand, and its arrays as that optimizer keeps them.
+"""Checks that a portable state fits an optimizer, and converts its arrays to that optimizer's dtypes.
 
 Everything is checked before anything is returned: a frontend that puts the arrays in place afterwards changes all or nothing.
 """
@@ -27,7 +27,7 @@ WIDER = {
 
 @dataclasses.dataclass(frozen=True)
 class Expected:
-    """What an optimizer keeps for one parameter.
+    """The arrays that an optimizer keeps for one parameter.
 
     Args:
         dtype, shape: of the parameter.
@@ -50,7 +50,7 @@ def matched(
     parameters: bool,
     arguments: tuple[str, str] = ("state_dtype", "state_dtype"),
 ) -> dict[str, ParameterState]:
-    """The parameters of a state with their arrays as an optimizer keeps them.
+    """Return the parameters of a state with arrays in the optimizer's dtypes.
 
     Moments of a lower dtype are upcast, which is exact; a parameter that was not compensated and now is begins with k = 0,
     which is exact, too. Nothing else is converted.
@@ -82,7 +82,7 @@ def matched(
 def check_own(
     name: str, entry: ParameterState, holds: Callable[[np.ndarray], bool], *, parameters: bool, layered: bool = False
 ) -> None:
-    """Raise `InvalidArgumentError` where the optimizer's own parameter shows that something of the state is not for it.
+    """Raise `InvalidArgumentError` if the optimizer's own parameter shows that the state does not belong to it.
 
     That can be seen where the file holds the parameters, too: a square matrix that is transposed, and a compensation of
     another parameter than the one it would be used for.

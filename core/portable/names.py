@@ -1,4 +1,4 @@
-"""Names of parameters: from this side's (dotted names of a module, paths of a pytree) to a file's.
+"""Tables of names: from the names of a module or pytree to those in a file.
 
 Users give a function of a name, or a plain table. What it gives for a parameter is the file's name; a list of names where this
 side stacks layers along a leading axis and the file has them one by one; either in `Transposed` where the file's array is
@@ -28,7 +28,7 @@ from .state import listed
 
 @dataclasses.dataclass(frozen=True)
 class Transposed:
-    """The file's name of a parameter whose array in the file is transposed.
+    """Name in the file of a parameter whose array is transposed there.
 
     Args:
         name: the file's name, or a list with the name of each layer.
@@ -76,12 +76,12 @@ Table = Sequence[Line]
 
 
 def each(names: str | tuple[str, ...]) -> tuple[str, ...]:
-    """The names of one side of a line."""
+    """Return the names of one side of a line."""
     return names if isinstance(names, tuple) else (names,)
 
 
 def line(own: Any, target: Any) -> Line:
-    """One line of a table as users give it.
+    """Return one line of a table from the user's entry.
 
     Raises:
         InvalidArgumentError: it is not a name (or several) on either side, or layers on both.
@@ -99,7 +99,7 @@ def line(own: Any, target: Any) -> Line:
 
 
 def table_of(names: Names, own: Iterable[str]) -> list[Line]:
-    """The lines for the parameters that there are; those that keep their names are left out.
+    """Return the lines of these parameters; those that keep their names are left out.
 
     Args:
         names: as users give them. A name that a table lacks is kept.
@@ -118,7 +118,7 @@ def table_of(names: Names, own: Iterable[str]) -> list[Line]:
 
 
 def check(table: Table, own: Iterable[str]) -> None:
-    """Raise `InvalidArgumentError` unless every parameter of the table is there, once, and no two become one."""
+    """Raise `InvalidArgumentError` unless every parameter of the table exists once and all new names differ."""
     own = dict.fromkeys(own)
     counts = Counter(name for one in table for name in each(one.own))
     for name, count in counts.items():
@@ -133,7 +133,7 @@ def check(table: Table, own: Iterable[str]) -> None:
 
 
 def inverted(table: Table) -> list[Line]:
-    """The table that leads back: from the file's names to this side's.
+    """Return the inverse table: from the file's names to this side's.
 
     Raises:
         InvalidArgumentError: two names become one, so that nothing leads back.
@@ -188,7 +188,7 @@ def _parsed(key: str, value: Any) -> Target:
 
 
 def refuse_equal(names: Iterable[str]) -> None:
-    """Raise `InvalidArgumentError` if a name is there twice."""
+    """Raise `InvalidArgumentError` if a name occurs twice."""
     twice = [name for name, count in Counter(names).items() if count > 1]
     if twice:
         raise InvalidArgumentError(f"names makes one of several parameters: {listed(twice)}; give them different ones.")

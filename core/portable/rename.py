@@ -1,4 +1,4 @@
-"""Gives a portable state other names, stacks its layers or takes them apart, and transposes its arrays, as a table says."""
+"""Renames the parameters of a portable state, stacks or splits layers, and transposes arrays, by a table of names."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def rename(state: PortableState, table: Table) -> PortableState:
 
 
 def rename_back(state: PortableState, table: Table) -> PortableState:
-    """The state under this side's names, of one under a file's: the inverse of `rename`.
+    """Return the state with this side's names from one with the file's: the inverse of `rename`.
 
     Args:
         state: under the file's names.
@@ -75,12 +75,12 @@ def rename_back(state: PortableState, table: Table) -> PortableState:
 
 
 def is_square(shape: tuple[int, ...]) -> bool:
-    """Whether an array of this shape, without layers, has the same shape with all axes reversed, and is no vector."""
+    """Whether a shape, without layers, is the same with all axes reversed and has at least two dimensions."""
     return len(shape) > 1 and shape == shape[::-1] and min(shape) > 0 and max(shape) > 1
 
 
 def _check_stackable(layers: Sequence[str], state: PortableState) -> None:
-    """Raise `InvalidArgumentError` unless these can be one parameter."""
+    """Raise `InvalidArgumentError` unless these parameters can be stacked."""
     group = {name: number for number, one in enumerate(state.groups) for name in one.parameters}
 
     def kind(name: str) -> dict[str, Any]:
@@ -100,7 +100,7 @@ def _check_stackable(layers: Sequence[str], state: PortableState) -> None:
 
 
 def _changed(parameter: ParameterState, change: Callable[[str, np.ndarray], np.ndarray]) -> ParameterState:
-    """The same change for each of its arrays."""
+    """Apply a change to each array of a parameter."""
     arrays: dict[str, Any] = {field: change(field, array) for field, array in parameter.arrays().items()}
     return dataclasses.replace(parameter, shape=arrays["exp_avg"].shape, **arrays)
 
@@ -134,7 +134,7 @@ def _usually_transposed(table: Table) -> dict[tuple[str, str], str]:
 
 
 def _transposed(parameter: ParameterState, line: Line, usual: Mapping[tuple[str, str], str]) -> ParameterState:
-    """One parameter, without layers, transposed as on the other side. The shape of a square one does not tell."""
+    """Transpose one parameter, without layers. The shape of a square one does not show whether it was."""
     own, file = each(line.own)[0], each(line.file)[0]
     if not line.declared and is_square(parameter.shape) and (why := usual.get(_last_parts(line))):
         raise InvalidArgumentError(

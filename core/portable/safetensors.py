@@ -1,4 +1,4 @@
-r"""One safetensors file, written whole or not at all, and compared with what it says of itself when it is read.
+r"""One safetensors file, which is written atomically and checked against its own digests when it is read.
 
 The format is the safetensors library's (https://github.com/huggingface/safetensors), which writes and reads the bytes. Here is
 what it does not do: a digest of every array, a document that says what the arrays are, and the replacement in one step. The
@@ -35,19 +35,19 @@ Path = str | os.PathLike[str]
 
 
 def shown(value: Any) -> str:
-    """What a file says, shortened for an error: a name may be as long as the header."""
+    """Return text from a file, shortened for an error."""
     text = repr(value)
     return text if len(text) <= 200 else f"{text[:200]}..."
 
 
 def check_path(path: Any) -> None:
-    """Raise `InvalidArgumentError` for what is no path, such as the number of an open file."""
+    """Raise `InvalidArgumentError` for anything but a path, such as the number of an open file."""
     if not isinstance(path, str | os.PathLike) or not isinstance(os.fspath(path), str):
         raise InvalidArgumentError(f"path={shown(path)} is no path of a file; give a str, or a pathlib.Path.")
 
 
 def write(path: Path, arrays: Mapping[str, np.ndarray], document: Mapping[str, Any]) -> None:
-    """Write arrays and a document; what was at `path` before is replaced at the very end, in one step.
+    """Write arrays and a document; an existing file is replaced at the end, in one step.
 
     Args:
         path: of the file; a link is followed.
@@ -82,7 +82,7 @@ def write(path: Path, arrays: Mapping[str, np.ndarray], document: Mapping[str, A
 
 
 def _replace(target: pathlib.Path, arrays: Mapping[str, np.ndarray], text: str) -> None:
-    """Write a new file, check that it can be read, and put it in the place of `target`."""
+    """Write a new file, check that it can be read, and replace `target` with it."""
     from safetensors import safe_open
     from safetensors.numpy import save_file
 
@@ -93,17 +93,17 @@ def _replace(target: pathlib.Path, arrays: Mapping[str, np.ndarray], text: str) 
 
 
 def _little(array: np.ndarray) -> np.ndarray:
-    """The array as the file has it, in order and little-endian; a copy only where memory has it otherwise."""
+    """Return the array contiguous and little-endian; it is copied only if it is not."""
     return np.asarray(array, dtype=array.dtype.newbyteorder("<"), order="C")
 
 
 def _digest(array: np.ndarray) -> str:
-    """SHA-256 of an array's bytes as the file has them."""
+    """Return the SHA-256 of an array's bytes in the file."""
     return hashlib.sha256(_little(array).reshape(-1).view(np.uint8).data).hexdigest()
 
 
 def _signed(document: Mapping[str, Any]) -> str:
-    """The one JSON text of a document and its digest."""
+    """Return the canonical JSON text of a document with its digest."""
 
     def text(value: Any) -> str:
         return json.dumps(value, separators=(",", ":"), ensure_ascii=False, allow_nan=False, sort_keys=True)
@@ -119,7 +119,7 @@ class Entry(NamedTuple):
 
 
 class Reader:
-    """A file of `write`, open; a context manager. No array is read before `read`.
+    """Reads a file of `write`; a context manager. Arrays are read by `read` only.
 
     What the header claims is compared with the bytes that the file has before memory is taken for it.
 
@@ -161,11 +161,11 @@ class Reader:
         self._file.__exit__(kind, error, traceback)
 
     def refuse(self, reason: str) -> NoReturn:
-        """Raise `InvalidArgumentError`: the file is not what it should be."""
+        """Raise `InvalidArgumentError` for a damaged file."""
         raise InvalidArgumentError(f"{self.name} is no portable state that can be read: {reason}.")
 
     def read(self, name: str) -> np.ndarray:
-        """One array, compared with its digest."""
+        """Return one array after comparing it with its digest."""
         from safetensors import SafetensorError
 
         numpy_dtype(self.entries[name].dtype)  # bfloat16 is known to numpy from here on

@@ -1,4 +1,4 @@
-r"""Portable state: what a run needs to go on, as flat named numpy arrays that both frameworks can read.
+r"""Portable state: everything that a run needs to continue, as named numpy arrays that both frameworks read.
 
 Every parameter has an entry of its own, whatever the framework's grouping or stacking of them:
 
@@ -31,14 +31,14 @@ ARRAYS = ("exp_avg", "exp_avg_sq", "compensation", "parameter")
 
 
 def listed(names: Sequence[str], most: int = 5) -> str:
-    """Names in an error: the first few, and how many more there are."""
+    """Return names for an error: the first few, and the number of others."""
     more = f" and {len(names) - most} more" if len(names) > most else ""
     return ", ".join(map(repr, names[:most])) + more
 
 
 @dataclasses.dataclass(frozen=True)
 class Layout:
-    """The dtypes and shapes of a parameter and of its arrays: what can be checked before an array is read.
+    """The dtypes and shapes of a parameter and of its arrays, which are checked before an array is read.
 
     Args:
         dtype: of the parameter, one of `core.dtypes.PARAMETER_DTYPES`.
@@ -82,7 +82,7 @@ class Layout:
 
 @dataclasses.dataclass(frozen=True)
 class ParameterState:
-    """One parameter and what the optimizer keeps for it.
+    """One parameter and its optimizer state.
 
     Args:
         dtype: of the parameter, one of `core.dtypes.PARAMETER_DTYPES`.
@@ -105,7 +105,7 @@ class ParameterState:
     parameter: np.ndarray | None = None
 
     def arrays(self) -> dict[str, np.ndarray]:
-        """Those of `ARRAYS` that there are, by name."""
+        """The arrays that exist, by name (`ARRAYS`)."""
         found = {name: getattr(self, name) for name in ARRAYS}
         return {name: array for name, array in found.items() if array is not None}
 
@@ -137,7 +137,7 @@ class PortableGroup:
     parameters: tuple[str, ...]
 
     def check(self, number: int) -> None:
-        """Raise `InvalidArgumentError` for a hyperparameter that is no finite number."""
+        """Raise `InvalidArgumentError` for a hyperparameter that is not a finite number."""
         for name, value in self.hyperparameters.items():
             if value is not None and not isinstance(value, (bool, int, float)):
                 raise InvalidArgumentError(f"{name!r} of group {number} is {value!r}; it must be a number.")
@@ -148,7 +148,7 @@ class PortableGroup:
 
 
 def check_groups(rule: str, groups: Sequence[PortableGroup], names: Iterable[str]) -> None:
-    """Raise `InvalidArgumentError` unless the rule is known and every one of the parameters is in one group."""
+    """Raise `InvalidArgumentError` unless the rule is known and every parameter is in exactly one group."""
     if rule not in RULES:
         raise InvalidArgumentError(f"rule={rule!r} is not known; it must be one of {', '.join(RULES)}.")
     for number, group in enumerate(groups):
@@ -162,7 +162,7 @@ def check_groups(rule: str, groups: Sequence[PortableGroup], names: Iterable[str
 
 @dataclasses.dataclass(frozen=True)
 class PortableState:
-    """The state of one optimizer. It is checked when it is made.
+    """The state of one optimizer; it is validated when it is constructed.
 
     Args:
         rule: a name in `core.rules.RULES`.
@@ -184,12 +184,12 @@ class PortableState:
 
     @property
     def holds_parameters(self) -> bool:
-        """Whether the parameters themselves are in it, all of them."""
+        """Whether it contains all parameters."""
         return all(parameter.parameter is not None for parameter in self.parameters.values())
 
 
 def with_rule(state: PortableState, rule: str) -> PortableState:
-    """The state declared to be another rule's. Nothing is computed: m and v are means of g and g*g in each of them.
+    """Return the state as another rule's, with the same arrays: m and v are means of g and g*g in every rule.
 
     Adam's g has weight_decay*p in it, the others' has not: with weight decay its moments are only about theirs.
     """
@@ -197,12 +197,12 @@ def with_rule(state: PortableState, rule: str) -> PortableState:
 
 
 def without_compensation(state: PortableState) -> PortableState:
-    """The state with what its parameters can hold alone: up to half a spacing of each parameter is forgotten."""
+    """Return the state without compensation: each parameter loses up to half a spacing."""
     return _changed(state, compensated="none", compensation=None)
 
 
 def without_parameters(state: PortableState) -> PortableState:
-    """The state without the parameters themselves."""
+    """Return the state without parameters."""
     return _changed(state, parameter=None)
 
 

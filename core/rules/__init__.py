@@ -1,4 +1,4 @@
-"""The rules, one per file; each row of `RULES` inherits every law in the tests and every case of the parity suite."""
+"""The rules, one in each file; tests and parity suite run over all rows of `RULES`."""
 
 from types import MappingProxyType
 

@@ -1,4 +1,4 @@
-"""What tells one optimizer from another."""
+"""The description of a rule."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import dataclasses
 
 @dataclasses.dataclass(frozen=True)
 class Rule:
-    """One optimizer of the Adam family: what it adds to the moments that all of them share.
+    """One optimizer of the Adam family: its differences from the others, and its defaults.
 
     Args:
         name: its name in both frontends ("stable_adamw").

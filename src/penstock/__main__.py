@@ -15,7 +15,7 @@ COMMANDS = ("demo", "parity", "plan", "convert", "combinations")
 
 
 class Parser(argparse.ArgumentParser):
-    """Bad usage is one sentence and exit status 2."""
+    """A parser that reports bad usage in one sentence, with exit status 2."""
 
     def error(self, message: str) -> NoReturn:
         self.exit(2, f"{self.prog}: {message}; see {self.prog} --help\n")

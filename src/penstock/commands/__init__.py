@@ -1,4 +1,4 @@
-"""The commands: thin. They parse, call and print; what they call lives in the other packages."""
+"""The commands: they parse arguments, call the other packages, and print."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def refuse(command: str, sentence: str) -> int:
 
 
 def require(*modules: str) -> None:
-    """See that the packages of a command are installed.
+    """Raise unless the packages of a command are installed.
 
     Raises:
         MissingDependencyError: some are not.

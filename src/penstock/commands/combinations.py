@@ -10,7 +10,7 @@ from . import refuse
 
 
 def add_parser(subparsers: Any) -> None:
-    """The command's arguments."""
+    """Add the command's arguments."""
     parser = subparsers.add_parser(
         "combinations",
         help="what is exact, approximate or refused with what",

@@ -18,7 +18,7 @@ WIDTH = 160  # characters, where the output is no terminal
 
 
 def add_parser(subparsers: Any) -> None:
-    """The command's arguments."""
+    """Add the command's arguments."""
     parser = subparsers.add_parser(
         "convert",
         help="show or change a file of training state",
@@ -105,12 +105,12 @@ def _show(path: pathlib.Path) -> int:
 
 
 def _printable(name: str) -> str:
-    """A name that comes from a file must not steer the terminal."""
+    """Escape control characters of a name from a file."""
     return name if name and name.isprintable() else repr(name)
 
 
 def _rows(description: Description) -> Any:
-    """A row a parameter."""
+    """Return a row for each parameter."""
     from rich.table import Table
     from rich.text import Text
 

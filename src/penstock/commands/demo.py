@@ -17,7 +17,7 @@ NEEDED = ("torch", "jax", "optax", "rich", "matplotlib")
 
 
 def add_parser(subparsers: Any) -> None:
-    """The command's arguments."""
+    """Add the command's arguments."""
     parser = subparsers.add_parser(
         "demo",
         help="train one small language model in PyTorch and in JAX, with and without gradient release",

@@ -16,7 +16,7 @@ WIDTH = 200  # characters, where the output is no terminal
 
 
 def add_parser(subparsers: Any) -> None:
-    """The command's arguments."""
+    """Add the command's arguments."""
     parser = subparsers.add_parser(
         "parity",
         help="compare every backend with the float64 reference",
@@ -101,7 +101,7 @@ def _run(arguments: argparse.Namespace) -> int:
 
 
 def _import(module: str) -> None:
-    """Import a module of the user's, from the working directory too, as `python -m` would."""
+    """Import a module of the user, also from the working directory, as `python -m` does."""
     here = str(pathlib.Path.cwd())
     if here not in sys.path:
         sys.path.insert(0, here)

@@ -15,7 +15,7 @@ WIDTH = 160  # characters, where the output is no terminal
 
 
 def add_parser(subparsers: Any) -> None:
-    """The command's arguments."""
+    """Add the command's arguments."""
     parser = subparsers.add_parser(
         "plan",
         help="the memory of a training step, without the device",
