@@ -210,7 +210,7 @@ class ReleasableOptimizer(TensorUpdates):
     def state_dict(self) -> dict[str, Any]:
         """Return the state, as in torch. Raises `RefusedError` under release in the middle of a step."""
         if self.release is not None:
-            self.release._require_closed("state_dict()")
+            self.release._require_closed("state_dict()", reads=True)
         return saved_state.sendable(super().state_dict())
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:

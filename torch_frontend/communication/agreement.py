@@ -80,6 +80,11 @@ class Agreement:
         if round_kind.measured:
             self.read()
 
+    @property
+    def has_unread(self) -> bool:
+        """Whether the sums of the last round are still to be read."""
+        return self._unread is not None
+
     def read(self) -> None:
         """Raise `RefusedError` if the processes disagreed in a round whose sums were not read yet.
 

@@ -39,5 +39,8 @@ class LocalCommunication:
     def fail(self) -> None:
         pass
 
+    def may_have_failed(self) -> bool:
+        return False
+
     def end_step(self) -> None:
         pass

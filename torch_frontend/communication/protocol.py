@@ -87,6 +87,10 @@ class Communication(Protocol):
         """
         ...
 
+    def may_have_failed(self) -> bool:
+        """Whether another process may have failed in the last pass without this one knowing."""
+        ...
+
     def end_step(self) -> None:
         """Record that step() or zero_grad() has ended the step."""
         ...

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ...core.errors import RefusedError
+from ...core.errors import PenstockError, RefusedError
 from ...core.release import Policy, Status
 from ..autograd.passes import at_end_of_pass, is_nested, pass_number, weakly
 from ..communication import Communication
@@ -259,10 +259,14 @@ class Pipeline:
     def _end_of_pass(self) -> None:
         with self.step.lock:
             self.step.watched_pass = None
-            if not is_nested():
-                self.communication.flush(always=True)
-            if self.queue is not None:
-                self.queue.flush()
+            try:
+                if not is_nested():
+                    self.communication.flush(always=True)
+                if self.queue is not None:
+                    self.queue.flush()
+            except PenstockError:
+                self.context.refused = True
+                raise
             if self.communication.name == "fsdp2" and not is_nested():  # a collective, which last_norm must not be
                 self.norm()
 

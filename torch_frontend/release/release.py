@@ -192,10 +192,10 @@ class Release:
         """Raise `RefusedError` if one of these parameters belongs to another release."""
         check_ownership(parameters, mine=self._pipeline)
 
-    def _require_closed(self, call: str) -> None:
-        """Raise `RefusedError` in the middle of a step that has changed a parameter or its state."""
+    def _require_closed(self, call: str, *, reads: bool = False) -> None:
+        """Raise `RefusedError` in the middle of a step; for a call that only reads state, after a part of it was changed."""
         for key, status in self._pipeline.step.touched():
-            if status is not Status.HELD:  # a held gradient has changed nothing
+            if not reads or status is not Status.HELD:  # a held gradient has changed nothing
                 raise RefusedError(
                     f"{call} in the middle of a step: {self._pipeline.hooks.describe(key)} is {status.value}. Call "
                     "optimizer.step() first (or finish the micro-batches with optimizer_accumulation=False)."

@@ -212,7 +212,7 @@ def test_a_release_that_is_removed_paused_and_put_on_again(ranks: Ranks, engine:
 
 
 def zero_grad_closes(engine: str) -> None:
-    """A loop that never calls step(), as GradScaler's on an overflow: what was released stays released, on all ranks."""
+    """A loop that never calls step() is told so on all ranks; what was released stays released, and the step is closed."""
     models = []
     for closes in ("step", "zero_grad"):
         model = ENGINES[engine](Net(dead=True))
@@ -220,7 +220,11 @@ def zero_grad_closes(engine: str) -> None:
         release_gradients(model, optimizer)
         for step in range(4):
             loss_of(model, data(step)).backward()
-            getattr(optimizer, closes)()
+            if closes == "step":
+                optimizer.step()
+            else:
+                with pytest.raises(RefusedError, match=r"without optimizer.step\(\)"):
+                    optimizer.zero_grad()
         models.append(parameters_of(model))
         assert_ranks_equal(models[-1], engine)
     assert_bitwise(*models, engine)
