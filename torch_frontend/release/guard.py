@@ -23,7 +23,7 @@ from ...core.release import Ledger
 from ..autograd.donated import require_no_donation
 from ..autograd.graph import Graph
 from ..autograd.leaves import SavedGradients
-from ..autograd.passes import is_compiled
+from ..autograd.passes import is_compiled, keeps_graph
 from ..autograd.saved_context import SavedContext
 from ..clipping import clip_coefficient, gradient_norm, is_finite
 from ..communication.shards import Shard, is_sharded, sum_over_shards
@@ -148,7 +148,7 @@ def two_passes(pipeline: Pipeline, loss: Tensor, seed: Tensor, keep_bytes: int) 
         if left_over:
             context.restore_rng_state(0)  # what draws random numbers in backward computes the same gradient again
             others = [leaf for leaf in graph.leaves & foreign if leaf.requires_grad]
-            _second_pass(loss, seed, [*left_over, *others] if measured.kept else None)
+            _second_pass(loss, seed, [*left_over, *others] if measured.kept else None, retain_graph=keeps_graph())
         for parameter in list(measured.kept):
             pipeline.deliver([parameter])
     step.completed = True
@@ -205,9 +205,9 @@ def _updating(pipeline: Pipeline, measured: Measurement) -> Iterator[bool]:
             member.parameter.grad = member.placeholder
 
 
-def _second_pass(loss: Tensor, seed: Tensor, inputs: list[Tensor] | None) -> None:
+def _second_pass(loss: Tensor, seed: Tensor, inputs: list[Tensor] | None, *, retain_graph: bool) -> None:
     try:
-        torch.autograd.backward(loss, seed, inputs=inputs)
+        torch.autograd.backward(loss, seed, inputs=inputs, retain_graph=retain_graph)
     except PenstockError:
         raise
     except Exception as error:

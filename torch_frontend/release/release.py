@@ -17,6 +17,7 @@ from ...core.hyperparameters import Range, check_number
 from ...core.release import Action, Ledger, Policy, Status
 from ..array_ops import dtype_name
 from ..autograd.donated import compile_without_donation
+from ..autograd.passes import keeps_graph
 from ..communication import communication_name, select_communication
 from ..releasable import ReleasableOptimizer
 from ..verification import verify
@@ -184,7 +185,7 @@ class Release:
 
     def _backward_of_guarded(self, loss: Tensor, seed: Tensor) -> None:
         if self._pipeline.paused or self._removed:
-            torch.autograd.backward(loss, seed)
+            torch.autograd.backward(loss, seed, retain_graph=keeps_graph())
         else:
             two_passes(self._pipeline, loss, seed, self._keep_bytes)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import weakref
 from collections.abc import Iterator
@@ -98,3 +99,17 @@ def test_guard_computes_the_measured_gradient_again_where_backward_draws_random_
     assert drawn[0] == drawn[1]
     torch.testing.assert_close(release.last_norm.float(), norm)
     assert all(torch.allclose(p, q, rtol=0, atol=1e-6) for p, q in zip(*(m.parameters() for m in models), strict=True))
+
+
+@pytest.mark.parametrize("paused", [False, True])
+@pytest.mark.parametrize("retain", [False, True])
+def test_a_guarded_backward_retains_its_graph_on_request(paused: bool, retain: bool) -> None:
+    model = layers()
+    release = release_gradients(model, AdamW(model.parameters()), max_norm=1.0)
+    own = torch.ones(8, requires_grad=True)
+    grown = own.exp()  # whose result is saved for backward, and which no update changes
+    loss = model(batches(1)[0]).pow(2).mean() + grown.sum()
+    with release.paused() if paused else contextlib.nullcontext():
+        release.guard(loss).backward(retain_graph=retain)
+    with contextlib.nullcontext() if retain else pytest.raises(RuntimeError, match="second time"):
+        torch.autograd.grad(grown.sum(), own)
