@@ -128,6 +128,7 @@ class DividedForward:
         self._preserve_rng_state = preserve_rng_state
         self._before = block.__dict__.get("forward")  # one that was set on the instance; None if there is only the class's
         self._names = _positional_names(block.forward)
+        self._checked = False  # that outputs have a row for each sample; once for a block
 
     @torch.compiler.disable
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -138,7 +139,11 @@ class DividedForward:
         _require_independent_samples(block)
         division = divide(self._names, args, kwargs, self._chunks, self._batched)
         call = BlockCall(self._wrapper, self._forward, division, preserve_rng_state=self._preserve_rng_state)
-        outputs = Recomputed.apply(call, *call.inputs())
+        inputs = call.inputs()
+        if not self._checked:
+            call.require_batched_outputs(inputs)
+            self._checked = True
+        outputs = Recomputed.apply(call, *inputs)
         return call.outputs.fill(outputs)
 
     def _forward(self, *args: Any, **kwargs: Any) -> Any:

@@ -122,11 +122,12 @@ def _by_size(labels: Sequence[str], tensors: Sequence[Tensor], count: int) -> tu
     divided = [tensor.dim() > 0 and tensor.shape[0] == size for tensor in tensors]
     if min(count, size) > 1:
         for label, tensor, its in zip(labels, tensors, divided, strict=True):
-            if its and tensor.shape != first.shape and size in (*first.shape[1:], *tensor.shape[1:]):
+            vector = tensor.dim() == 1 < first.dim()  # one number a sample, or as many heads or positions as samples
+            if its and tensor.shape != first.shape and (vector or size in (*first.shape[1:], *tensor.shape[1:])):
                 raise RefusedError(
-                    f"argument {label} of the block has shape {tuple(tensor.shape)} where the batch is {size}, which is the "
-                    "size of another dimension as well: it cannot be decided whether its dimension 0 is the batch. Name the "
-                    "arguments that hold the batch in microbatch_blocks(..., batched=...)."
+                    f"argument {label} of the block has shape {tuple(tensor.shape)} where the batch is {size}, which may be "
+                    "the size of another dimension as well: it cannot be decided whether its dimension 0 is the batch. Name "
+                    "the arguments that hold the batch in microbatch_blocks(..., batched=...)."
                 )
     return divided, size
 

@@ -118,6 +118,20 @@ class BlockCall:
                     target[chunk].copy_(part)
         return tuple(whole)
 
+    def require_batched_outputs(self, tensors: Sequence[Tensor]) -> None:
+        """Raise `RefusedError` if an output has as many rows as a chunk has samples only by coincidence.
+
+        Chunks of different sizes show it; if all have one size, the block is run once on another number of samples.
+        """
+        sizes = {chunk.stop - chunk.start for chunk in self._division.chunks}
+        if len(self._division.chunks) == 1 or len(sizes) > 1:
+            return
+        size = sizes.pop()
+        other = slice(0, size - 1 if size > 1 else 2)
+        with torch.no_grad(), self._context.fork_rng():
+            tensors = [tensor.detach() for tensor in tensors]
+            self._with_parameters(tensors, lambda: self._output(self._slice(tensors, other), other))
+
     def backward(
         self, tensors: Sequence[Tensor], gradients: Sequence[Tensor | None], needed: Sequence[bool]
     ) -> list[Tensor | None]:

@@ -199,3 +199,22 @@ def test_an_empty_batch_is_one_chunk() -> None:
     with microbatch_blocks(model.layers, chunks=2):
         assert model(batch(0)).shape == (0, LENGTH, 3)
         gradients(model, batch(1))
+
+
+def test_a_vector_with_the_batch_size_is_divided_only_where_it_is_named() -> None:
+    """One number for each head, where there are as many heads as samples, looks like one for each sample."""
+    x = batch()
+    block, vector = Given(lambda y, other: y * other.mean()), torch.arange(float(len(x)), dtype=torch.float64)
+    with microbatch_blocks([block], chunks=2), pytest.raises(RefusedError, match=r"argument other.*Name the arguments"):
+        block(x, vector)
+    with microbatch_blocks([block], chunks=2, batched=["x"]):
+        assert torch.equal(block(x, vector), block.linear(x) * vector.mean())
+
+
+@pytest.mark.parametrize("chunks", [3, 6])
+def test_an_output_with_a_row_for_each_sample_by_coincidence_is_refused(chunks: int) -> None:
+    x = batch()
+    rows = len(x) // chunks
+    block = Given(lambda y, other: (y, y.mean(dim=tuple(range(y.dim() - 1))).reshape(rows, -1)))
+    with microbatch_blocks([block], chunks=chunks), pytest.raises(RefusedError, match=r"its dimension 0 is not the batch"):
+        block(x)
