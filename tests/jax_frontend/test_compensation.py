@@ -273,3 +273,34 @@ def test_a_deciding_wrapper_loses_no_bits(name) -> None:
     expected, _ = train(stable_adamw(1e-3), jnp.ones(3), [jnp.ones(3)] * 20)
     reached, _ = train_directly(tx, jnp.ones(3, jnp.bfloat16), [jnp.ones(3, jnp.bfloat16)] * 20 * every)
     np.testing.assert_allclose(np.asarray(reached, np.float32), expected, rtol=2**-8)
+
+
+@pytest.mark.parametrize("direct", [False, True])
+@pytest.mark.parametrize(("dtype", "compensation"), MODES)
+def test_a_pruned_weight_trains_on_as_if_nothing_had_been_lost(dtype: str, compensation: str, direct: bool) -> None:
+    """Where the user sets a weight to zero, its old remainder is ignored: the next steps are those of a remainder of zero."""
+    tx = adamw(1e-3, compensation=compensation)
+    update = make_update(tx) if direct else None
+    keys = jax.random.split(jax.random.key(0), 6)
+    params = jax.random.normal(keys[0], (64,)).astype(dtype)
+    state = tx.init(params)
+
+    def advance(params, state, key):
+        grads = jax.random.normal(key, (64,)).astype(dtype)
+        if update is not None:
+            return update(grads, state, params)
+        increments, state = tx.update(grads, state, params)
+        return optax.apply_updates(params, increments), state
+
+    for key in keys[1:3]:
+        params, state = advance(params, state, key)
+    pruned = jax.random.bernoulli(keys[5], 0.5, (64,))
+    params = jnp.where(pruned, jnp.zeros_like(params), params)
+    assert jnp.any(jnp.where(pruned, state.compensation, 0) != 0)
+    other, cleared = jax.tree.map(jnp.copy, (params, state))
+    cleared = cleared._replace(compensation=jnp.where(pruned, jnp.zeros_like(state.compensation), state.compensation))
+    for key in keys[3:5]:
+        params, state = advance(params, state, key)
+        other, cleared = advance(other, cleared, key)
+    assert jnp.isfinite(params.astype(jnp.float32)).all()
+    assert jnp.array_equal(params, other)
