@@ -14,7 +14,9 @@ pass_number: Callable[[], int | None] = getattr(torch._C, "_current_graph_task_i
 """Number of the running backward pass, -1 outside of one. It is not public: None if torch lacks it, and passes cannot be
 distinguished then."""
 
-keeps_graph: Callable[[], bool] = getattr(torch._C._autograd, "_get_current_graph_task_keep_graph", lambda: False)
+_autograd = getattr(torch._C, "_autograd", None)
+
+keeps_graph: Callable[[], bool] = getattr(_autograd, "_get_current_graph_task_keep_graph", lambda: False)
 """Whether the running pass was called with retain_graph=True. It is not public: False if torch lacks it."""
 
 _engine = getattr(Variable, "_execution_engine", None)  # not public; DistributedDataParallel uses it in the same way
