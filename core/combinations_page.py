@@ -56,8 +56,8 @@ def markdown() -> str:
         "  module), DistributedDataParallel (`ddp`), or fully_shard (`fsdp2`).",
         "- compensation and backend: of the optimizer.",
         "",
-        "`microbatch_blocks` is no axis: it gives one gradient a parameter and backward, of the whole batch, and release does",
-        "with it what it does with any other. A row holds for every combination of the values in it.",
+        "`microbatch_blocks` is not an axis: it gives each parameter one gradient of the whole batch in a backward, as any",
+        "model does. A row holds for every combination of the values in it.",
     ]
     for kind in Kind:
         lines += ["", f"## {kind.value.capitalize()}"]

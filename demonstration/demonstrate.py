@@ -20,7 +20,7 @@ from .text import Batches, read_text
 if TYPE_CHECKING:
     from .initialisation import Parameters
 
-WIDTH = 120  # characters, where the output is no terminal
+WIDTH = 120  # characters, if the output is not a terminal
 
 
 def check(settings: Settings) -> np.ndarray:

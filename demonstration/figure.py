@@ -36,7 +36,7 @@ def check_output(path: Path) -> None:
         if not path.parent.is_dir():
             raise InvalidArgumentError(f"the output's directory {str(path.parent)!r} does not exist.")
         if path.exists() and not path.is_file():
-            raise InvalidArgumentError(f"the output {str(path)!r} is no regular file.")
+            raise InvalidArgumentError(f"the output {str(path)!r} is not a regular file.")
         _try_to_open(Path(os.path.realpath(path)))
     except InvalidArgumentError:
         raise

@@ -22,8 +22,8 @@ def closing_table(runs: Sequence[Run], *, tokens: int, model: str) -> Table:
         title=model,
         caption=(
             "Difference: the largest over all tensors of max|p - p1|/max|p1|, p1 being the parameters of the first run. "
-            "Gradient alive: peak over the whole run, counted by storage. XLA temporaries: all that one compiled step sets "
-            "aside, activations included, so it is no measure of gradients alone and not comparable with the column beside it."
+            "Gradient alive: peak over the whole run, counted by storage. XLA temporaries: all that one compiled step "
+            "allocates, activations included, so it cannot be compared with the column beside it."
         ),
         caption_justify="left",
     )

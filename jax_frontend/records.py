@@ -1,4 +1,4 @@
-"""What penstock's transforms tell of an update, through whatever is chained before them or wrapped around them.
+"""Records of updates, which penstock's transforms report through any chain or wrapper.
 
 A chain of Optax hides what it consists of, and returns increments only. But it passes extra arguments on to each transform. One
 of them may be a function: penstock's transforms call it with a `Record` of each parameter.

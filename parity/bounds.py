@@ -160,7 +160,7 @@ class Scatter:
     def after(self, increment: np.ndarray) -> np.ndarray:
         """The mean after one more step.
 
-        0 at the first two steps: the first increment is the whole way from zero, which is no scatter.
+        0 at the first two steps: the first increment is the whole way from zero, which is not scatter.
         """
         self._steps += 1
         if self._steps > 2:

@@ -62,7 +62,7 @@ def run(backends: Iterable[str] | None = None, cases: str | None = None, steps: 
     """Run the suite; for use from Python.
 
     Args:
-        backends: names; None takes all that are available, without peers, whose rows are no verdict.
+        backends: names; None takes all that are available, without peers, whose rows have no verdict.
         cases: a shell pattern, one part of a case's name, or the name of a section; None takes all.
         steps: the numbers of updates after which to compare plain updates, each at least 1; a case that is shorter stops at
             its own end.

@@ -10,6 +10,8 @@ from typing import NamedTuple
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from ..torch_frontend.autograd.graph import reachable
+
 
 class Arrival(NamedTuple):
     """The time at which the gradient of one parameter existed.
@@ -79,14 +81,7 @@ class LiveGradientMeter:
             loss: of the coming backward, not wrapped by anything that hides its graph.
         """
         known = set(self._parameters.values())
-        seen: set[object] = set()
-        stack = [loss.grad_fn]
-        while stack:
-            node = stack.pop()
-            if node is None or node in seen:
-                continue
-            seen.add(node)
-            stack.extend(following for following, _ in node.next_functions)
+        for node in reachable([loss.grad_fn]):
             given = [getattr(following, "variable", None) in known for following, _ in node.next_functions]
             if sum(given) > 1:
                 node.register_hook(self._handed_out(given))

@@ -75,13 +75,19 @@ def verify(release: Any, loss_fn: Callable[[], Tensor]) -> None:
         raise RefusedError("verify() takes steps of its own, and there are gradients; call optimizer.zero_grad() first.")
     before = TrainingState(model, optimizer)
 
+    def loss() -> Tensor:
+        found = loss_fn()
+        if not isinstance(found, Tensor) or found.dim() != 0:
+            raise InvalidArgumentError("loss_fn must return the loss as a 0-d tensor, for instance loss.mean().")
+        return found
+
     def plain() -> Copies:
         with release.paused():
-            loss_fn().backward()
+            loss().backward()
         return step()
 
     def released() -> Copies:
-        release.guard(loss_fn()).backward()
+        release.guard(loss()).backward()
         return step()
 
     def step() -> Copies:

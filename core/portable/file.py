@@ -93,7 +93,7 @@ def load(path: Path) -> PortableState:
         path: of the file. Nothing in it is executed.
 
     Raises:
-        InvalidArgumentError: it cannot be read, or is damaged, or is no portable state; the text says how.
+        InvalidArgumentError: it cannot be read, or is damaged, or is not a portable state; the text says how.
     """
     with Reader(path) as reader:
         about = _describe(reader)

@@ -152,7 +152,7 @@ def parse_table(text: str) -> list[Line]:
             or a list of axes.
 
     Raises:
-        InvalidArgumentError: it is no such table.
+        InvalidArgumentError: it is not such a table.
     """
 
     def once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

@@ -43,7 +43,7 @@ def shown(value: Any) -> str:
 def check_path(path: Any) -> None:
     """Raise `InvalidArgumentError` for anything but a path, such as the number of an open file."""
     if not isinstance(path, str | os.PathLike) or not isinstance(os.fspath(path), str):
-        raise InvalidArgumentError(f"path={shown(path)} is no path of a file; give a str, or a pathlib.Path.")
+        raise InvalidArgumentError(f"path={shown(path)} is not a path; give a str, or a pathlib.Path.")
 
 
 def write(path: Path, arrays: Mapping[str, np.ndarray], document: Mapping[str, Any]) -> None:
@@ -55,7 +55,7 @@ def write(path: Path, arrays: Mapping[str, np.ndarray], document: Mapping[str, A
         document: what JSON can say; "version" and "digests" are added to it.
 
     Raises:
-        InvalidArgumentError: a name that is no Unicode text; what is no path.
+        InvalidArgumentError: a name that is not Unicode text, or `path` is not a path.
         RefusedError: the file could not be written, or not be read again. What was there is as it was.
     """
     from safetensors import SafetensorError
@@ -162,7 +162,7 @@ class Reader:
 
     def refuse(self, reason: str) -> NoReturn:
         """Raise `InvalidArgumentError` for a damaged file."""
-        raise InvalidArgumentError(f"{self.name} is no portable state that can be read: {reason}.")
+        raise InvalidArgumentError(f"{self.name} is not a portable state that can be read: {reason}.")
 
     def read(self, name: str) -> np.ndarray:
         """Return one array after comparing it with its digest."""
@@ -195,7 +195,7 @@ class Reader:
 
     def _read_entries(self) -> None:
         self.entries = {}
-        for name in self._file.keys():  # noqa: SIM118  (it is no mapping)
+        for name in self._file.keys():  # noqa: SIM118  (it is not a mapping)
             rows = self._file.get_slice(name)
             if rows.get_dtype() not in DTYPES:
                 self.refuse(f"{shown(name)} has dtype {shown(rows.get_dtype())}; known are {', '.join(DTYPES)}")

@@ -25,7 +25,7 @@ _MOST_MICRO_STEPS = 4096
 
 
 class Declared(NamedTuple):
-    """What the user says of the Adam of Optax in a transform."""
+    """The rule and betas that the user declares for Optax's Adam."""
 
     rule: Rule
     betas: tuple[float, float]

@@ -143,7 +143,7 @@ def import_state(
     steps = {name: entry.step for name, entry in entries.items()}
 
     def value(role: Role, leaf: Any) -> np.ndarray | None:
-        """Return the new value of an array; None: it stays."""
+        """Return the new value of an array, or None if it stays."""
         if role.kind is Kind.COUNT:
             return _count(role, leaf, steps)
         return arrays.get((role.names[0], role.kind)) if role.names else None

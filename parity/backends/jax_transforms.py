@@ -90,7 +90,7 @@ class JaxBackend:
 
     def refuses_trajectory(self, case: Trajectory) -> str | None:
         if case.mode == "release":
-            return "an unrolled model has no release of its own: XLA frees its gradients in the plain step"
+            return "an unrolled model needs no gradient release: XLA frees its gradients in the plain step"
         if case.mode == "state":
             return "only make_release_step puts micro-batches into the moments"
         return case.program_skipped(self.name)

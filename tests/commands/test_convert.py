@@ -72,7 +72,7 @@ def test_rule_compensation_and_parameters(file: Path) -> None:
     [
         (["nowhere"], "'nowhere' cannot be read: No such file or directory."),
         (["nowhere", "out"], "'nowhere' cannot be read: No such file or directory."),
-        (["table", "out"], "'table' is no portable state that can be read"),
+        (["table", "out"], "'table' is not a portable state that can be read"),
         (["in", "--rule", "adam"], "--rule changes the state; say with OUT where to write it."),
         (["in", "--without-parameters"], "--without-parameters changes the state; say with OUT"),
         (["in", "out", "--inverse"], "--inverse needs the table of --names."),

@@ -95,7 +95,7 @@ def test_runs_that_do_not_agree_give_exit_status_1(monkeypatch, capsys) -> None:
         (["--output", "/proc/demo.png"], "/proc/demo.png"),
         (["--output", "x" * 300 + ".png"], "too long"),
         (["--output", "a\0b.png"], "null byte"),
-        (["--output", "pipe.png"], "no regular file"),
+        (["--output", "pipe.png"], "not a regular file"),
         (["--text", "a\0b"], "null byte"),
         (["--text", "x" * 300], "too long"),
     ],

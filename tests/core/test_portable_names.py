@@ -31,7 +31,7 @@ def h(count: int, last: str = ".weight") -> list[str]:
 
 
 def stacked() -> PortableState:
-    """Three layers along a leading axis, in two groups, and two parameters that are no layers."""
+    """Three layers along a leading axis, in two groups, and two parameters outside of layers."""
     parameters = {
         "layers.w": parameter((3, 2, 4), SPLIT, seed=1, step=7),
         "layers.cube": parameter((3, 2, 4, 5), KAHAN, seed=2, step=8),

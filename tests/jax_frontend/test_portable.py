@@ -143,7 +143,7 @@ def test_the_groups_of_a_file_have_the_hyperparameters_of_the_transforms(path: P
     groups = {name: dict(group.hyperparameters) for group in describe(path).groups for name in group.parameters}
     assert groups["blocks.1.matrix"] == {**common, "learning_rate": 1e-2, "weight_decay": 1e-2}
     assert groups["blocks.1.scalar"] == {**common, "learning_rate": 1e-2, "weight_decay": 0.0}
-    assert groups["blocks.1.vector"] == {**common, "weight_decay": 1e-2}  # a schedule is no number
+    assert groups["blocks.1.vector"] == {**common, "weight_decay": 1e-2}  # a schedule is not a number
     tx = adamw(jnp.asarray(0.25), decouple_lr=True, weight_decay=1e-5, max_lr=0.5)
     export_state(path, tx, trained(tx))
     (group,) = describe(path).groups

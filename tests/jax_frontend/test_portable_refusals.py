@@ -112,7 +112,7 @@ def test_a_path_or_names_of_another_type_are_refused(path: Path) -> None:
     for given in (None, 3, b"state", ["state"]):
         unfit: Any = given
         for function in (export_state, import_state):
-            with pytest.raises(InvalidArgumentError, match="is no path of a file; give a str"):
+            with pytest.raises(InvalidArgumentError, match="is not a path; give a str"):
                 function(unfit, tx, state)
     export_state(path, tx, state)
     before = path.read_bytes()

@@ -67,11 +67,11 @@ def test_two_passes_are_not_merged_and_hold_no_gradients(dtype) -> None:
 
 
 def test_a_decoder_is_clipped_in_the_memory_of_its_plain_step() -> None:
-    """Eight layers of three million parameters each: 1/8 of a gradient is 0.125."""
+    """Parameters and moments are 3; two layers' gradients are alive, 2/8, and activations and the embedding's are below 0.1."""
     decoder = Decoder(layers=8)
     params = jax.eval_shape(lambda key: decoder.params(key, stacked=False), jax.random.key(0))
     clipped = Cost((1, decoder.context + 1), "int32", decoder.unrolled, params, max_norm=1.0)
-    assert clipped.peak < 3.35
+    assert clipped.peak < 3 + 2 / 8 + 0.1
     assert clipped.all_aliased
 
 

@@ -71,7 +71,7 @@ def test_a_group_leaves_the_state_dtypes_as_they_are(rule) -> None:
             assert len(sides) == 1
 
 
-@pytest.mark.parametrize("rule", ["stable_adamw", "adamw"])  # Adam's L2 term is no constant
+@pytest.mark.parametrize("rule", ["stable_adamw", "adamw"])  # Adam's L2 term is not constant
 @pytest.mark.parametrize("backend", OURS)
 def test_a_constant_gradient_gives_a_direction_of_one(backend: str, rule: str) -> None:
     for case in select(f"constant/{rule}/*"):
@@ -147,7 +147,7 @@ def test_a_flushing_device_is_within_the_bounds_for_such_devices_only(rule: str,
     cases = select(f"denormal/{rule}/float32/*")
     rows = run_cases([Flushes(says_so=says_so)], cases, [1, 100])
     assert all(row.within for row in rows if row.quantity == "parameter")
-    # Adam's moments hold the parameter, by the L2 term, and are no small numbers
+    # Adam's moments hold the parameter, by the L2 term, and are not small numbers
     assert all(row.within for row in rows) == (says_so or rule == "adam")
 
 

@@ -8,6 +8,7 @@ from typing import Any
 from torch import Tensor
 
 from ...core.errors import RefusedError
+from .graph import reachable
 
 
 def compile_without_donation() -> None:
@@ -22,19 +23,12 @@ def compile_without_donation() -> None:
 
 def require_no_donation(loss: Tensor) -> None:
     """Raise `RefusedError` if a graph of the loss was compiled before `compile_without_donation`."""
-    seen: set[Any] = set()
-    stack = [loss.grad_fn]
-    while stack:
-        node = stack.pop()
-        if node is None or node in seen:
-            continue
-        seen.add(node)
+    for node in reachable([loss.grad_fn]):
         if type(node).__name__ == "CompiledFunctionBackward" and _donates(node):
             raise RefusedError(
                 "the model was compiled, and has run, before release_gradients: its backward overwrites what the second pass "
                 "of guard() needs. Call torch.compiler.reset() after release_gradients, or release before the first forward."
             )
-        stack.extend(following for following, _ in node.next_functions)
 
 
 def _donates(node: Any) -> bool:

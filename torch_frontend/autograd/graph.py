@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import types
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -12,6 +12,18 @@ from torch import Tensor, nn
 
 DEPTH = 4
 """How many levels of closures, partials and containers are searched for modules in a checkpointed function."""
+
+
+def reachable(nodes: Iterable[Any]) -> Iterator[Any]:
+    """Yield every graph node that can be reached from these nodes, once; None among them is left out."""
+    seen: set[Any] = set()
+    stack = list(nodes)
+    while stack:
+        node = stack.pop()
+        if node is not None and node not in seen:
+            seen.add(node)
+            yield node
+            stack.extend(following for following, _ in node.next_functions)
 
 
 class Graph(NamedTuple):
@@ -35,20 +47,13 @@ class Graph(NamedTuple):
     def from_nodes(cls, nodes: Iterable[Any]) -> Graph:
         """Return the graph that is reachable from these nodes."""
         graph = cls(set(), set(), set())
-        seen: set[Any] = set()
-        stack = list(nodes)
-        while stack:
-            node = stack.pop()
-            if node is None or node in seen:
-                continue
-            seen.add(node)
+        for node in reachable(nodes):
             graph.functions.add(type(node).__name__)
             variable = getattr(node, "variable", None)
             if isinstance(variable, Tensor):
                 graph.leaves.add(variable)
             for module in _modules_in(getattr(node, "run_function", None), DEPTH):
                 graph.behind_checkpoints.update(module.parameters())
-            stack.extend(following for following, _ in node.next_functions)
         return graph
 
     def has(self, function: type[torch.autograd.Function]) -> bool:

@@ -1,4 +1,4 @@
-"""How gradients are averaged over processes: one module per engine, all with the same few calls."""
+"""Averaging of gradients over processes: one module for each kind of model, all with the interface `Communication`."""
 
 from .protocol import Communication
 from .selection import communication_name, select_communication

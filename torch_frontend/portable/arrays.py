@@ -47,7 +47,7 @@ def holds(tensor: Tensor, array: np.ndarray) -> bool:
 
 
 def _part(array: np.ndarray, like: Any) -> Tensor:
-    """Of an array what lies here of a tensor."""
+    """Return the local part of a whole array, for a sharded tensor."""
     source = _to_tensor(array)
     if not is_sharded(like):
         return source

@@ -1,4 +1,4 @@
-"""How optimizers keep what the portable state holds: penstock's as it is, torch.optim's with biased moments."""
+"""Layouts of optimizer state: penstock's as in a portable state, torch.optim's with biased moments."""
 
 from __future__ import annotations
 
@@ -143,7 +143,7 @@ class TorchLayout(OwnLayout):
 
 
 def _betas(group: Mapping[str, Any]) -> tuple[float, float]:
-    """Those of a group of torch.optim. Raises `InvalidArgumentError` if nothing can be divided by their bias."""
+    """Return the betas of a torch.optim group. Raises `InvalidArgumentError` if nothing can be divided by their bias."""
     betas = group["betas"]
     if not isinstance(betas, tuple | list) or len(betas) != 2:
         raise InvalidArgumentError(f"betas={betas!r} of the optimizer must be a pair of numbers.")
@@ -158,7 +158,7 @@ def _step(kind: type[Optimizer]) -> Any:
 
 
 def layout_of(optimizer: Optimizer) -> OwnLayout:
-    """How this optimizer keeps its state.
+    """Return the layout of this optimizer's state.
 
     Raises:
         InvalidArgumentError, RefusedError, UnsupportedTensorError: it is one that has no portable state.

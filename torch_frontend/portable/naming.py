@@ -1,4 +1,4 @@
-"""What the parameters of an optimizer are called."""
+"""The names of an optimizer's parameters."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def named_groups(optimizer: Optimizer, model: nn.Module) -> list[dict[str, Tenso
     """
     if not isinstance(model, nn.Module):
         raise InvalidArgumentError(
-            f"model={type(model).__name__} is no torch.nn.Module; give the one whose parameters are optimized."
+            f"model={type(model).__name__} is not a torch.nn.Module; give the one whose parameters are optimized."
         )
     if has_flat_parameters(model):
         raise RefusedError("FullyShardedDataParallel flattens parameters; use torch.distributed.fsdp.fully_shard.")

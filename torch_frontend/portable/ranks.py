@@ -1,4 +1,4 @@
-"""What processes that hold parts of one model do together: all of them succeed, or none."""
+"""Operations of processes with parts of one model: all of them succeed, or none."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def together(sharded: bool, action: Callable[[], Result], *, same: Callable[[Res
 
 
 def _tell_all(answer: tuple[str | None, str]) -> list[tuple[str | None, str]]:
-    """What each process answered, in order."""
+    """Return the answers of all processes, in order."""
     answers: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(answers, answer)
     return answers

@@ -159,7 +159,7 @@ def _sharded(optimizer: Optimizer) -> bool:
 
 
 def _opened(optimizer: Optimizer, model: nn.Module, call: str) -> tuple[OwnLayout, list[dict[str, Tensor]]]:
-    """How the optimizer keeps its state, and its parameters by group and name."""
+    """Return the layout of the optimizer's state, and its parameters by group and name."""
     layout = layout_of(optimizer)
     layout.require_closed(call)
     named = named_groups(optimizer, model)

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from ..core.portable.file import Description
     from ..core.portable.names import Line
 
-WIDTH = 160  # characters, where the output is no terminal
+WIDTH = 160  # characters, if the output is not a terminal
 
 
 def add_parser(subparsers: Any) -> None:

@@ -12,7 +12,7 @@ from .. import __version__
 from ..core.errors import InvalidArgumentError, PenstockError, RefusedError
 from . import refuse, require
 
-WIDTH = 200  # characters, where the output is no terminal
+WIDTH = 200  # characters, if the output is not a terminal
 
 
 def add_parser(subparsers: Any) -> None:

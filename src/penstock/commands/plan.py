@@ -11,7 +11,7 @@ from .. import __version__
 from ..core.errors import PenstockError
 from . import refuse, require
 
-WIDTH = 160  # characters, where the output is no terminal
+WIDTH = 160  # characters, if the output is not a terminal
 
 
 def add_parser(subparsers: Any) -> None:

@@ -144,7 +144,7 @@ def test_hybrid_sharding_with_a_scaler_equals_plain_fsdp2(ranks: Ranks, shape: t
 
 
 def paused_after_release() -> None:
-    """The published norm is no part of gradients that come later, though shards run no hook before they are added."""
+    """The published norm is not a part of gradients that come later, though shards run no hook before they are added."""
     model, plain = sharded(Net()), sharded(Net())
     release = release_gradients(model, AdamW(model.parameters(), lr=0.0))
     loss_of(model, data(0)).backward()

@@ -288,7 +288,7 @@ def test_another_model_changes_nothing(path: Path) -> None:
         import_state(path, optimizer, more)
     with pytest.raises(InvalidArgumentError, match=r"not among model.named_parameters"):
         export_state(path, optimizer, more)
-    with pytest.raises(InvalidArgumentError, match=r"is no torch.nn.Module"):
+    with pytest.raises(InvalidArgumentError, match=r"is not a torch.nn.Module"):
         export_state(path, optimizer, list(model.parameters()))  # type: ignore[arg-type]
     assert unchanged(before, snapshot(model, optimizer))
 

@@ -98,3 +98,14 @@ def test_the_declared_norm_can_be_read_and_not_set() -> None:
     assert release.max_norm == 2.0
     with pytest.raises(AttributeError):
         release.max_norm = 1.0  # type: ignore[misc]
+
+
+def test_a_loss_that_is_not_a_scalar_is_named_and_nothing_is_changed() -> None:
+    model = layers()
+    optimizer = AdamW(model.parameters(), lr=1e-2)
+    release = release_gradients(model, optimizer)
+    before = snapshot(model, optimizer)
+    for loss in (lambda: None, lambda: model(batches(1)[0])):
+        with pytest.raises(InvalidArgumentError, match="0-d tensor"):
+            release.verify(loss)
+    assert unchanged(before, snapshot(model, optimizer))
