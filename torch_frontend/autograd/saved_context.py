@@ -11,6 +11,11 @@ from torch import Tensor
 from torch.utils.checkpoint import get_device_states, set_device_states
 
 
+def _has_rng_states(device: torch.device) -> bool:
+    """Whether torch's checkpoint functions can save RNG states of this device. Those of MPS it leaves out, too."""
+    return device.type not in ("cpu", "meta") and hasattr(torch.get_device_module(device.type), "device")
+
+
 class SavedContext:
     """The autocast state at construction, and the RNG state before each of several computations.
 
@@ -22,7 +27,7 @@ class SavedContext:
     def __init__(self, tensors: Sequence[Tensor], preserve_rng_state: bool) -> None:
         self._preserve = preserve_rng_state
         self._states: list[tuple[Tensor, Sequence[int], Sequence[Tensor]]] = []
-        devices = sorted({str(tensor.device) for tensor in tensors if tensor.device.type not in ("cpu", "meta")})
+        devices = sorted({str(tensor.device) for tensor in tensors if _has_rng_states(tensor.device)})
         self._on_devices = [torch.empty(0, device=device) for device in devices]  # torch's functions take tensors, not devices
         self._accelerator = self._on_devices[0].device.type if devices else None
         self._autocast: list[dict[str, Any]] = [

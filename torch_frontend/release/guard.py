@@ -120,7 +120,8 @@ def two_passes(pipeline: Pipeline, loss: Tensor, seed: Tensor, keep_bytes: int) 
         require_no_donation(loss)
     if graph.has(CheckpointFunction):  # it cannot run in a pass that leaves anything out
         keep_bytes = 0
-    aside, context = SavedGradients(foreign), SavedContext(hooks.parameters, preserve_rng_state=True)
+    captured = torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()  # where RNG states cannot be read
+    aside, context = SavedGradients(foreign), SavedContext(hooks.parameters, preserve_rng_state=not captured)
     context.save_rng_state()
     judge = pipeline.optimizer.on_nonfinite != "propagate" or pipeline.scaler is not None
     measured = Measurement(step.ledger, judge=judge, keep_bytes=keep_bytes)
