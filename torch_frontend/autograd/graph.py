@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 DEPTH = 4
-"""How many levels of closures, partials and containers are searched for modules in a checkpointed function."""
+"""How many levels of closures, partials, attributes and containers are searched for leaves in a function's arguments."""
 
 
 def reachable(nodes: Iterable[Any]) -> Iterator[Any]:
@@ -30,30 +30,22 @@ class Graph(NamedTuple):
     """The leaves and nodes of an autograd graph; a `torch.autograd.Function` may run further graphs in its backward.
 
     leaves: the tensors that get a gradient from backward().
-    behind_checkpoints: the parameters of modules found in the functions that reentrant checkpoints run again in backward.
+    hidden: the leaves of `hidden_leaves`, of all nodes.
     functions: the class names of the nodes.
     """
 
     leaves: set[Tensor]
-    behind_checkpoints: set[Tensor]
+    hidden: set[Tensor]
     functions: set[str]
 
     @classmethod
     def of(cls, loss: Tensor) -> Graph:
         """Return the graph of a tensor."""
-        return cls.from_nodes([loss.grad_fn])
-
-    @classmethod
-    def from_nodes(cls, nodes: Iterable[Any]) -> Graph:
-        """Return the graph that is reachable from these nodes."""
         graph = cls(set(), set(), set())
-        for node in reachable(nodes):
+        for node in reachable([loss.grad_fn]):
             graph.functions.add(type(node).__name__)
-            variable = getattr(node, "variable", None)
-            if isinstance(variable, Tensor):
-                graph.leaves.add(variable)
-            for module in _modules_in(getattr(node, "run_function", None), DEPTH):
-                graph.behind_checkpoints.update(module.parameters())
+            graph.leaves.update(leaf_of(node))
+            graph.hidden.update(hidden_leaves(node))
         return graph
 
     def has(self, function: type[torch.autograd.Function]) -> bool:
@@ -61,22 +53,49 @@ class Graph(NamedTuple):
         return f"{function.__name__}Backward" in self.functions
 
 
-def _modules_in(thing: Any, depth: int) -> list[nn.Module]:
-    """Return the modules that calling `thing` may run, found in closures, default arguments, partials and containers."""
+def leaf_of(node: Any) -> set[Tensor]:
+    """Return the tensor into whose `.grad` this node accumulates, if it does that."""
+    variable = getattr(node, "variable", None)
+    return {variable} if isinstance(variable, Tensor) else set()
+
+
+def hidden_leaves(node: Any) -> set[Tensor]:
+    """Return the leaves that a `torch.autograd.Function` may give gradients to by a graph of its own in its backward.
+
+    They are looked for in the functions and modules that it has kept, as a reentrant checkpoint keeps what it runs again; its
+    own inputs are left out.
+    """
+    kept = getattr(node, "__dict__", None)
+    if not kept:
+        return set()
+    found = {leaf for value in kept.values() if not isinstance(value, Tensor) for leaf in _leaves_in(value, DEPTH)}
+    return found.difference(*(leaf_of(following) for following, _ in node.next_functions)) if found else found
+
+
+def _leaves_in(thing: Any, depth: int) -> Iterator[Tensor]:
+    """Yield the leaves that calling `thing` may use: in closures, default arguments, partials, containers and attributes."""
     if isinstance(thing, nn.Module):
-        return [thing]
-    if depth == 0:
-        return []
-    parts: list[Any] = []
+        yield from (parameter for parameter in thing.parameters() if parameter.requires_grad)
+    elif isinstance(thing, Tensor):
+        if thing.requires_grad and thing.is_leaf:
+            yield thing
+    elif depth > 0:
+        for part in _parts(thing):
+            yield from _leaves_in(part, depth - 1)
+
+
+def _parts(thing: Any) -> Iterable[Any]:
     if isinstance(thing, functools.partial):
-        parts = [thing.func, *thing.args, *thing.keywords.values()]
-    elif isinstance(thing, types.MethodType):
-        parts = [thing.__self__, thing.__func__]
-    elif isinstance(thing, types.FunctionType):
+        return [thing.func, *thing.args, *thing.keywords.values()]
+    if isinstance(thing, types.MethodType):
+        return [thing.__self__, thing.__func__]
+    if isinstance(thing, types.FunctionType):
         cells = [cell.cell_contents for cell in thing.__closure__ or () if cell != types.CellType()]  # those not empty
-        parts = [*cells, *(thing.__defaults__ or ())]
-    elif isinstance(thing, (list, tuple)):
-        parts = list(thing)
-    elif isinstance(thing, dict):
-        parts = list(thing.values())
-    return [module for part in parts for module in _modules_in(part, depth - 1)]
+        return [*cells, *(thing.__defaults__ or ())]
+    if isinstance(thing, (list, tuple)):
+        return thing
+    if isinstance(thing, dict):
+        return thing.values()
+    if callable(thing) and not isinstance(thing, type):
+        return getattr(thing, "__dict__", {}).values()
+    return ()

@@ -1,36 +1,118 @@
-"""Reentrant checkpointing: detects at the first part of a gradient that further parts will follow.
+"""Reentrant checkpointing: detects before the first part of a gradient is used that it is not the whole one.
 
 `torch.utils.checkpoint.checkpoint(..., use_reentrant=True)` runs a backward pass of its own for every checkpointed call. A
 layer that is called several times gets its gradient in several parts, and the hook runs at each. The first part looks like
-the whole gradient, but the rest of the outer graph contains the layer again. torch gives no access to the outer pass, so
-its node is found in the frame of the checkpoint's backward: only so can a wrong update be refused before it is made.
+the whole gradient, and only the graph of the outer pass tells that more will come. torch gives no access to the running
+passes, so their graphs are found in the frames of the calls that run them: only so can a wrong update be refused before it
+is made.
 """
 
 from __future__ import annotations
 
+import collections
 import sys
 import traceback
-from typing import Any
+from collections.abc import Iterator
+from types import FrameType
+from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 from torch.utils.checkpoint import CheckpointFunction
 
-from .graph import Graph
+from .graph import hidden_leaves, leaf_of, reachable
 
 
-def still_to_come() -> set[Tensor]:
-    """Return the parameters that get a further part of their gradient after the running pass of a reentrant checkpoint."""
-    node = _running_checkpoint()
-    if node is None:
-        return set()
-    rest = Graph.from_nodes(following for following, _ in node.next_functions)
-    return rest.leaves | rest.behind_checkpoints
+class PartialGradients:
+    """Finds the parameters whose gradient comes in several parts in one backward.
+
+    Each graph is walked once. A model that never runs a pass inside another one is walked in its first backward only.
+    """
+
+    def __init__(self) -> None:
+        self._nesting: set[Any] = {CheckpointFunction}  # the functions known to run a pass in their backward
+        self._graphs: list[_PassGraph] = []  # of the running passes; kept so that their nodes can be recognised
+        self._may_nest: bool | None = None  # not known before the first pass
+
+    def find(self, *, nested: bool) -> set[Tensor]:
+        """Return the parameters of which the running passes deliver several parts.
+
+        Args:
+            nested: the running pass was started inside another one.
+        """
+        if self._may_nest is False and not nested:
+            return set()
+        self._may_nest = nested or bool(self._may_nest)
+        passes = list(_running_passes())
+        running = {_function(node) for node, _ in passes if node is not None}
+        if not running <= self._nesting:
+            self._nesting |= running
+            self.forget()
+        graphs = [self._graph_of(node, roots) for node, roots in passes]
+        self._graphs = graphs if self._may_nest else []
+        return set().union(*(graph.in_parts for graph in graphs))
+
+    def forget(self) -> None:
+        """Forget the graphs."""
+        self._graphs = []
+
+    def _graph_of(self, node: Any, roots: list[Any]) -> _PassGraph:
+        for graph in self._graphs:
+            if node in graph.nodes or not graph.nodes.isdisjoint(roots):
+                return graph
+        nodes = _graph_with(node, roots)
+        parts = collections.Counter(
+            leaf for x in nodes for leaf in (hidden_leaves(x) if _function(x) in self._nesting else leaf_of(x))
+        )
+        return _PassGraph(nodes, {leaf for leaf, count in parts.items() if count > 1})
 
 
-def _running_checkpoint() -> Any:
-    """Return the node of the outermost reentrant checkpoint whose backward is running, or None."""
+def _function(node: Any) -> Any:
+    """Return the `torch.autograd.Function` of a node, or None for a node of torch's own."""
+    return getattr(type(node), "_forward_cls", None)
+
+
+class _PassGraph(NamedTuple):
+    """The nodes of a running pass's graph, and the leaves to which more than one of them gives a gradient."""
+
+    nodes: set[Any]
+    in_parts: set[Tensor]
+
+
+def _running_passes() -> Iterator[tuple[Any, list[Any]]]:
+    """Yield each running pass, from the innermost: the function whose backward runs the next one, and the roots of its graph.
+
+    The function of the innermost pass is None. The roots of a pass that another thread has started, as on an accelerator, are
+    not known: an empty list.
+    """
     node = None
     for frame, _ in traceback.walk_stack(sys._getframe()):
-        if frame.f_code is CheckpointFunction.backward.__code__:
-            node = frame.f_locals.get("ctx", node)
-    return node
+        roots = _roots(frame)
+        if roots:
+            yield node, roots
+            node = None
+        elif frame.f_code.co_name.startswith("apply") and frame.f_globals.get("__name__") == "torch.autograd.function":
+            node = frame.f_locals.get("self", node)
+    if node is not None:
+        yield node, []
+
+
+def _roots(frame: FrameType) -> list[Any]:
+    """Return the nodes that backward() starts from, if this is the frame of its call; otherwise an empty list."""
+    if frame.f_code is not torch.autograd.backward.__code__:
+        return []
+    tensors = frame.f_locals["tensors"]
+    tensors = tensors if isinstance(tensors, (list, tuple)) else [tensors]
+    return [node for x in tensors if (node := x.grad_fn if isinstance(x, Tensor) else getattr(x, "node", None)) is not None]
+
+
+def _graph_with(node: Any, roots: list[Any]) -> set[Any]:
+    """Return all nodes of the graph with these roots; if they are not known, of the running graph that has this node."""
+    if roots:
+        return set(reachable(roots))
+    for outer in sys._current_frames().values():
+        for frame, _ in traceback.walk_stack(outer):
+            nodes = set(reachable(_roots(frame)))
+            if node in nodes:
+                return nodes
+    return set(reachable([node]))

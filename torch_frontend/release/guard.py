@@ -113,7 +113,7 @@ def two_passes(pipeline: Pipeline, loss: Tensor, seed: Tensor, keep_bytes: int) 
                 "up with this one. Call optimizer.zero_grad() first."
             )
     graph = Graph.of(loss)
-    foreign = graph.leaves | graph.behind_checkpoints | set(() if hooks.model is None else hooks.model.parameters())
+    foreign = graph.leaves | graph.hidden | set(() if hooks.model is None else hooks.model.parameters())
     foreign -= set(hooks.parameters)
     check_ownership(foreign, mine=pipeline)
     if "CompiledFunctionBackward" in graph.functions:

@@ -161,7 +161,8 @@ class Pipeline:
         The same holds for gradients of this pass that are delivered later, because the pass has failed.
         """
         self._rescale.factors = factors
-        with self._instead(GradientReceiver, self._rescale, None if self.queue is None else self.queue.before):
+        check, begin = None if self.queue is None else self.queue.before, functools.partial(self.step.begin_pass, measured=True)
+        with self._instead(GradientReceiver, self._rescale, check, begin):
             yield
 
     @contextlib.contextmanager

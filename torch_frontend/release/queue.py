@@ -88,7 +88,7 @@ class SmallUpdateQueue:
                     "what this one computes with. Call optimizer.zero_grad() before the next forward, which discards them, or "
                     "optimizer.step(), which uses them."
                 )
-        if any(id(parameter) == member.key for queue in self._queues.values() for member in queue.gradients):
+        if self._step.is_queued(parameter):
             self.flush(parameter.device)
 
     def discard(self, *, backward: int | None = None) -> None:

@@ -88,7 +88,7 @@ class GradientReceiver:
         step = self._step
         if member.key in step.released:
             raise step.context.second_gradient(member.marker)
-        if step.still_expected:
+        if step.in_parts:
             step.check_not_partial(member.parameter, seen=False)
         step.released[member.key] = member
         try:
@@ -119,7 +119,7 @@ class AccumulatingReceiver(GradientReceiver):
             self._keep(member, gradient)
             step.set_status(member.key, decision.status)
         else:
-            if step.still_expected:
+            if step.in_parts:
                 step.check_not_partial(member.parameter, seen=False)
             self._use(member, gradient)
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from ...core.errors import RefusedError
 from ...core.release import Decision, Event, Ledger, Policy, Status, decide
 from ..autograd.passes import at_end_of_pass, is_nested, pass_number, weakly
-from ..autograd.reentrant import still_to_come
+from ..autograd.reentrant import PartialGradients
 from ..communication.protocol import RoundKind
 from ..communication.shards import distribute_like, is_released, local, shard_of
 from ..groups import UsedSettings
@@ -74,7 +74,7 @@ class Step:
         last: the running pass is the last micro-batch.
         watched_pass: number of the pass that updates parameters and at whose end a callback runs; None without one.
         pass_id: number of the running pass; `NO_PASS` before the first.
-        still_expected: parameters of which the running pass will deliver another gradient.
+        in_parts: parameters of which this backward delivers several gradients, each a part.
         completed: the backward that released gradients in this step has reached its end.
         markers_cleared: paused() has cleared the markers of this step.
 
@@ -98,10 +98,11 @@ class Step:
         self.last = True
         self.watched_pass: int | None = None
         self.pass_id: Any = NO_PASS
-        self.still_expected: set[Tensor] = set()
+        self.in_parts: set[Tensor] = set()
         self.completed = self.markers_cleared = False
         self._status: dict[int, Status] = {}  # of parameters that are neither idle nor released
         self.settings = UsedSettings(optimizer.rule)
+        self._partial = PartialGradients()
         self._one_pass = one_pass
         self._top: int | None = None  # number of the user's backward that updated parameters in this step
 
@@ -125,8 +126,13 @@ class Step:
             elif changed:
                 member.nbytes = local(member.parameter).nbytes
 
-    def begin_pass(self, parameter: Tensor, *, measures: bool = False) -> None:
+    def begin_pass(self, parameter: Tensor, *, measures: bool = False, measured: bool = False) -> None:
         """Prepare for the gradients of a backward pass, a nested one, or the rest of the outer one.
+
+        Args:
+            parameter: the first that has a gradient.
+            measures: this is the first pass of guard().
+            measured: this is the second pass of guard().
 
         Raises:
             RefusedError: this is a second backward; no parameter was changed by it.
@@ -147,7 +153,8 @@ class Step:
             if self.policy is Policy.RELEASE and not measures:
                 self.settings.remember(self.optimizer.param_groups, stepped=True)
                 self.optimizer._opt_called = True
-        self.still_expected = still_to_come() if nested else set()
+        keeps = measures or measured or (self.policy is Policy.HOLD and not self.last)  # and so no part is used as the whole
+        self.in_parts = set() if keeps else self._partial.find(nested=nested)
         self.pass_id = now
         if not nested and not measures:
             self._top = now
@@ -173,7 +180,7 @@ class Step:
 
     def check_not_partial(self, parameter: Tensor, *, seen: bool) -> None:
         """Raise `RefusedError` if only a part of the parameter's gradient has come, which would be used as the whole."""
-        if seen or parameter in self.still_expected:
+        if seen or parameter in self.in_parts:
             raise RefusedError(
                 f"{self.context.describe(id(parameter))}: its gradient comes in several parts in one backward (reentrant "
                 "checkpointing of a layer that is used several times), and each would be used as if it were the whole. Use "
@@ -233,6 +240,10 @@ class Step:
         """Whether the parameter's gradient is held in `.grad`."""
         return self._status.get(id(parameter)) is Status.HELD
 
+    def is_queued(self, parameter: Tensor) -> bool:
+        """Whether the parameter's gradient is in the queue of small updates."""
+        return self._status.get(id(parameter)) is Status.QUEUED
+
     def check_settings(self) -> None:
         """Raise `RefusedError` if a setting changed after its use in this step."""
         if self.released or Status.ACCUMULATED in self._status.values():
@@ -279,7 +290,8 @@ class Step:
         kept = [key for key, status in self._status.items() if status is Status.ACCUMULATED and not self.strict]
         self._status = dict.fromkeys(kept, Status.ACCUMULATED)
         self.settings, self._top, self.pass_id = UsedSettings(self.optimizer.rule), None, NO_PASS
-        self.still_expected = set()
+        self.in_parts = set()
+        self._partial.forget()
         self.completed = self.markers_cleared = False
 
     def abandon(self) -> None:

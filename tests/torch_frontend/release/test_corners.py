@@ -26,36 +26,86 @@ from torch.utils.checkpoint import checkpoint
 
 from penstock.core.errors import RefusedError
 from penstock.planner.live_gradients import LiveGradientMeter
-from penstock.torch_frontend import AdamW, StableAdamW, release_gradients
+from penstock.torch_frontend import AdamW, StableAdamW, prepare_for_gradient_release, release_gradients
 
 # -- checkpointing ------------------------------------------------------------------------------------------------------
+
+
+class Calls:
+    """A function that is an object."""
+
+    def __init__(self, layer: nn.Module) -> None:
+        self.parameters = dict(layer[0].named_parameters())
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.tanh(nn.functional.linear(x, **self.parameters))
+
+
+def of_tensors(layer: nn.Module):
+    weight, bias = layer[0].weight, layer[0].bias
+    return lambda x: torch.tanh(nn.functional.linear(x, weight, bias))
+
 
 CALLS = {
     "a module": lambda layer: layer,
     "its bound method": lambda layer: layer.forward,
     "a partial": lambda layer: functools.partial(layer.__call__),
     "a closure": lambda layer: lambda x: layer(x),
+    "a closure over tensors": of_tensors,
+    "an object": Calls,
 }
 
 
-@pytest.mark.parametrize("call", CALLS.values(), ids=CALLS)
-@pytest.mark.parametrize("below", [False, True])
-def test_reentrant_checkpoints_of_a_layer_used_twice_raise_before_the_first_wrong_update(call, below: bool) -> None:
-    """Its gradient comes in two parts; `below`: the layer is used once without a checkpoint, nearer to the input."""
+class OwnCheckpoint(torch.autograd.Function):
+    """A reentrant checkpoint that is not torch's."""
+
+    @staticmethod
+    def forward(ctx, compute, x):
+        ctx.compute = compute
+        ctx.save_for_backward(x)
+        with torch.no_grad():
+            return compute(x)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        x = ctx.saved_tensors[0].detach().requires_grad_()
+        with torch.enable_grad():
+            y = ctx.compute(x)
+        torch.autograd.backward(y, gradient)
+        return None, x.grad
+
+
+reentrant = functools.partial(checkpoint, use_reentrant=True)
+
+PLACES = {
+    "twice": lambda layer, call, x: reentrant(call, reentrant(call, x)),
+    "below": lambda layer, call, x: reentrant(call, layer(x)),
+    "above": lambda layer, call, x: layer(reentrant(call, x)),
+    "in two branches": lambda layer, call, x: reentrant(call, x) + reentrant(call, 2 * x),
+    "in one checkpoint": lambda layer, call, x: reentrant(lambda y: reentrant(call, y) + layer(y), x),
+    "in others' checkpoints": lambda layer, call, x: OwnCheckpoint.apply(call, OwnCheckpoint.apply(call, x)),
+}
+
+
+@pytest.mark.parametrize(("call", "place"), [*((c, "twice") for c in CALLS), *(("a module", p) for p in PLACES)][1:])
+@pytest.mark.parametrize("policy", ["release", "state", "lenient"])
+def test_reentrant_checkpoints_of_a_layer_used_twice_raise_before_the_first_wrong_update(call, place, policy) -> None:
+    """Its gradient comes in two parts, one of them perhaps from a use without a checkpoint."""
     model = layers(2)
-    optimizer = AdamW(model.parameters())
-    release = release_gradients(model, optimizer)
+    optimizer = AdamW(model.parameters(), gradient_release=policy == "lenient")
+    if policy == "lenient":
+        prepare_for_gradient_release(model, optimizer)
+    else:
+        release_gradients(model, optimizer, accumulation=None if policy == "release" else policy)
     before = snapshot(model[0], optimizer)
-    x = batches(1)[0].requires_grad_()
-    x = model[0](x) if below else checkpoint(call(model[0]), x, use_reentrant=True)
-    for layer in (model[0], model[1]):
-        x = checkpoint(call(layer), x, use_reentrant=True)
+    x = PLACES[place](model[0], CALLS[call](model[0]), batches(1)[0].requires_grad_())
     with pytest.raises(RefusedError, match=r"'0\.0\.\w+'.*in several parts.*use_reentrant=False"):
-        x.pow(2).mean().backward()
+        reentrant(model[1], x).pow(2).mean().backward()
     assert unchanged(before, snapshot(model[0], optimizer))
-    optimizer.zero_grad()
-    assert release.ledger.live == 0
-    train(model, optimizer, batches(1))
+    if policy != "state":
+        optimizer.zero_grad()
+        assert optimizer.release.ledger.live == 0
+        train(model, optimizer, batches(1))
 
 
 def test_reentrant_checkpoints_of_a_layer_used_twice_raise_in_the_measuring_pass() -> None:

@@ -12,6 +12,7 @@ from tests.support.torch_models import OPTIMIZERS, batches, layers, loss_of, slo
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
+from torch.utils.checkpoint import checkpoint
 
 from penstock.torch_frontend import AdamW, StableAdamW, release_gradients
 from penstock.torch_frontend.backends import eager
@@ -24,6 +25,22 @@ def test_a_released_gradient_takes_few_calls(optimizer_class) -> None:
     assert calls_per_gradient(optimizer_class) <= CALLS
 
 
+def calls_in_backward(loss: torch.Tensor) -> int:
+    """Python calls of this package in backward()."""
+    counted = 0
+
+    def count(frame: Any, event: str, _: Any) -> None:
+        nonlocal counted
+        counted += event == "call" and "penstock" in frame.f_globals.get("__name__", "")
+
+    sys.setprofile(count)
+    try:
+        loss.backward()
+    finally:
+        sys.setprofile(None)
+    return counted
+
+
 def calls_of(parameters: int, groups: int, releases: int) -> float:
     """Python calls a gradient of one model, beside other releases."""
     made = []
@@ -33,20 +50,8 @@ def calls_of(parameters: int, groups: int, releases: int) -> float:
         optimizer = AdamW(chunks)
         made.append((model, optimizer, release_gradients(model, optimizer)))
     model, optimizer, _ = made[0]
-    counted = 0
-
-    def count(frame: Any, event: str, _: Any) -> None:
-        nonlocal counted
-        counted += event == "call" and "penstock" in frame.f_globals.get("__name__", "")
-
     for _ in range(3):
-        loss = sum(p.sum() for p in model)
-        counted = 0
-        sys.setprofile(count)
-        try:
-            loss.backward()
-        finally:
-            sys.setprofile(None)
+        counted = calls_in_backward(sum(p.sum() for p in model))
         optimizer.step()
     return counted / parameters
 
@@ -56,6 +61,22 @@ def test_calls_a_gradient_do_not_grow_with_the_model_its_groups_or_other_release
     assert calls_of(parameters=200, groups=1, releases=1) <= few
     assert calls_of(parameters=2000, groups=20, releases=1) <= few  # settings are validated once a group and pass
     assert calls_of(parameters=20, groups=1, releases=5) == few
+
+
+def test_calls_a_gradient_do_not_grow_with_the_number_of_reentrant_checkpoints() -> None:
+    def calls(depth: int) -> float:
+        model = layers(depth)
+        optimizer = AdamW(model.parameters())
+        release_gradients(model, optimizer)
+        for _ in range(2):
+            x = batches(1)[0].requires_grad_()
+            for layer in model:
+                x = checkpoint(layer, x, use_reentrant=True)
+            counted = calls_in_backward(x.sum())
+            optimizer.step()
+        return counted / depth
+
+    assert calls(64) <= calls(8)
 
 
 @pytest.mark.parametrize("arguments", [{}, {"max_norm": 1.0}, {"accumulation": "hold"}, {"accumulation": "state"}])

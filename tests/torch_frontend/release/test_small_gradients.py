@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from penstock.planner.live_gradients import LiveGradientMeter
-from penstock.torch_frontend import AdamW, StableAdamW, prepare_for_gradient_release, release_gradients
+from penstock.torch_frontend import AdamW, StableAdamW, release_gradients
 from penstock.torch_frontend.backends.backend import ChecksOnDevice
 from penstock.torch_frontend.release import pipeline as pipeline_module
 
@@ -130,34 +130,6 @@ def test_held_gradients_share_launches_in_step_and_in_the_last_backward(sync: bo
     assert len(alone.launches) == 2 * 4 * BLOCKS
     assert sum(together.launches) == len(alone.launches)
     assert max(together.launches) == IN_A_LAUNCH
-
-
-class Inside(torch.autograd.Function):
-    """Runs a backward of its own in its backward."""
-
-    @staticmethod
-    def forward(ctx, x: Tensor, parameters: list[Tensor]) -> Tensor:
-        ctx.parameters = parameters  # autograd does not see it, and waits for nothing
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx, gradient: Tensor):
-        with torch.enable_grad():
-            (3 * ctx.parameters[0].sum()).backward()
-        return gradient, None
-
-
-def test_two_gradients_of_a_queued_tensor_are_used_in_order() -> None:
-    """Leniently, each is an update."""
-
-    def loop(model: nn.Module, optimizer) -> None:
-        prepare_for_gradient_release(model, optimizer)
-        parameter = model[1][1].bias
-        x = Inside.apply(batches(1, WIDTH)[0].requires_grad_(), [parameter])
-        (x.sum() + parameter.sum()).backward()
-        assert optimizer.state[parameter]["step"] == 2
-
-    both(loop, gradient_release=True)
 
 
 def test_a_failed_launch_puts_its_gradients_back() -> None:
