@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.parameter import is_lazy
 
 from ..core import compensation, dtypes
 from ..core.errors import InvalidArgumentError, RefusedError, UnsupportedTensorError
@@ -190,6 +191,8 @@ def check_device(current: Hyperparameters, parameter: Tensor) -> None:
 
 def check_parameter(parameter: Tensor) -> None:
     """Raise `UnsupportedTensorError` for a tensor that the optimizers cannot update."""
+    if is_lazy(parameter):  # of a lazy module before its first forward
+        return
     described = f"parameter of shape {tuple(parameter.shape)}"
     if parameter.layout is not torch.strided:
         raise UnsupportedTensorError(f"{described} is sparse ({parameter.layout}); use a dense parameter.")

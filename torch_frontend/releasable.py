@@ -14,6 +14,7 @@ from ..core.errors import InvalidArgumentError, NonFiniteGradientError, RefusedE
 from ..core.release import Action
 from . import state as saved_state
 from .backends import select_backend
+from .communication.shards import is_released
 from .finiteness import SkipCount, each_finite
 from .groups import PLAIN_GRADIENT, Group, check_gradient, check_group, hyperparameters
 from .updates import TensorUpdates
@@ -174,6 +175,11 @@ class ReleasableOptimizer(TensorUpdates):
         ready = [(p, gradient) for p in self._parameters() if (gradient := p.grad) is not None]
         unusual = [pair for pair in ready if type(pair[1]) is not Tensor or pair[1].layout is not PLAIN_GRADIENT]
         for parameter, gradient in unusual:
+            if is_released(gradient):
+                raise RefusedError(
+                    f"the gradient of a parameter of shape {tuple(parameter.shape)} was used and freed by another optimizer's "
+                    "release. Give each parameter to one optimizer, or call remove() on that release."
+                )
             check_gradient(parameter, gradient)
         if self._checks_on_device(parameter for parameter, _ in ready):
             self._update_if_all_finite(ready)

@@ -68,6 +68,11 @@ class DDPCommunication(LocalCommunication):
 
     def gradient_ready(self, parameter: Tensor) -> None:
         """Record that this process has a gradient; the hook delivers the average."""
+        if not getattr(self._model(), "_divide_by_initial_world_size", True):  # torch sets it inside join()
+            raise RefusedError(
+                "DistributedDataParallel.join(divide_by_initial_world_size=False) divides by the number of processes that "
+                "still have data, which release does not know; use join() with its default, True."
+            )
         self.gradient_held(parameter)
 
     def flush(self, *, always: bool = False) -> None:

@@ -31,7 +31,7 @@ def _close_step(pipeline: Pipeline) -> None:
     step = pipeline.step
     if step.strict:
         step.check_settings()
-        step.check_markers()
+        step.check_untouched()
     if len(step.released) < len(step.members) or not step.members:
         step.refresh()
         pipeline.hooks.check(step.without_gradient())

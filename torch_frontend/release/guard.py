@@ -27,7 +27,7 @@ from ..autograd.passes import is_compiled, keeps_graph
 from ..autograd.saved_context import SavedContext
 from ..clipping import clip_coefficient, gradient_norm, is_finite
 from ..communication.shards import Shard, is_sharded, sum_over_shards
-from .hooks import check_ownership
+from .hooks import owner_of
 from .pipeline import Pipeline
 from .stages import ReadyGradient, count_skipped
 
@@ -67,7 +67,8 @@ class Measurement:
                 self.kept[parameter] = None
                 self._ledger.arrive(member.key, member.nbytes)
             else:
-                parameter.grad = None
+                others = len(parameter._post_accumulate_grad_hooks) > 1
+                parameter.grad = member.placeholder if others else None
                 self._ledger.arrive_and_free(member.key, member.nbytes)
 
     @functools.cached_property
@@ -100,8 +101,9 @@ def two_passes(pipeline: Pipeline, loss: Tensor, seed: Tensor, keep_bytes: int) 
     if step.released or judged:
         raise RefusedError(
             "a second guarded backward() before optimizer.step(): the first has taken its gradient for the whole one, for "
-            "its norm and for whether it is finite. Add the losses up, and guard their sum; or use accumulation='hold'. "
-            "optimizer.step() or optimizer.zero_grad() closes a step."
+            "its norm and for whether it is finite. For micro-batches use accumulation='hold', which keeps all gradients, or "
+            "microbatch_blocks, which keeps one block's; or add the losses up, and guard their sum. optimizer.step() or "
+            "optimizer.zero_grad() closes a step."
         )
     require_whole_loss(pipeline, hooks.parameters)
     step.clear_markers()
@@ -115,7 +117,12 @@ def two_passes(pipeline: Pipeline, loss: Tensor, seed: Tensor, keep_bytes: int) 
     graph = Graph.of(loss)
     foreign = graph.leaves | graph.hidden | set(() if hooks.model is None else hooks.model.parameters())
     foreign -= set(hooks.parameters)
-    check_ownership(foreign, mine=pipeline)
+    if any(owner is not None and not owner.paused for owner in map(owner_of, foreign)):
+        raise RefusedError(
+            "this loss has parameters of another optimizer's release, and one guard() cannot measure for both. Run this "
+            "backward inside the other release's paused() if it is not meant to update them; otherwise use one optimizer, or "
+            "accumulation='hold' with max_norm in both releases."
+        )
     if "CompiledFunctionBackward" in graph.functions:
         require_no_donation(loss)
     if graph.has(CheckpointFunction):  # it cannot run in a pass that leaves anything out
@@ -128,6 +135,7 @@ def two_passes(pipeline: Pipeline, loss: Tensor, seed: Tensor, keep_bytes: int) 
     try:
         with _measuring(pipeline, measured):
             torch.autograd.backward(loss, seed, retain_graph=True)
+        step.clear_markers()
         for parameter in hooks.parameters:
             if parameter.grad is not None and parameter not in measured.kept:  # no hook freed it
                 parameter.grad = None
@@ -152,7 +160,7 @@ def two_passes(pipeline: Pipeline, loss: Tensor, seed: Tensor, keep_bytes: int) 
             _second_pass(loss, seed, [*left_over, *others] if measured.kept else None, retain_graph=keeps_graph())
         for parameter in list(measured.kept):
             pipeline.deliver([parameter])
-    step.completed = True
+    step.complete()
 
 
 @contextlib.contextmanager

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
 from ...core.errors import RefusedError
 from ..communication.shards import is_sharded
@@ -61,7 +62,7 @@ class Hooks:
             return None
         names: dict[int, str] = {id(parameter): name for name, parameter in model.named_parameters()}
         hooked = {id(parameter) for parameter in self._handles}
-        fresh = [p for p in given if p.requires_grad and id(p) in names and id(p) not in hooked]
+        fresh = [p for p in given if p.requires_grad and id(p) in names and id(p) not in hooked and not is_lazy(p)]
         wanted = set(map(id, given))
         for parameter in [parameter for parameter in self._handles if id(parameter) not in wanted]:
             self._handles.pop(parameter).remove()
@@ -139,9 +140,9 @@ def owner_of(parameter: Tensor) -> Any:
     return _OWNERS.get(id(parameter))
 
 
-def check_ownership(parameters: Iterable[Tensor], mine: Any = None) -> None:
-    """Raise `RefusedError` if one of these parameters belongs to another pipeline than `mine`."""
-    if any(owner_of(parameter) not in (None, mine) for parameter in parameters):
+def check_ownership(parameters: Iterable[Tensor]) -> None:
+    """Raise `RefusedError` if one of these parameters is released."""
+    if any(owner_of(parameter) is not None for parameter in parameters):
         raise RefusedError("a parameter is in another optimizer's release already; call remove() on that release first.")
 
 

@@ -162,7 +162,8 @@ class ReleasedGradient(Tensor):
         """The 2-norm, 0-d, at least float32."""
         square = self.context.squares.get(self.key)
         if square is None or not self.context.knows_norms:
-            raise self.context.refuse(self, "its norm, which is not known with micro-batches in the moments,")
+            when = "with micro-batches in the moments" if self.context.accepts_more else "before the second pass of guard()"
+            raise self.context.refuse(self, f"its norm, which is not known {when},")
         norm = square.sqrt()
         if self.scale != 1.0:
             norm = norm * self.scale

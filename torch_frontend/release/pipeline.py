@@ -268,6 +268,8 @@ class Pipeline:
             except PenstockError:
                 self.context.refused = True
                 raise
+            if self.step.completed:
+                self.step.complete()  # after the updates that have come just now
             if self.communication.name == "fsdp2" and not is_nested():  # a collective, which last_norm must not be
                 self.norm()
 

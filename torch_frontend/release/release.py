@@ -191,7 +191,7 @@ class Release:
 
     def _check_ownership(self, parameters: Iterable[Tensor]) -> None:
         """Raise `RefusedError` if one of these parameters belongs to another release."""
-        check_ownership(parameters, mine=self._pipeline)
+        check_ownership(parameters)
 
     def _require_closed(self, call: str, *, reads: bool = False) -> None:
         """Raise `RefusedError` in the middle of a step; for a call that only reads state, after a part of it was changed."""
@@ -375,8 +375,8 @@ def _check_setup(
 ) -> None:
     if not isinstance(optimizer, ReleasableOptimizer):
         raise InvalidArgumentError(
-            f"optimizer is a {type(optimizer).__name__}; gradient release needs penstock.torch_frontend's StableAdamW, AdamW "
-            "or Adam."
+            f"optimizer is a {type(optimizer).__module__}.{type(optimizer).__qualname__}; gradient release needs StableAdamW, "
+            "AdamW or Adam of penstock.torch_frontend."
         )
     if not isinstance(model, nn.Module):
         raise InvalidArgumentError(
@@ -399,7 +399,19 @@ def _check_setup(
             "a scaler unscales gradients in place, and torch's refuses float16 ones; use float32 parameters under "
             "torch.autocast(dtype=torch.float16), or bfloat16 parameters, which need no scaler."
         )
+    for name, parameter in model.named_parameters():
+        if getattr(parameter, "grad_dtype", None) not in (None, parameter.dtype) and parameter in set(optimized):
+            raise UnsupportedTensorError(
+                f"parameter {name!r} has grad_dtype {parameter.grad_dtype}, and release supports gradients of the parameter's "
+                f"dtype {parameter.dtype} only; leave grad_dtype as it is."
+            )
     for name, module in model.named_modules():
+        if isinstance(module, nn.parallel.DistributedDataParallel) and module is not model:
+            raise RefusedError(
+                f"module {name!r} is wrapped in DistributedDataParallel, which would average the gradients of its parameters "
+                "after their release. Wrap the whole model and release that, or release the model without "
+                "DistributedDataParallel: release_gradients averages its gradients by itself."
+            )
         if getattr(module, "sparse", False) and any(parameter in set(optimized) for parameter in module.parameters()):
             raise UnsupportedTensorError(f"module {name!r} gives sparse gradients; construct it with sparse=False.")
     kinds = {(group["compensation"], dtype_name(p.dtype)) for group in optimizer.param_groups for p in group["params"]}

@@ -100,6 +100,7 @@ class Step:
         self.pass_id: Any = NO_PASS
         self.in_parts: set[Tensor] = set()
         self.completed = self.markers_cleared = False
+        self._versions: dict[int, int] = {}  # of the released parameters, at the end of their backward
         self._status: dict[int, Status] = {}  # of parameters that are neither idle nor released
         self.settings = UsedSettings(optimizer.rule)
         self._partial = PartialGradients()
@@ -160,17 +161,26 @@ class Step:
             self._top = now
             if self.strict:
                 self.completed = False
-                at_end_of_pass(weakly(self._pass_ended))
+                at_end_of_pass(weakly(self.complete))
 
-    def _pass_ended(self) -> None:
+    def complete(self) -> None:
+        """Record that the backward has reached its end, and which version of each parameter it has left."""
         self.completed = True
+        self._versions = {key: member.parameter._version for key, member in self.released.items()}
 
-    def check_markers(self) -> None:
-        """Raise `RefusedError` if user code has cleared markers of this step, whose gradients were used already."""
-        if self.markers_cleared or self.policy is Policy.STATE:
+    def check_untouched(self) -> None:
+        """Raise `RefusedError` if user code has cleared gradients that were used already, or written their parameters."""
+        if self.policy is Policy.STATE:
             return
         for member in self.released.values():
-            if member.parameter.grad is None and member.placeholder is not None:
+            version = member.parameter._version
+            if self._versions.get(member.key, version) != version:
+                raise RefusedError(
+                    f"{self.context.describe(member.key)}: it was written between backward(), which had updated it, and "
+                    "optimizer.step(), which without release updates it after that. Write to parameters after "
+                    "optimizer.step(), or run the backward inside release.paused()."
+                )
+            if member.parameter.grad is None and member.placeholder is not None and not self.markers_cleared:
                 raise RefusedError(
                     f"{self.context.describe(member.key)}: its gradient was cleared before optimizer.step(), by "
                     "model.zero_grad() or p.grad = None, and backward() had updated the parameter with it. Call "
@@ -292,6 +302,7 @@ class Step:
         self.settings, self._top, self.pass_id = UsedSettings(self.optimizer.rule), None, NO_PASS
         self.in_parts = set()
         self._partial.forget()
+        self._versions = {}
         self.completed = self.markers_cleared = False
 
     def abandon(self) -> None:

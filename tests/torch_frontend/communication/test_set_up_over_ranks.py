@@ -75,6 +75,9 @@ def refusals() -> None:
     ignoring = Net()
     nn.parallel.DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(ignoring, ["last.bias"])
     refused(ddp(ignoring), RefusedError, "'last.bias' is ignored")
+    part = Net()
+    part.first = ddp(part.first)
+    refused(part, RefusedError, "'first' is wrapped in DistributedDataParallel.*Wrap the whole model")
     partly = Net()
     fully_shard(partly.first, mesh=mesh())
     refused(partly, RefusedError, "'middle.weight' is not sharded while others are")
@@ -98,6 +101,21 @@ def inside_ddp() -> None:
     with pytest.raises(RefusedError, match="DistributedDataParallel that release_gradients was not given"):
         loss_of(outer, data(0)).backward()
     assert_ranks_equal(parameters_of(inner), "inner module")
+
+
+def joined_unequally() -> None:
+    model = ddp(Net())
+    optimizer = AdamW(model.parameters(), **LR)
+    release_gradients(model, optimizer)
+    model._divide_by_initial_world_size = False  # as join() sets it; inside it the other rank would wait for ever
+    before = parameters_of(model)
+    with pytest.raises(RefusedError, match=r"join\(divide_by_initial_world_size=False\).*use join\(\) with its default"):
+        loss_of(model, data(0)).backward()
+    assert_bitwise(parameters_of(model), before, "refused")
+
+
+def test_an_average_over_fewer_processes_is_refused(ranks: Ranks) -> None:
+    ranks.run(joined_unequally)
 
 
 def test_the_inner_module_of_ddp_is_refused_in_its_first_backward(ranks: Ranks) -> None:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 
 import pytest
 import torch
-from tests.support.torch_models import batches, layers, loss_of, snapshot, train, unchanged
+from tests.support.torch_models import batches, layers, loss_of, same_parameters, snapshot, train, unchanged
 
 from penstock.core.errors import InvalidArgumentError, NonFiniteGradientError, RefusedError
 from penstock.planner.live_gradients import LiveGradientMeter
@@ -112,6 +113,29 @@ def test_two_guards_or_a_guard_over_another_release_are_refused_before_anything_
     with pytest.raises(RefusedError, match="another optimizer's release"):
         releases[0].guard(loss_of(model, batches(1)[0])).backward()
     assert all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
+
+
+def test_two_guarded_releases_train_a_generator_and_its_discriminator() -> None:
+    """The generator's loss goes back through the discriminator, whose release is paused."""
+    plain, released = [[layers(2, seed=0), layers(2, seed=1)] for _ in range(2)]
+    for models in (plain, released):
+        optimizers = [AdamW(model.parameters(), lr=1e-2) for model in models]
+        (generator, discriminator), (steps, judges) = models, optimizers
+        releases = [
+            release_gradients(*pair, max_norm=1e9) for pair in zip(*(models, optimizers), strict=True) if models is released
+        ]
+        guards = [release.guard for release in releases] or [lambda loss: loss] * 2
+        for batch in batches(3):
+            guards[1](loss_of(discriminator, generator(batch).detach())).backward()
+            judges.step()
+            judges.zero_grad()
+            with releases[1].paused() if releases else contextlib.nullcontext():
+                guards[0](loss_of(discriminator, generator(batch))).backward()
+            steps.step()
+            steps.zero_grad()
+            judges.zero_grad()
+    for one, other in zip(plain, released, strict=True):
+        assert same_parameters(one, other)
 
 
 def test_finiteness_is_judged_on_elements_and_norms_do_not_overflow() -> None:

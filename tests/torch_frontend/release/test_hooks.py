@@ -27,6 +27,44 @@ def test_hooks_that_were_there_stay_and_run_first() -> None:
     assert seen == [True] * 8
 
 
+@pytest.mark.parametrize("guarded", [False, True])
+def test_a_hook_registered_after_release_that_changes_a_gradient_is_refused(guarded: bool) -> None:
+    model = layers(2)
+    optimizer = AdamW(model.parameters())
+    release = release_gradients(model, optimizer, max_norm=1.0 if guarded else None)
+    model[0][0].weight.register_post_accumulate_grad_hook(lambda p: p.grad.clamp_(-0.1, 0.1) and None)
+    with pytest.raises(RefusedError, match=r"'0\.0\.weight'.*hooks on the parameters before release_gradients"):
+        release.guard(loss_of(model, batches(1)[0])).backward()
+
+
+@pytest.mark.parametrize("arguments", [{}, {"max_norm": float("inf")}, {"accumulation": "hold"}])
+def test_a_lazy_module_may_be_released_before_its_first_forward(arguments) -> None:
+    """Its first gradient waits for step(): a lazy parameter cannot have a hook."""
+    models = []
+    for released in (False, True):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.LazyLinear(8), nn.Tanh(), nn.Linear(8, 8))
+        optimizer = AdamW(model.parameters(), lr=1e-2)
+        release = release_gradients(model, optimizer, **arguments) if released else None
+        train(model, optimizer, batches(4), loss=release.guard if release else lambda loss: loss)
+        models.append(model)
+    assert same_parameters(*models)
+    loss_of(model, batches(1)[0]).backward() if not arguments else None
+    assert gone(model.parameters())
+
+
+def test_the_plain_optimizer_of_released_parameters_is_refused() -> None:
+    model = layers()
+    released, other = AdamW(model.parameters()), AdamW(model.parameters(), backend="eager")
+    release_gradients(model, released)
+    loss_of(model, batches(1)[0]).backward()
+    before = snapshot(model, other)
+    with pytest.raises(RefusedError, match=r"another optimizer's release. Give each parameter to one optimizer"):
+        other.step()
+    assert unchanged(before, snapshot(model, other))
+    assert not other.state
+
+
 def test_parameters_replaced_after_set_up_are_refused() -> None:
     for replace in (
         lambda m: m.load_state_dict(m.state_dict(), assign=True),
@@ -67,7 +105,7 @@ def test_set_up_refuses_what_cannot_work() -> None:
         release_gradients(model, optimizer, clipping="per_tensor")
     with pytest.raises(InvalidArgumentError, match=r"sync.*accumulation"):
         release_gradients(model, optimizer, sync=lambda: True)
-    with pytest.raises(InvalidArgumentError, match=r"optimizer is a AdamW.*penstock"):
+    with pytest.raises(InvalidArgumentError, match=r"optimizer is a torch\.optim\.adamw\.AdamW; .*penstock"):
         release_gradients(model, torch.optim.AdamW(model.parameters()))
     with pytest.raises(InvalidArgumentError, match=r"model is a list"):
         release_gradients(list(model.parameters()), optimizer)
@@ -88,6 +126,11 @@ def test_set_up_refuses_what_cannot_work() -> None:
             release_gradients(model, optimizer, max_norm=1.0, keep_bytes=keep_bytes)
     with pytest.raises(InvalidArgumentError, match=r"keep_bytes=10 shortens the second pass"):
         release_gradients(model, optimizer, keep_bytes=10)
+    if hasattr(nn.Parameter, "grad_dtype"):
+        mixed = layers(dtype=torch.bfloat16)
+        mixed[0][0].weight.grad_dtype = torch.float32
+        with pytest.raises(UnsupportedTensorError, match=r"'0\.0\.weight' has grad_dtype torch\.float32.*leave grad_dtype"):
+            release_gradients(mixed, AdamW(mixed.parameters()))
     assert optimizer.release is None
     release_gradients(model, optimizer)
     with pytest.raises(RefusedError, match=r"released already.*remove\(\)"):

@@ -75,6 +75,33 @@ def test_gradients_cleared_before_step_raise_in_step(clear: Callable[[nn.Module]
     optimizer.step()
 
 
+WRITES: dict[str, Callable[[Tensor], object]] = {
+    "decay": lambda p: p.mul_(0.9),
+    "clamp": lambda p: p.clamp_(-0.1, 0.1),
+    "perturbation": lambda p: p.add_(1e-3),
+    "zeros": lambda p: p[0].zero_(),
+}
+
+
+@pytest.mark.parametrize("arguments", [{}, {"max_norm": 1.0}, {"accumulation": "hold", "sync": lambda: True}])
+@pytest.mark.parametrize("write", WRITES.values(), ids=WRITES)
+@torch.no_grad()
+def test_a_parameter_written_between_backward_and_step_raises_in_step(write, arguments: dict[str, object]) -> None:
+    """Without release the update comes after the write."""
+    model, optimizer, release = released(**arguments)
+    for early in (False, True, False):
+        with torch.enable_grad():
+            release.guard(loss_of(model)).backward()
+        if early:
+            write(model[1][0].weight)
+            with pytest.raises(RefusedError, match=r"'1.0.weight'.*written between backward\(\).*after optimizer.step\(\)"):
+                optimizer.step()
+        else:
+            optimizer.step()
+            write(model[1][0].weight)
+        optimizer.zero_grad()
+
+
 def test_a_failed_backward_is_closed_by_zero_grad() -> None:
     model, optimizer, _ = released()
 
