@@ -61,14 +61,23 @@ class FSDP2Communication(LocalCommunication):
         self._ready, self._current, self._nbytes = [], (), 0
 
 
+def _fsdp_module() -> Any:
+    """Return the class of modules that fully_shard was called on; an empty tuple where nothing has imported it."""
+    return getattr(sys.modules.get("torch.distributed.fsdp"), "FSDPModule", ())
+
+
+def has_fully_shard(model: nn.Module) -> bool:
+    """Whether fully_shard was called on a part of the model."""
+    return any(isinstance(module, _fsdp_module()) for module in model.modules())
+
+
 def parameter_groups(model: nn.Module) -> list[tuple[Tensor, ...]]:
     """Return the trainable parameters in FSDP2's groups.
 
     A parameter belongs to the innermost module around it on which `fully_shard` was called; modules that were given as one
     list are one group.
     """
-    fsdp = sys.modules.get("torch.distributed.fsdp")
-    sharded: Any = getattr(fsdp, "FSDPModule", ())
+    sharded = _fsdp_module()
     members: dict[int, list[Tensor]] = {}
     seen: set[Tensor] = set()
 

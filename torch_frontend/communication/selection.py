@@ -91,10 +91,10 @@ def select_communication(model: nn.Module, parameters: Sequence[Tensor], process
         _require_averaged_by_ddp(model, {names[parameter].removeprefix("module.") for parameter in parameters})
         return DDPCommunication(model)
     if name == "fsdp2":
-        from .fsdp2 import FSDP2Communication
+        from .fsdp2 import FSDP2Communication, has_fully_shard
 
         plain = [parameter for parameter in parameters if not is_sharded(parameter)]
-        if plain:
+        if plain and has_fully_shard(model):  # under tensor parallelism alone, they are the same on all processes
             raise RefusedError(
                 f"parameter {names[plain[0]]!r} is not sharded while others are: nothing averages its gradient. Call "
                 "fully_shard on a module around it, or freeze it."

@@ -1,4 +1,4 @@
-"""Sharded parameters (DTensor) without release: the same numbers as on whole tensors."""
+"""Sharded parameters (DTensor), mostly without release: the same numbers as on whole tensors."""
 
 from __future__ import annotations
 
@@ -11,6 +11,8 @@ from tests.support.rank_models import (
     assert_ranks_equal,
     data,
     ddp,
+    loss_of,
+    mesh,
     parameters_of,
     sharded,
     train,
@@ -20,9 +22,10 @@ from tests.support.ranks import Ranks
 from tests.support.torch_models import compiling_small_tensors
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import distribute_tensor
+from torch.distributed.tensor import Replicate, distribute_tensor
+from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
-from penstock.torch_frontend import Adam, AdamW, StableAdamW
+from penstock.torch_frontend import Adam, AdamW, StableAdamW, release_gradients
 
 pytestmark = pytest.mark.xdist_group("distributed")
 
@@ -193,3 +196,28 @@ def strided_shards_are_shards() -> None:
 
 def test_strided_shards_are_shards(ranks: Ranks) -> None:
     ranks.run(strided_shards_are_shards)
+
+
+def tensor_parallel(arguments: dict[str, object]) -> None:
+    """Its other layers are plain parameters, whose gradients are the same on all ranks."""
+    alone, parallel = Net(), Net()
+    parallelize_module(parallel, mesh(), {"first": ColwiseParallel(output_layouts=Replicate())})
+    optimizers = [StableAdamW(model.parameters(), lr=1e-2) for model in (alone, parallel)]
+    release = release_gradients(parallel, optimizers[1], **arguments)
+    for step in range(3):
+        batch = data(step, rank=0)
+        loss_of(alone, batch).backward()
+        release.guard(loss_of(parallel, batch)).backward()
+        norm = torch.nn.utils.clip_grad_norm_(alone.parameters(), arguments.get("max_norm", float("inf")))
+        for optimizer in optimizers:
+            optimizer.step()
+        torch.testing.assert_close(release.last_norm.float(), norm, rtol=1e-5, atol=0)
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+    assert_ranks_equal(parameters_of(parallel), "tensor parallel")
+    assert_close(parameters_of(parallel), parameters_of(alone), 1e-5, "tensor parallel")
+
+
+@pytest.mark.parametrize("arguments", [{}, {"max_norm": 0.1}, {"accumulation": "hold"}], ids=["plain", "guard", "hold"])
+def test_layers_beside_tensor_parallel_ones_are_updated_alike(ranks: Ranks, arguments: dict[str, object]) -> None:
+    ranks.run(tensor_parallel, arguments)
