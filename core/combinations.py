@@ -72,7 +72,7 @@ def _refused(why: str, applies: Callable[[Combination], bool]) -> Clause:
 CLAUSES: tuple[Clause, ...] = (
     _refused(
         "accumulation='state' puts a micro-batch into the moments before the norm of the whole gradient is known; use "
-        "accumulation='hold' with max_norm, or StableAdamW, which needs no clipping.",
+        "accumulation='hold' or microbatch_blocks with max_norm, or StableAdamW, which needs no clipping.",
         lambda c: c.accumulation == "state" and c.clipping == "global_norm",
     ),
     _refused(

@@ -24,6 +24,12 @@ import enum
 
 from ..errors import RefusedError
 
+AFTER_ANOTHER_BACKWARD = (
+    "Call optimizer.step() after each backward; or add the losses up and call backward() once; or divide the batch with "
+    "microbatch_blocks; or declare the micro-batches with accumulation='hold' or 'state'"
+)
+"""What to do about a second backward in a step that has one."""
+
 
 class Policy(enum.Enum):
     """What is done with a gradient the moment it exists."""
@@ -138,8 +144,7 @@ def _gradient_ready(policy: Policy, status: Status, event: GradientReady, strict
     if status is Status.RELEASED and strict:
         raise RefusedError(
             "it was already updated in this step, and another gradient arrived before optimizer.step(). "
-            "Call optimizer.step() after each backward; or declare the micro-batches with accumulation='hold' or 'state'; "
-            "or wrap a backward that is not meant to update it in release.paused()."
+            f"{AFTER_ANOTHER_BACKWARD}; or wrap a backward that is not meant to update it in release.paused()."
         )
     last = event.last or policy is Policy.RELEASE
     if policy is Policy.HOLD and not last:

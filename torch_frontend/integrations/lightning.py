@@ -64,6 +64,7 @@ class GradientRelease(Callback):
                     micro_batches=trainer.accumulate_grad_batches,
                     sync=lambda: self._in_step,
                     max_norm=trainer.gradient_clip_val,
+                    max_norm_name="Trainer's gradient_clip_val",
                     scaler=getattr(trainer.precision_plugin, "scaler", None),
                     **self._options,
                 )

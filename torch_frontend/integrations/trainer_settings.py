@@ -7,6 +7,7 @@ from typing import Any
 
 from torch import nn
 
+from ...core.errors import PenstockError
 from ..communication import communication_name
 from ..releasable import ReleasableOptimizer
 from ..release import Release, release_gradients
@@ -19,6 +20,7 @@ def release_for_trainer(
     micro_batches: int,
     sync: Callable[[], bool],
     max_norm: float | None,
+    max_norm_name: str = "max_norm",
     scaler: Any = None,
     clips_itself: bool = True,
     accumulation: str | None = None,
@@ -35,6 +37,7 @@ def release_for_trainer(
         micro_batches: number of backward passes before each step().
         sync: returns whether the current micro-batch is the last of its step.
         max_norm: the global norm that the trainer clips to, in (0, inf]; None or 0 if it does not clip.
+        max_norm_name: what the trainer calls max_norm.
         scaler: the trainer's GradScaler, or None.
         clips_itself: the trainer clips the gradients in `.grad` before step(); otherwise step() clips them.
         accumulation: "hold", the default with several micro-batches: gradients are summed in `.grad`; exact, all of them
@@ -49,18 +52,21 @@ def release_for_trainer(
     max_norm = max_norm or None
     if accumulation is None and micro_batches > 1:
         accumulation = "hold"
-    if accumulation is None:
-        return release_gradients(model, optimizer, max_norm=max_norm, scaler=scaler, keep_bytes=keep_bytes)
-    is_last: Callable[[], bool] | None = sync
+    is_last = None if accumulation is None else sync
     clips_held = clips_itself and accumulation == "hold" and (max_norm is not None or scaler is not None)
     if clips_held and communication_name(model) != "process_group":  # which averages held gradients only in step()
         max_norm = is_last = None
-    return release_gradients(
-        model,
-        optimizer,
-        max_norm=max_norm,
-        accumulation=accumulation,
-        sync=is_last,
-        scaler=scaler,
-        keep_bytes=keep_bytes,
-    )
+    try:
+        return release_gradients(
+            model,
+            optimizer,
+            max_norm=max_norm,
+            accumulation=accumulation,
+            sync=is_last,
+            scaler=scaler,
+            keep_bytes=keep_bytes,
+        )
+    except PenstockError as error:
+        if max_norm is not None and max_norm_name != "max_norm":
+            error.add_note(f"max_norm is {max_norm_name} here, {max_norm}; None or 0 does not clip.")
+        raise

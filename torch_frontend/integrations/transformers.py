@@ -121,6 +121,7 @@ class ReleaseTrainer(Trainer):
             micro_batches=self.args.gradient_accumulation_steps,
             sync=lambda: self.accelerator.sync_gradients,
             max_norm=self.args.max_grad_norm,
+            max_norm_name="TrainingArguments.max_grad_norm",
             scaler=self.accelerator.scaler,
             **self._release_options,
         )

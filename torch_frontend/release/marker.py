@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 from ...core.errors import RefusedError
+from ...core.release import AFTER_ANOTHER_BACKWARD
 from ..autograd.passes import pass_number
 from ..clipping import NORM_EPS
 
@@ -85,9 +86,8 @@ class MarkerContext:
         self.refused = True
         return RefusedError(
             f"{self.describe(marker.key)}: a second backward() before optimizer.step(): it was already updated in this step. "
-            "Call optimizer.step() after each backward; or add the losses up and call backward() once; or "
-            "declare the micro-batches with accumulation='hold' or 'state'; or wrap a backward that is not meant to update it "
-            "in release.paused(). If this was one backward, reentrant checkpointing has delivered the gradient in parts: use "
+            f"{AFTER_ANOTHER_BACKWARD}; or wrap a backward that is not meant to update it in release.paused(). If this was "
+            "one backward, reentrant checkpointing has delivered the gradient in parts: use "
             "torch.utils.checkpoint.checkpoint(..., use_reentrant=False)."
         )
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ...core.errors import RefusedError
-from ...core.release import Decision, Event, Ledger, Policy, Status, decide
+from ...core.release import AFTER_ANOTHER_BACKWARD, Decision, Event, Ledger, Policy, Status, decide
 from ..autograd.passes import at_end_of_pass, is_nested, pass_number, weakly
 from ..autograd.reentrant import PartialGradients
 from ..communication.protocol import RoundKind
@@ -143,8 +143,7 @@ class Step:
         if not nested and self._one_pass and not measures and None not in (self._top, now) and now != self._top:
             raise RefusedError(
                 f"{self.context.describe(id(parameter))}: a second backward() before optimizer.step(), after the first "
-                "has updated parameters. Call optimizer.step() after each backward; or add the losses up and call "
-                "backward() once; or declare the micro-batches with accumulation='hold' or 'state'."
+                f"has updated parameters. {AFTER_ANOTHER_BACKWARD}."
             )
         if not nested or self.pass_id is NO_PASS:
             self.refresh()
