@@ -31,7 +31,7 @@ class HeldAverage:
         communication: Communication,
         *,
         held: Callable[[], list[Tensor]],
-        attach: Callable[[], None],
+        attach: Callable[[], object],
         due: Callable[[], bool] | None,
         lock: contextlib.AbstractContextManager[Any],
     ) -> None:

@@ -222,6 +222,9 @@ class Pipeline:
     def _begin_micro_batch(self, parameter: Tensor) -> None:
         self.step.last = bool(self._last())  # called once a pass
         self.step.begin_pass(parameter)
+        for late in () if self.step.strict else self.attach():  # nobody need call step(), which attaches otherwise
+            if late.grad is not None:
+                self.arrive(late)
 
     def _refuse_unguarded(self, parameter: Tensor) -> None:
         described = self.hooks.describe(id(parameter))
@@ -295,17 +298,21 @@ class Pipeline:
 
     # -- what release, guard and boundaries ask --------------------------------------------------------------------------
 
-    def attach(self) -> None:
+    def attach(self) -> list[Tensor]:
         """Register hooks on the optimizer's parameters that belong to the model, require a gradient, and have none yet.
 
         Parameters outside the model are updated by step(), as without release.
+
+        Returns:
+            The parameters that got a hook.
         """
         fresh = self.hooks.attach([p for group in self.optimizer.param_groups for p in group["params"]])
         if fresh is None:
-            return
+            return []
         self.step.attach(self.hooks.parameters)
         if fresh:
             self.communication.attach(fresh, weakly(self.deliver), weakly(self._round_kind))
+        return fresh
 
     @property
     def last_norm(self) -> Tensor | None:

@@ -73,13 +73,21 @@ def test_optimizer_accumulation_equals_the_reference(optimizer_class, boundaries
         assert optimizer.state[p]["step"] == 3
 
 
-def test_without_accumulation_it_equals_the_plain_optimizer() -> None:
+@pytest.mark.parametrize("unfrozen", [0, 3], ids=["the last to get a gradient", "the first"])
+def test_without_accumulation_it_equals_the_plain_optimizer(unfrozen: int) -> None:
+    """Without any step(): layers that are unfrozen are updated from their first gradient on."""
     models = [layers(), layers()]
     optimizers = [StableAdamW(m.parameters(), lr=1e-2, gradient_release=bool(i)) for i, m in enumerate(models)]
+    for model in models:
+        model[unfrozen].requires_grad_(False)
     prepare_for_gradient_release(models[1], optimizers[1])
-    train(models[0], optimizers[0], batches(6))
-    for batch in batches(6):
+    for number, batch in enumerate(batches(6)):
+        if number == 2:
+            for model in models:
+                model[unfrozen].requires_grad_(True)
+        train(models[0], optimizers[0], [batch])
         loss_of(models[1], batch).backward()
+        assert gone(models[1].parameters())
     assert same_parameters(*models)
 
 
