@@ -27,7 +27,12 @@ class PartialGradients:
     """Finds the parameters whose gradient comes in several parts in one backward.
 
     Each graph is walked once. A model that never runs a pass inside another one is walked in its first backward only.
+
+    Attributes:
+        all_begun: every function of the outermost graph that runs a pass has begun to.
     """
+
+    all_begun = False
 
     def __init__(self) -> None:
         self._nesting: set[Any] = {CheckpointFunction}  # the functions known to run a pass in their backward
@@ -50,6 +55,9 @@ class PartialGradients:
             self.forget()
         graphs = [self._graph_of(node, roots) for node, roots in passes]
         self._graphs = graphs if self._may_nest else []
+        if nested and graphs:
+            graphs[-1].to_begin.discard(passes[-1][0])
+            self.all_begun = not graphs[-1].to_begin
         return set().union(*(graph.in_parts for graph in graphs))
 
     def forget(self) -> None:
@@ -64,7 +72,8 @@ class PartialGradients:
         parts = collections.Counter(
             leaf for x in nodes for leaf in (hidden_leaves(x) if _function(x) in self._nesting else leaf_of(x))
         )
-        return _PassGraph(nodes, {leaf for leaf, count in parts.items() if count > 1})
+        in_parts = {leaf for leaf, count in parts.items() if count > 1}
+        return _PassGraph(nodes, in_parts, {x for x in nodes if _function(x) in self._nesting})
 
 
 def _function(node: Any) -> Any:
@@ -73,10 +82,15 @@ def _function(node: Any) -> Any:
 
 
 class _PassGraph(NamedTuple):
-    """The nodes of a running pass's graph, and the leaves to which more than one of them gives a gradient."""
+    """The graph of a running pass.
+
+    in_parts: the leaves to which more than one node gives a gradient.
+    to_begin: the nodes that have still to run a pass of their own.
+    """
 
     nodes: set[Any]
     in_parts: set[Tensor]
+    to_begin: set[Any]
 
 
 def _running_passes() -> Iterator[tuple[Any, list[Any]]]:

@@ -156,11 +156,13 @@ class Step:
         keeps = measures or measured or (self.policy is Policy.HOLD and not self.last)  # and so no part is used as the whole
         self.in_parts = set() if keeps else self._partial.find(nested=nested)
         self.pass_id = now
-        if not nested and not measures:
+        if measures:
+            return
+        if not nested:
             self._top = now
-            if self.strict:
-                self.completed = False
-                at_end_of_pass(weakly(self.complete))
+        self.completed = False
+        if self.strict and (not nested or self._partial.all_begun):  # the end of the outer pass cannot be seen from inside
+            at_end_of_pass(weakly(self.complete))
 
     def complete(self) -> None:
         """Record that the backward has reached its end, and which version of each parameter it has left."""

@@ -8,6 +8,7 @@ import pytest
 import torch
 from tests.support.torch_models import batches, layers, same_parameters
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from penstock.core.errors import RefusedError
 from penstock.torch_frontend import AdamW, Release, release_gradients
@@ -36,6 +37,31 @@ def test_zero_grad_after_backward_without_step_raises_once(arguments: dict[str, 
         optimizer.zero_grad()
     optimizer.zero_grad()
     release.guard(loss_of(model)).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def checkpointed(model: nn.Module) -> Tensor:
+    x = batches(1)[0].requires_grad_()
+    for layer in model:
+        x = checkpoint(layer, x, use_reentrant=True)
+    return x.pow(2).mean()
+
+
+def test_zero_grad_without_step_raises_if_all_layers_are_behind_reentrant_checkpoints() -> None:
+    model, optimizer, _ = released()
+    for fails in (False, True):
+        handle = model[0].register_forward_pre_hook(lambda *_: 1 // 0 if torch.is_grad_enabled() else None) if fails else None
+        if fails:
+            with pytest.raises(ZeroDivisionError):  # at the first layer, which is computed last
+                checkpointed(model).backward()
+            optimizer.zero_grad()
+            handle.remove()
+        else:
+            checkpointed(model).backward()
+            with pytest.raises(RefusedError, match=WITHOUT_STEP):
+                optimizer.zero_grad()
+    checkpointed(model).backward()
     optimizer.step()
     optimizer.zero_grad()
 
