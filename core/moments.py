@@ -5,7 +5,8 @@ beta and dividing by 1-beta^t at each use, the decay itself is debiased, with th
 
     c1 = (1-beta1)/(1-beta1^t)        c2 = (1-beta2)/(1-beta2^t)
 
-so that m and v are at every t what Adam's m/(1-beta1^t) and v/(1-beta2^t) are.
+so that m and v are at every t what Adam's m/(1-beta1^t) and v/(1-beta2^t) are. Where a beta changes after t updates, the
+moment is expressed under the new one first (`core.update.rebiased`): Adam's own m and v do not depend on it.
 """
 
 from __future__ import annotations
@@ -40,21 +41,41 @@ class Corrections(NamedTuple):
     second: Scalar
 
 
-def corrected_one_minus_beta(beta: Scalar, step: Scalar, xp: Any) -> Scalar:
-    r"""(1-beta)/(1-beta^t), with 1-beta^t = -expm1(t log(beta)): the naive difference loses digits in float32.
+def one_minus_power(beta: Scalar, step: Scalar, xp: Any) -> Scalar:
+    r"""1-beta^t = -expm1(t log(beta)): the naive difference loses digits in float32.
 
     Args:
         beta: in [0, 1); a Python number, or a 0-d array.
-        step: t, the number of this update, from 1 on; a Python integer, or a 0-d array.
+        step: t, a number of updates, from 1 on; a Python number, or a 0-d array.
         xp: the array namespace, used where one of the two is an array.
     """
-    if isinstance(beta, numbers.Real):
-        if beta == 0:
-            return 1.0
-        if isinstance(step, numbers.Real):
-            return (1.0 - float(beta)) / -math.expm1(float(step) * math.log(beta))
-        return (1.0 - float(beta)) / -xp.expm1(step * math.log(beta))
-    return (1.0 - beta) / -xp.expm1(step * xp.log(beta))
+    if not isinstance(beta, numbers.Real):
+        return -xp.expm1(step * xp.log(beta))
+    if beta == 0:
+        return 1.0
+    if isinstance(step, numbers.Real):
+        return -math.expm1(float(step) * math.log(beta))
+    return -xp.expm1(step * math.log(beta))
+
+
+def corrected_one_minus_beta(beta: Scalar, step: Scalar, xp: Any) -> Scalar:
+    """(1-beta)/(1-beta^t). Arguments as in `one_minus_power`, t the number of this update."""
+    one_minus_beta = 1.0 - (float(beta) if isinstance(beta, numbers.Real) else beta)
+    return one_minus_beta / one_minus_power(beta, step, xp)
+
+
+def debiasing_ratio(before: Scalar, after: Scalar, step: Scalar, xp: Any) -> Scalar:
+    """(1-before^t)/(1-after^t), by which a moment debiased under one beta becomes that under another; 1 where nothing changes.
+
+    Args:
+        before, after: beta1 or beta2.
+        step: t, the number of updates so far, from 0 on.
+        xp: as in `one_minus_power`.
+    """
+    if all(isinstance(value, numbers.Real) for value in (before, after, step)):
+        return 1.0 if before == after or step == 0 else one_minus_power(before, step, xp) / one_minus_power(after, step, xp)
+    ratio = one_minus_power(before, step, xp) / one_minus_power(after, step, xp)
+    return xp.where((before != after) & (step > 0), ratio, 1.0)
 
 
 def bias_corrections(hyperparameters: Hyperparameters, step: Scalar, xp: Any) -> Corrections:

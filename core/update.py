@@ -7,6 +7,7 @@ arithmetic between is `core.moments`, in the compute dtype.
 
 from __future__ import annotations
 
+import numbers
 from typing import NamedTuple
 
 from . import compensation as compensations
@@ -18,6 +19,7 @@ from .moments import (
     Corrections,
     Moments,
     clipped_learning_rate,
+    debiasing_ratio,
     direction,
     first_moments,
     is_zero,
@@ -57,6 +59,30 @@ def init_state(ops: ArrayOps, parameter: Array, dtypes: StateDtypes, compensatio
         ops.zeros_like(parameter, dtypes.exp_avg_sq),
         None if kept is None else ops.zeros_like(parameter, kept),
     )
+
+
+def rebiased(ops: ArrayOps, moment: Array, step: Scalar, before: Scalar, after: Scalar) -> Array:
+    r"""Return a moment that is debiased under one beta as debiased under another, before the first update that uses that.
+
+        m <- m * (1-before^t)/(1-after^t)
+
+    Adam's biased mean m*(1-before^t) stays what it is, so that the next update gives what Adam's does with its new beta. The
+    product is in the compute dtype of the moment, and is rounded to its dtype once. A moment whose beta stays, or that
+    was never updated, stays as it is.
+
+    Args:
+        moment: any shape, in the dtype in which it is stored.
+        step: t, the number of updates so far; a Python number, or a 0-d array.
+        before, after: beta1 or beta2; Python numbers, or 0-d arrays.
+    """
+    dtype = ops.dtype_name(moment)
+    compute = compute_dtype(dtype)
+    numbers_ = (x if isinstance(x, numbers.Real) else ops.cast(x, compute) for x in (before, after, step))
+    ratio = debiasing_ratio(*numbers_, ops.xp)
+    if isinstance(ratio, numbers.Real) and ratio == 1:
+        return moment
+    new = ops.cast(ops.cast(moment, compute) * ratio, dtype)
+    return new if isinstance(ratio, numbers.Real) else ops.xp.where(ratio == 1, moment, new)
 
 
 def prepared_gradient(

@@ -18,7 +18,8 @@ class StableAdamW(ReleasableOptimizer):
     Args:
         params: tensors, named tensors, or groups of them; float64, float32, bfloat16 or float16, dense, any shape.
         lr: step size: a number in [0, inf), or a 0-d tensor.
-        betas: decay of the first and of the second moment, each in [0, 1). Default: (0.9, 0.99).
+        betas: decay of the first and of the second moment, each in [0, 1). Default: (0.9, 0.99). They may
+            change from step to step (`OneCycleLR`, `CyclicLR`), as in torch.optim.
         eps: added to the square root of the second moment, in (0, inf). Default: 1e-6.
         weight_decay: decoupled weight decay, in [0, inf). Default: 1e-2. The clip factor applies to it as well.
         decouple_lr: fully decoupled weight decay: scaled by eta/max_lr instead of eta.
@@ -65,7 +66,8 @@ class AdamW(ReleasableOptimizer):
     Args:
         params: tensors, named tensors, or groups of them; float64, float32, bfloat16 or float16, dense, any shape.
         lr: step size: a number in [0, inf), or a 0-d tensor.
-        betas: decay of the first and of the second moment, each in [0, 1). Default: (0.9, 0.999).
+        betas: decay of the first and of the second moment, each in [0, 1). Default: (0.9, 0.999). They may
+            change from step to step (`OneCycleLR`, `CyclicLR`), as in torch.optim.
         eps: added to the square root of the second moment, in (0, inf). Default: 1e-8.
         weight_decay: decoupled weight decay, in [0, inf). Default: 1e-2.
         decouple_lr: fully decoupled weight decay: scaled by lr/max_lr instead of lr.
@@ -112,7 +114,8 @@ class Adam(ReleasableOptimizer):
     Args:
         params: tensors, named tensors, or groups of them; float64, float32, bfloat16 or float16, dense, any shape.
         lr: step size: a number in [0, inf), or a 0-d tensor.
-        betas: decay of the first and of the second moment, each in [0, 1). Default: (0.9, 0.999).
+        betas: decay of the first and of the second moment, each in [0, 1). Default: (0.9, 0.999). They may
+            change from step to step (`OneCycleLR`, `CyclicLR`), as in torch.optim.
         eps: added to the square root of the second moment, in (0, inf). Default: 1e-8.
         weight_decay: L2 regularisation, in [0, inf). Default: 0.
         decouple_lr: refused if True: L2 is part of the gradient; use `AdamW`.

@@ -14,6 +14,7 @@ from ..core.errors import InvalidArgumentError, NonFiniteGradientError, RefusedE
 from ..core.release import Action
 from . import state as saved_state
 from .backends import select_backend
+from .changing_betas import default_betas_of_moments
 from .communication.shards import is_released
 from .finiteness import SkipCount, each_finite
 from .groups import PLAIN_GRADIENT, Group, check_gradient, check_group, hyperparameters
@@ -126,6 +127,7 @@ class ReleasableOptimizer(TensorUpdates):
         group = self.param_groups[-1]
         try:
             check_group(self.rule, group)
+            default_betas_of_moments(group)
             if self.release is not None:
                 self.release._check_ownership(group["params"])
         except Exception:
@@ -253,6 +255,8 @@ class ReleasableOptimizer(TensorUpdates):
         backend = state.pop("_backend_name", None)
         super().__setstate__(state)
         self._forget_groups()
+        for group in self.param_groups:
+            default_betas_of_moments(group)
         if isinstance(self.__dict__.get("_skipped"), int):
             self._skipped = SkipCount(self.__dict__["_skipped"])
         if backend is not None:  # a copy or an unpickled optimizer: hooks are on the parameters of the original

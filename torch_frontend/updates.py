@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterable, Sequence
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -17,9 +17,12 @@ from . import state as saved_state
 from .array_ops import dtype_name
 from .backends import Backend, ChecksOnDevice, TensorSlot
 from .backends.numbers import GroupSettings
+from .changing_betas import BETAS_OF_MOMENTS, betas_of, check_between_updates, default_betas_of_moments, follow_betas
 from .communication.shards import LocalState, is_sharded, local, means_over_shards, shard_of
 from .finiteness import SkipCount
-from .groups import Group, check_device, fingerprint, hyperparameters, on_device
+from .groups import SETTINGS, Group, SeenTensor, check_device, fingerprint, hyperparameters, on_device
+
+_BETAS = SETTINGS.index("betas")  # in a fingerprint
 
 
 class TensorUpdates(Optimizer):
@@ -200,7 +203,8 @@ class TensorUpdates(Optimizer):
     # -- what a backend gets ---------------------------------------------------------------------------------------------
 
     def _refresh(self) -> bool:
-        """Read the groups again: validate settings that have changed, and drop slots that are out of date.
+        """Read the groups again: validate settings that have changed, express moments under betas that have changed, and drop
+        slots that are out of date.
 
         Called at the beginning of a step, and of a backward pass under release: users may change groups, settings, state and
         parameters in any way in between.
@@ -210,17 +214,20 @@ class TensorUpdates(Optimizer):
 
         Raises:
             InvalidArgumentError: a setting is out of range or on another device; nothing was changed.
+            RefusedError: betas changed in the middle of an update; nothing was changed.
         """
         groups = self.param_groups
         known = self._groups
         if len(known) != len(groups) or not all(map(_KnownGroup.is_current, known, groups)):
             fresh = [_KnownGroup(group, GroupSettings(hyperparameters(group))) for group in groups]
+            self._follow_betas(fresh)
             self._forget_groups()
             self._groups = fresh
             self._whole = {id(parameter): parameter for parameter in self._parameters()}
             return True
         for entry, group in zip(known, groups, strict=True):
             entry.refresh(group)
+        self._follow_betas(known)
         states, dropped = self.state, False
         for key, slot in list(self._slots.items()):
             whole = self._whole[key]
@@ -232,6 +239,15 @@ class TensorUpdates(Optimizer):
             del self._slots[key]
             dropped = True
         return dropped
+
+    def _follow_betas(self, groups: list[_KnownGroup]) -> None:
+        """Express the moments of groups whose betas have changed under the new ones."""
+        changed = [entry for entry in groups if entry.betas_have_changed()]
+        for entry in changed:
+            check_between_updates(entry.group, groups.index(entry), self.state)
+        for entry in changed:
+            follow_betas(entry.group, betas_of(entry.settings.hyperparameters), self.state)
+            entry.followed = entry.betas
 
     def _known_slot(self, parameter: Tensor) -> TensorSlot:
         """Return the parameter's slot: what its update reads and writes. The groups must be up to date (`_refresh`)."""
@@ -260,15 +276,38 @@ class TensorUpdates(Optimizer):
 
 
 class _KnownGroup:
-    """A parameter group as of the last `_refresh`."""
+    """A parameter group as of the last `_refresh`.
+
+    Attributes:
+        followed: the betas that the moments were last expressed under.
+    """
 
     def __init__(self, group: Group, settings: GroupSettings) -> None:
+        default_betas_of_moments(group)
         self.group = group
         self.settings = settings
         self.ids = dict.fromkeys(map(id, group["params"]))
         self._order = list(self.ids)
         self._seen = fingerprint(group)
         self._storage = (group["compensation"], group["capturable"])
+        self.followed: tuple[Any, Any] | None = None
+
+    @property
+    def betas(self) -> tuple[Any, Any]:
+        """The betas in the fingerprint of the group."""
+        return self._seen[_BETAS]
+
+    def betas_have_changed(self) -> bool:
+        """Whether the moments are debiased under other betas than the group's.
+
+        Tensors on a device are not read. They count as changed when they are replaced or written to, and whenever a CUDA graph
+        is captured, in whose replays they may be.
+        """
+        betas = self.betas
+        if betas == self.group[BETAS_OF_MOMENTS]:
+            return False
+        on_device = any(isinstance(beta, SeenTensor) for beta in betas)
+        return not on_device or betas != self.followed or torch.cuda.is_current_stream_capturing()
 
     def is_current(self, group: Group) -> bool:
         """Whether it is the same group with the same parameters and storage settings."""

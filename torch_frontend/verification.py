@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from ..core.errors import InvalidArgumentError, RefusedError
 from .autograd.saved_context import SavedContext
+from .changing_betas import BETAS_OF_MOMENTS, set_betas_of_moments
 from .communication.shards import local
 from .releasable import ReleasableOptimizer
 
@@ -29,6 +30,7 @@ class TrainingState:
         self._model, self._optimizer = model, optimizer
         self._tensors = {tensor: tensor.detach().clone() for tensor in self._all_tensors()}
         self._state = {p: {key: _copy(value) for key, value in state.items()} for p, state in optimizer.state.items()}
+        self._betas = [tuple(map(_copy, group[BETAS_OF_MOMENTS])) for group in optimizer.param_groups]
         self._skipped = optimizer.skipped
         self._random = SavedContext(optimizer._parameters(), preserve_rng_state=True)
         self._random.save_rng_state()
@@ -47,6 +49,9 @@ class TrainingState:
                 del self._optimizer.state[parameter]
             else:
                 self._optimizer.state[parameter].update({key: _copy(value) for key, value in before.items()})
+        for group, betas in zip(self._optimizer.param_groups, self._betas, strict=True):
+            set_betas_of_moments(group, betas)
+        self._optimizer._forget_groups()
         self._optimizer.skipped = self._skipped
         self._random.restore_rng_state(0)
 

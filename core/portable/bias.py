@@ -5,6 +5,9 @@ holds what they divide to:
 
     m = m' / (1-beta1^t)        v = v' / (1-beta2^t)        1-beta^t = -expm1(t*log(beta))
 
+A file of this package says under which betas its moments are debiased: those of the parameter's group. Where the optimizer
+that reads it has others, m*(1-b^t)/(1-b'^t) is debiased under its own, so that the biased means stay what they were.
+
 Either way is computed in float64 and rounded to the dtype in which it is kept. So it is exact up to that rounding, half a
 spacing, and not bit for bit: there and back may differ in the last place.
 
@@ -13,14 +16,18 @@ Source: Kingma and Ba, 2015, https://arxiv.org/abs/1412.6980, algorithm 1.
 
 from __future__ import annotations
 
-import math
+import dataclasses
 
 import numpy as np
 
-from ..array_ops import numpy_dtype
+from ..array_ops import numpy_dtype, numpy_ops
 from ..dtypes import StateDtypes
 from ..errors import InvalidArgumentError
-from ..moments import Moments
+from ..moments import Moments, one_minus_power
+from ..update import rebiased
+from .state import ParameterState, PortableState
+
+Betas = tuple[float, float]
 
 
 def bias_correction(beta: float, step: int) -> float:
@@ -30,10 +37,10 @@ def bias_correction(beta: float, step: int) -> float:
         beta: in [0, 1).
         step: t, the number of updates so far.
     """
-    return -math.expm1(step * math.log(beta)) if beta > 0 and step > 0 else 1.0
+    return one_minus_power(beta, step, np) if step > 0 else 1.0
 
 
-def without_bias(biased: Moments, betas: tuple[float, float], step: int, dtypes: StateDtypes) -> Moments:
+def without_bias(biased: Moments, betas: Betas, step: int, dtypes: StateDtypes) -> Moments:
     """Return the debiased moments of biased ones.
 
     Args:
@@ -46,7 +53,7 @@ def without_bias(biased: Moments, betas: tuple[float, float], step: int, dtypes:
     return Moments(*(x.astype(numpy_dtype(dtype)) for x, dtype in zip(wide, dtypes, strict=True)))
 
 
-def with_bias(name: str, debiased: Moments, betas: tuple[float, float], step: int, dtypes: StateDtypes) -> Moments:
+def with_bias(name: str, debiased: Moments, betas: Betas, step: int, dtypes: StateDtypes) -> Moments:
     """Return the biased moments of debiased ones; arguments as for `without_bias`.
 
     Raises:
@@ -65,3 +72,26 @@ def with_bias(name: str, debiased: Moments, betas: tuple[float, float], step: in
             )
         rounded.append(kept)
     return Moments(*rounded)
+
+
+def under_betas(moments: Moments, step: int, before: Betas, after: Betas) -> Moments:
+    """Return moments, debiased under the betas `before`, as debiased under `after`; bit for bit if these are equal."""
+    pairs = zip(moments, before, after, strict=True)
+    return Moments(*(rebiased(numpy_ops, moment, step, old, new) for moment, old, new in pairs))
+
+
+def for_betas(state: PortableState, name: str, entry: ParameterState, betas: Betas | None) -> ParameterState:
+    """Return the entry of a state with its moments debiased under an optimizer's betas.
+
+    Args:
+        state: has the groups, whose hyperparameters say under which betas its moments are debiased.
+        name: of the parameter.
+        entry: of the parameter, in the optimizer's dtypes.
+        betas: of the optimizer; None, or none in the state: the two are taken to be the same.
+    """
+    (group,) = (group.hyperparameters for group in state.groups if name in group.parameters)
+    before = group.get("beta1"), group.get("beta2")
+    if betas is None or None in before:
+        return entry
+    moments = under_betas(Moments(entry.exp_avg, entry.exp_avg_sq), entry.step, before, betas)
+    return dataclasses.replace(entry, **moments._asdict())

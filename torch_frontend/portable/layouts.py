@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -17,10 +17,11 @@ from ...core.dtypes import StateDtypes, state_dtypes
 from ...core.errors import InvalidArgumentError, RefusedError
 from ...core.hyperparameters import RANGES, check_number
 from ...core.moments import Moments
-from ...core.portable.bias import with_bias, without_bias
+from ...core.portable.bias import Betas, under_betas, with_bias, without_bias
 from ...core.portable.match import Expected
 from ...core.portable.state import ParameterState
 from ..array_ops import dtype_name
+from ..changing_betas import BETAS_OF_MOMENTS, betas_of, set_betas_of_moments
 from ..groups import NAMES, Group, check_group, check_parameter, hyperparameters, moment_dtypes
 from ..releasable import ReleasableOptimizer
 from ..state import initial_state
@@ -57,8 +58,16 @@ class OwnLayout:
         return Expected(name, tuple(parameter.shape), compensations.resolve(group["compensation"], name), *moments)
 
     def debiased(self, group: Group, parameter: Tensor, moments: Moments, step: int) -> Moments:
-        """Moments as the portable state has them, of those that are kept."""
-        return moments
+        """Moments as the portable state has them, of those that are kept: debiased under the group's present betas."""
+        return under_betas(moments, step, float_betas(group[BETAS_OF_MOMENTS]), self.betas(group))
+
+    def betas(self, group: Group) -> Betas:
+        """The betas of the moments in a portable state. It synchronises if they are tensors on a device."""
+        return float_betas(betas_of(hyperparameters(group)))
+
+    def imported(self, group: Group) -> None:
+        """Called when all parameters of a group have new states."""
+        set_betas_of_moments(group, betas_of(hyperparameters(group)))
 
     def kept(self, group: Group, name: str, entry: ParameterState) -> ParameterState:
         """The entry as it is kept. Raises `InvalidArgumentError` where that is not possible."""
@@ -128,6 +137,12 @@ class TorchLayout(OwnLayout):
         """The moments may have any dtype: they are rounded after the bias is put back."""
         return Expected(dtype_name(parameter.dtype), tuple(parameter.shape), "none", None, None)
 
+    def betas(self, group: Group) -> Betas:
+        return _betas(group)
+
+    def imported(self, group: Group) -> None:
+        """torch.optim's moments are biased, and do not depend on betas."""
+
     def debiased(self, group: Group, parameter: Tensor, moments: Moments, step: int) -> Moments:
         """In the dtypes in which penstock's optimizer of these parameters would keep them."""
         betas = _betas(group)
@@ -142,14 +157,19 @@ class TorchLayout(OwnLayout):
         return parameter.device if group["capturable"] or group["fused"] else torch.device("cpu")
 
 
-def _betas(group: Mapping[str, Any]) -> tuple[float, float]:
+def float_betas(betas: Sequence[Any]) -> Betas:
+    """Return betas, numbers or tensors, as numbers."""
+    return float(betas[0]), float(betas[1])
+
+
+def _betas(group: Mapping[str, Any]) -> Betas:
     """Return the betas of a torch.optim group. Raises `InvalidArgumentError` if nothing can be divided by their bias."""
     betas = group["betas"]
     if not isinstance(betas, tuple | list) or len(betas) != 2:
         raise InvalidArgumentError(f"betas={betas!r} of the optimizer must be a pair of numbers.")
     for name, beta in zip(("beta1", "beta2"), betas, strict=True):
         check_number(NAMES[name], float(beta), RANGES[name])
-    return float(betas[0]), float(betas[1])
+    return float_betas(betas)
 
 
 def _step(kind: type[Optimizer]) -> Any:

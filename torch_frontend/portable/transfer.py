@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 from ...core.errors import InvalidArgumentError, RefusedError
 from ...core.moments import Moments
 from ...core.portable import file as portable_file
+from ...core.portable.bias import for_betas
 from ...core.portable.match import check_own, matched
 from ...core.portable.names import Names, table_of
 from ...core.portable.rename import rename, rename_back
@@ -100,8 +101,8 @@ def import_state(
 
     Training goes on bit for bit where the file came from this package in PyTorch. Moments of a lower dtype than the
     optimizer's are widened, which is exact; a parameter that the file has without compensation begins with nothing to make
-    up for. For torch.optim the moments are multiplied by 1-beta^t, of its own betas, in float64, and rounded to the parameter's
-    dtype.
+    up for. For torch.optim the moments are multiplied by 1-beta^t in float64, and rounded to the parameter's dtype. Where the
+    optimizer has other betas than the file, training goes on as if its betas had changed at this moment.
 
     Args:
         path: of the file. Every process that trains the model reads it.
@@ -120,7 +121,7 @@ def import_state(
     """
     sharded = _sharded(optimizer)
 
-    def prepare() -> tuple[list[tuple[Tensor, dict[str, Tensor], np.ndarray | None]], list[dict[str, Any]]]:
+    def prepare() -> tuple[list[tuple[Tensor, dict[str, Tensor], np.ndarray | None]], list[dict[str, Any]], OwnLayout]:
         if torch.is_inference_mode_enabled():
             raise RefusedError(
                 "import_state() under torch.inference_mode() would make tensors that no step can update; leave it."
@@ -139,19 +140,21 @@ def import_state(
         entries = matched(state, layout.rule, expected, parameters=parameters)
         ready = []
         for name, (group, parameter) in placed.items():
-            entry = entries[name]
+            entry = for_betas(state, name, entries[name], layout.betas(group))
             check_own(name, entry, functools.partial(holds, parameter), parameters=parameters)
             new_state = layout.new_state(group, name, parameter, entry)
             ready.append((parameter, new_state, entry.parameter if parameters else None))
-        return ready, settings
+        return ready, settings, layout
 
-    ready, settings = together(sharded, prepare, same=lambda prepared: prepared[1])
+    ready, settings, layout = together(sharded, prepare, same=lambda prepared: prepared[1])
     for group, new in zip(optimizer.param_groups, settings, strict=True):
         assign(group, new)
     for parameter, new_state, array in ready:
         optimizer.state[parameter] = new_state
         if array is not None:
             fill(parameter, array)
+    for group in optimizer.param_groups:
+        layout.imported(group)
 
 
 def _sharded(optimizer: Optimizer) -> bool:
