@@ -77,8 +77,8 @@ def rebiased(ops: ArrayOps, moment: Array, step: Scalar, before: Scalar, after: 
     """
     dtype = ops.dtype_name(moment)
     compute = compute_dtype(dtype)
-    numbers_ = (x if isinstance(x, numbers.Real) else ops.cast(x, compute) for x in (before, after, step))
-    ratio = debiasing_ratio(*numbers_, ops.xp)
+    before, after, step = (x if isinstance(x, numbers.Real) else ops.cast(x, compute) for x in (before, after, step))
+    ratio = debiasing_ratio(before, after, step, ops.xp)
     if isinstance(ratio, numbers.Real) and ratio == 1:
         return moment
     new = ops.cast(ops.cast(moment, compute) * ratio, dtype)

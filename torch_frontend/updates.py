@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterable, Sequence
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -17,12 +17,11 @@ from . import state as saved_state
 from .array_ops import dtype_name
 from .backends import Backend, ChecksOnDevice, TensorSlot
 from .backends.numbers import GroupSettings
-from .changing_betas import BETAS_OF_MOMENTS, betas_of, check_between_updates, default_betas_of_moments, follow_betas
+from .changing_betas import check_between_updates
 from .communication.shards import LocalState, is_sharded, local, means_over_shards, shard_of
 from .finiteness import SkipCount
-from .groups import SETTINGS, Group, SeenTensor, check_device, fingerprint, hyperparameters, on_device
-
-_BETAS = SETTINGS.index("betas")  # in a fingerprint
+from .groups import check_device, hyperparameters
+from .known_group import KnownGroup
 
 
 class TensorUpdates(Optimizer):
@@ -35,7 +34,7 @@ class TensorUpdates(Optimizer):
     _backend: Backend
     _skipped: SkipCount
     _slots: dict[int, TensorSlot]  # by the id of the parameter, in the groups' order
-    _groups: list[_KnownGroup]
+    _groups: list[KnownGroup]
     _whole: dict[int, Tensor]  # the parameters by id; keeping them alive keeps their ids valid
 
     def _forget_groups(self) -> None:
@@ -218,8 +217,8 @@ class TensorUpdates(Optimizer):
         """
         groups = self.param_groups
         known = self._groups
-        if len(known) != len(groups) or not all(map(_KnownGroup.is_current, known, groups)):
-            fresh = [_KnownGroup(group, GroupSettings(hyperparameters(group))) for group in groups]
+        if len(known) != len(groups) or not all(map(KnownGroup.is_current, known, groups)):
+            fresh = [KnownGroup(group, GroupSettings(hyperparameters(group))) for group in groups]
             self._follow_betas(fresh)
             self._forget_groups()
             self._groups = fresh
@@ -240,14 +239,13 @@ class TensorUpdates(Optimizer):
             dropped = True
         return dropped
 
-    def _follow_betas(self, groups: list[_KnownGroup]) -> None:
+    def _follow_betas(self, groups: list[KnownGroup]) -> None:
         """Express the moments of groups whose betas have changed under the new ones."""
         changed = [entry for entry in groups if entry.betas_have_changed()]
         for entry in changed:
             check_between_updates(entry.group, groups.index(entry), self.state)
         for entry in changed:
-            follow_betas(entry.group, betas_of(entry.settings.hyperparameters), self.state)
-            entry.followed = entry.betas
+            entry.follow_betas(self.state)
 
     def _known_slot(self, parameter: Tensor) -> TensorSlot:
         """Return the parameter's slot: what its update reads and writes. The groups must be up to date (`_refresh`)."""
@@ -273,65 +271,6 @@ class TensorUpdates(Optimizer):
         slot.kind = parameter.shape, parameter.dtype, parameter.device
         self._slots[id(parameter)] = slot
         return slot
-
-
-class _KnownGroup:
-    """A parameter group as of the last `_refresh`.
-
-    Attributes:
-        followed: the betas that the moments were last expressed under.
-    """
-
-    def __init__(self, group: Group, settings: GroupSettings) -> None:
-        default_betas_of_moments(group)
-        self.group = group
-        self.settings = settings
-        self.ids = dict.fromkeys(map(id, group["params"]))
-        self._order = list(self.ids)
-        self._seen = fingerprint(group)
-        self._storage = (group["compensation"], group["capturable"])
-        self.followed: tuple[Any, Any] | None = None
-
-    @property
-    def betas(self) -> tuple[Any, Any]:
-        """The betas in the fingerprint of the group."""
-        return self._seen[_BETAS]
-
-    def betas_have_changed(self) -> bool:
-        """Whether the moments are debiased under other betas than the group's.
-
-        Tensors on a device are not read. They count as changed when they are replaced or written to, and whenever a CUDA graph
-        is captured, in whose replays they may be.
-        """
-        betas = self.betas
-        if betas == self.group[BETAS_OF_MOMENTS]:
-            return False
-        on_device = any(isinstance(beta, SeenTensor) for beta in betas)
-        return not on_device or betas != self.followed or torch.cuda.is_current_stream_capturing()
-
-    def is_current(self, group: Group) -> bool:
-        """Whether it is the same group with the same parameters and storage settings."""
-        return (
-            self.group is group
-            and self._order == list(map(id, group["params"]))
-            and self._storage == (group["compensation"], group["capturable"])
-        )
-
-    def refresh(self, group: Group) -> None:
-        """Take over settings that have changed.
-
-        Raises:
-            InvalidArgumentError: one is out of range, or on a device from which an update cannot read it; nothing was changed.
-        """
-        now = fingerprint(group)
-        if now == self._seen:
-            return
-        current = hyperparameters(group)
-        if on_device(current):
-            for parameter in group["params"]:
-                check_device(current, parameter)
-        self.settings.change(current)
-        self._seen = now
 
 
 def _advance(slots: Sequence[TensorSlot], applied: Sequence[Tensor] = ()) -> None:

@@ -90,8 +90,8 @@ def for_betas(state: PortableState, name: str, entry: ParameterState, betas: Bet
         betas: of the optimizer; None, or none in the state: the two are taken to be the same.
     """
     (group,) = (group.hyperparameters for group in state.groups if name in group.parameters)
-    before = group.get("beta1"), group.get("beta2")
-    if betas is None or None in before:
+    beta1, beta2 = group.get("beta1"), group.get("beta2")
+    if betas is None or beta1 is None or beta2 is None:
         return entry
-    moments = under_betas(Moments(entry.exp_avg, entry.exp_avg_sq), entry.step, before, betas)
+    moments = under_betas(Moments(entry.exp_avg, entry.exp_avg_sq), entry.step, (beta1, beta2), betas)
     return dataclasses.replace(entry, **moments._asdict())

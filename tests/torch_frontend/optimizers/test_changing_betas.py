@@ -183,7 +183,7 @@ def test_constant_betas_cost_nothing_and_leave_every_bit() -> None:
     optimizers = [StableAdamW(model.parameters(), lr=LR) for model in models]
     for model, optimizer, touched in zip(models, optimizers, (False, True), strict=True):
         advance = OneCycleLR(optimizer, max_lr=LR, total_steps=7, cycle_momentum=False).step
-        with mock.patch("penstock.torch_frontend.updates.follow_betas", side_effect=AssertionError):
+        with mock.patch("penstock.torch_frontend.known_group.follow_betas", side_effect=AssertionError):
             for batch in batches(6):
                 group = optimizer.param_groups[0]
                 if touched:

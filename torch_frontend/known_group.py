@@ -1,0 +1,70 @@
+"""A parameter group as of its last reading: what has changed since is validated and taken over."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .backends.numbers import GroupSettings
+from .changing_betas import BETAS_OF_MOMENTS, betas_of, default_betas_of_moments, follow_betas
+from .groups import SETTINGS, Group, SeenTensor, check_device, fingerprint, hyperparameters, on_device
+
+_BETAS = SETTINGS.index("betas")  # in a fingerprint
+
+
+class KnownGroup:
+    """A parameter group as an optimizer has last read it."""
+
+    def __init__(self, group: Group, settings: GroupSettings) -> None:
+        default_betas_of_moments(group)
+        self.group = group
+        self.settings = settings
+        self.ids = dict.fromkeys(map(id, group["params"]))
+        self._order = list(self.ids)
+        self._seen = fingerprint(group)
+        self._storage = (group["compensation"], group["capturable"])
+        self._followed: tuple[Any, Any] | None = None
+
+    def betas_have_changed(self) -> bool:
+        """Whether the moments are debiased under other betas than the group's.
+
+        Tensors on a device are not read. They count as changed when they are replaced or written to, and whenever a CUDA graph
+        is captured, in whose replays they may be.
+        """
+        betas = self._seen[_BETAS]
+        if betas == self.group[BETAS_OF_MOMENTS]:
+            return False
+        on_device = any(isinstance(beta, SeenTensor) for beta in betas)
+        return not on_device or betas != self._followed or torch.cuda.is_current_stream_capturing()
+
+    def follow_betas(self, states: Mapping[Tensor, dict[str, Any]]) -> None:
+        """Express the group's moments, in the states of its parameters, under its betas."""
+        follow_betas(self.group, betas_of(self.settings.hyperparameters), states)
+        self._followed = self._seen[_BETAS]
+
+    def is_current(self, group: Group) -> bool:
+        """Whether it is the same group with the same parameters and storage settings."""
+        return (
+            self.group is group
+            and self._order == list(map(id, group["params"]))
+            and self._storage == (group["compensation"], group["capturable"])
+        )
+
+    def refresh(self, group: Group) -> None:
+        """Take over settings that have changed.
+
+        Raises:
+            InvalidArgumentError: one is out of range, or on a device from which an update cannot read it; nothing was changed.
+        """
+        now = fingerprint(group)
+        if now == self._seen:
+            return
+        current = hyperparameters(group)
+        if on_device(current):
+            for parameter in group["params"]:
+                check_device(current, parameter)
+        self.settings.change(current)
+        self._seen = now
