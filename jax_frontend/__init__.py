@@ -25,7 +25,7 @@ from .loss_scaling import LossScale, dynamic_loss_scale  # noqa: E402
 from .portable import export_state, import_state  # noqa: E402
 from .release_layers import ReleasedLayers, release_layers  # noqa: E402
 from .separability import check_separable  # noqa: E402
-from .state import AdamState, CompensatedState  # noqa: E402
+from .state import AdamState, AdamStateWithBetas, CompensatedState  # noqa: E402
 from .train_state import LayeredState, TrainState, init_train_state  # noqa: E402
 from .train_step import make_train_step  # noqa: E402
 from .transforms import adam, adamw, scale_by_stable_adam, stable_adamw  # noqa: E402
@@ -35,6 +35,7 @@ from .walk.release_step import make_release_step  # noqa: E402
 
 __all__ = [
     "AdamState",
+    "AdamStateWithBetas",
     "CompensatedState",
     "LayerStack",
     "LayeredState",

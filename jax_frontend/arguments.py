@@ -95,6 +95,11 @@ class Arguments:
         return state_dtypes(parameter_dtype, self.b2, mu, nu, argument="nu_dtype", beta2_argument=NAMES["beta2"])
 
     @property
+    def betas_may_change(self) -> bool:
+        """Whether b1 or b2 is an array, which may have another value in the next update."""
+        return not all(isinstance(beta, numbers.Real) for beta in (self.b1, self.b2))
+
+    @property
     def decays(self) -> bool:
         """Whether weight_decay may be anything but zero."""
         return not (isinstance(self.weight_decay, numbers.Real) and self.weight_decay == 0)

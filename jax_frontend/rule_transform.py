@@ -23,7 +23,7 @@ from .arguments import Arguments, decayed
 from .array_ops import jax_ops
 from .compensation import initial_leaf, params_needed, step
 from .records import Record, Source, recorder
-from .state import AdamState, PyTree, initial_compensation
+from .state import ADAM_STATES, AdamState, AdamStateWithBetas, AnyAdamState, PyTree, initial_compensation
 
 
 @dataclasses.dataclass(frozen=True)
@@ -77,7 +77,7 @@ class RuleTransformation(optax.GradientTransformationExtraArgs):
 def transformation(rule: Rule, arguments: Arguments) -> RuleTransformation:
     """Return the Optax transform of a rule."""
 
-    def init(params: PyTree) -> AdamState:
+    def init(params: PyTree) -> AnyAdamState:
         treedef: Any = jax.tree.structure(params)
         mu, nu, kept = [], [], []
         for path, leaf in jax.tree_util.tree_leaves_with_path(params):
@@ -87,15 +87,19 @@ def transformation(rule: Rule, arguments: Arguments) -> RuleTransformation:
             mu.append(jax_ops.zeros_like(leaf, dtypes.exp_avg))
             nu.append(jax_ops.zeros_like(leaf, dtypes.exp_avg_sq))
             kept.append(initial_leaf(arguments.compensation, leaf))
-        return AdamState(
+        state = AdamState(
             count=jnp.zeros([], jnp.int32),
             mu=treedef.unflatten(mu),
             nu=treedef.unflatten(nu),
             compensation=initial_compensation(params, kept),
         )
+        if not arguments.betas_may_change:
+            return state
+        betas = (jnp.array(beta, getattr(beta, "dtype", float)) for beta in (arguments.b1, arguments.b2))  # copies
+        return AdamStateWithBetas(*state, *betas)
 
-    def update(updates: PyTree, state: Any, params: PyTree | None = None, **extra_args: Any) -> tuple[PyTree, AdamState]:
-        if getattr(state, "_fields", None) != AdamState._fields:
+    def update(updates: PyTree, state: Any, params: PyTree | None = None, **extra_args: Any) -> tuple[PyTree, AnyAdamState]:
+        if not isinstance(state, ADAM_STATES):
             raise InvalidArgumentError(
                 f"state is a {type(state).__name__}, and {rule.name} needs an AdamState; make it with tx.init(params) of this "
                 "transform (import_state takes over optax's), and call update(grads, state, params) in this order."
@@ -103,10 +107,11 @@ def transformation(rule: Rule, arguments: Arguments) -> RuleTransformation:
         record = recorder(extra_args)
         if params is None:
             _check_without_params(rule, arguments, state)
+        state = under_betas(arguments, state)
         count, treedef, leaves = leaves_of(rule, arguments, updates, state, params)
         paths = [path for path, _ in jax.tree_util.tree_leaves_with_path(updates, is_leaf=lambda x: x is None)]
         given = [None] * len(leaves) if params is None else treedef.flatten_up_to(params)
-        kept = zip(*(treedef.flatten_up_to(field) for field in state[1:]), strict=True)
+        kept = zip(*(treedef.flatten_up_to(field) for field in (state.mu, state.nu, state.compensation)), strict=True)
         results: list[tuple[Any, ...]] = []
         for path, parameter, leaf, (mu, nu, compensation) in zip(paths, given, leaves, kept, strict=True):
             if leaf is None:  # without a gradient the state stays as it is
@@ -121,15 +126,36 @@ def transformation(rule: Rule, arguments: Arguments) -> RuleTransformation:
                 record(Record(path, parameter, increment, new, compensation is not None, source))
         columns = zip(*results, strict=True) if results else ((), (), (), ())
         updates, mu, nu, compensation = (treedef.unflatten(column) for column in columns)
-        return updates, AdamState(count, mu, nu, compensation)
+        return updates, state._replace(count=count, mu=mu, nu=nu, compensation=compensation)
 
     made = RuleTransformation(init, update)
     made.rule, made.arguments = rule, arguments
     return made
 
 
+def under_betas(arguments: Arguments, state: AnyAdamState) -> AnyAdamState:
+    """Return the state with its moments debiased under the present b1 and b2, where it keeps those of its last update.
+
+    Raises:
+        InvalidArgumentError: b1 or b2 is an array, and the state, made for numbers, does not keep the last ones.
+    """
+    if isinstance(state, AdamState):
+        if arguments.betas_may_change:
+            raise InvalidArgumentError(
+                "b1 or b2 is an array, which may change from update to update, and the state is an AdamState of constant ones; "
+                "make it with tx.init(params) of a transform whose b1 or b2 is an array."
+            )
+        return state
+    b1, b2 = (jnp.asarray(new, old.dtype) for old, new in ((state.b1, arguments.b1), (state.b2, arguments.b2)))
+
+    def of(moments: PyTree, before: Array, after: Array) -> PyTree:
+        return jax.tree.map(lambda x: specification.rebiased(jax_ops, x, state.count, before, after), moments)
+
+    return state._replace(mu=of(state.mu, state.b1, b1), nu=of(state.nu, state.b2, b2), b1=b1, b2=b2)
+
+
 def leaves_of(
-    rule: Rule, arguments: Arguments, updates: PyTree, state: AdamState, params: PyTree | None
+    rule: Rule, arguments: Arguments, updates: PyTree, state: AnyAdamState, params: PyTree | None
 ) -> tuple[jax.Array, Any, list[Leaf | None]]:
     """Return the number of this update, the structure of updates, and every leaf; None where there is no gradient.
 
@@ -180,7 +206,7 @@ def _flatten_like(gradients: Any, tree: PyTree, name: str) -> list[Any]:
         ) from error
 
 
-def _check_without_params(rule: Rule, arguments: Arguments, state: AdamState) -> None:
+def _check_without_params(rule: Rule, arguments: Arguments, state: AnyAdamState) -> None:
     why = None
     if arguments.decays:
         why = "for weight_decay"

@@ -19,6 +19,21 @@ class AdamState(NamedTuple):
     compensation: PyTree  # like params: int16 (split) or the parameter's dtype (kahan); None where not compensated
 
 
+class AdamStateWithBetas(NamedTuple):
+    """`AdamState` where b1 or b2 is an array, which may be another one in the next update (`optax.inject_hyperparams`)."""
+
+    count: jax.Array  # type: ignore[assignment]
+    mu: PyTree
+    nu: PyTree
+    compensation: PyTree
+    b1: jax.Array  # shape=(): that mu is debiased under, of the last update
+    b2: jax.Array  # shape=(): that nu is debiased under
+
+
+ADAM_STATES = (AdamState, AdamStateWithBetas)
+AnyAdamState = AdamState | AdamStateWithBetas
+
+
 class CompensatedState(NamedTuple):
     """State of `compensated`."""
 
@@ -28,7 +43,7 @@ class CompensatedState(NamedTuple):
 
 def compensated_leaves(state: PyTree) -> int:
     """Return the number of parameters that have a compensation in an optimizer state."""
-    kinds = (AdamState, CompensatedState)
+    kinds = (*ADAM_STATES, CompensatedState)
     nodes = jax.tree.leaves(state, is_leaf=lambda node: isinstance(node, kinds))
     found = 0
     for node in nodes:

@@ -65,7 +65,8 @@ def stable_adamw(
             (`optax.lookahead`, `optax.contrib.schedule_free`); `compensated` says why.
 
     `optax.inject_hyperparams` turns the numbers into arrays of the parameters' dtype. Give it
-    hyperparam_dtype=jnp.float32 where that is bfloat16 or float16: a b1, b2 or eps rounded to it is refused.
+    hyperparam_dtype=jnp.float32 where that is bfloat16 or float16: a b1, b2 or eps rounded to it is refused. b1 and b2 may then
+    change from update to update, as in Optax's transforms; the state is an `AdamStateWithBetas`, which keeps them.
 
     Returns:
         A transform with an `AdamState`. Its update needs params, unless weight_decay is 0 and nothing is compensated.
@@ -144,7 +145,8 @@ def adamw(
             (`optax.lookahead`, `optax.contrib.schedule_free`); `compensated` says why.
 
     `optax.inject_hyperparams` turns the numbers into arrays of the parameters' dtype. Give it
-    hyperparam_dtype=jnp.float32 where that is bfloat16 or float16: a b1, b2 or eps rounded to it is refused.
+    hyperparam_dtype=jnp.float32 where that is bfloat16 or float16: a b1, b2 or eps rounded to it is refused. b1 and b2 may then
+    change from update to update, as in Optax's transforms; the state is an `AdamStateWithBetas`, which keeps them.
 
     Returns:
         A transform with an `AdamState`. Its update needs params, unless weight_decay is 0 and nothing is compensated.
@@ -219,7 +221,8 @@ def adam(
             (`optax.lookahead`, `optax.contrib.schedule_free`); `compensated` says why.
 
     `optax.inject_hyperparams` turns the numbers into arrays of the parameters' dtype. Give it
-    hyperparam_dtype=jnp.float32 where that is bfloat16 or float16: a b1, b2 or eps rounded to it is refused.
+    hyperparam_dtype=jnp.float32 where that is bfloat16 or float16: a b1, b2 or eps rounded to it is refused. b1 and b2 may then
+    change from update to update, as in Optax's transforms; the state is an `AdamStateWithBetas`, which keeps them.
 
     Returns:
         A transform with an `AdamState`. Its update needs params, unless weight_decay is 0 and nothing is compensated.

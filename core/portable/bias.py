@@ -80,18 +80,16 @@ def under_betas(moments: Moments, step: int, before: Betas, after: Betas) -> Mom
     return Moments(*(rebiased(numpy_ops, moment, step, old, new) for moment, old, new in pairs))
 
 
-def for_betas(state: PortableState, name: str, entry: ParameterState, betas: Betas | None) -> ParameterState:
-    """Return the entry of a state with its moments debiased under an optimizer's betas.
-
-    Args:
-        state: has the groups, whose hyperparameters say under which betas its moments are debiased.
-        name: of the parameter.
-        entry: of the parameter, in the optimizer's dtypes.
-        betas: of the optimizer; None, or none in the state: the two are taken to be the same.
-    """
+def betas_of(state: PortableState, name: str) -> Betas | None:
+    """Return the betas under which the moments of a parameter are debiased; None where its group does not tell."""
     (group,) = (group.hyperparameters for group in state.groups if name in group.parameters)
     beta1, beta2 = group.get("beta1"), group.get("beta2")
-    if betas is None or beta1 is None or beta2 is None:
+    return None if beta1 is None or beta2 is None else (beta1, beta2)
+
+
+def for_betas(entry: ParameterState, before: Betas | None, after: Betas | None) -> ParameterState:
+    """Return an entry with its moments, debiased under `before`, as debiased under `after`; unknown betas are the other's."""
+    if before is None or after is None:
         return entry
-    moments = under_betas(Moments(entry.exp_avg, entry.exp_avg_sq), entry.step, (beta1, beta2), betas)
+    moments = under_betas(Moments(entry.exp_avg, entry.exp_avg_sq), entry.step, before, after)
     return dataclasses.replace(entry, **moments._asdict())

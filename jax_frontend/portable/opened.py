@@ -8,10 +8,12 @@ from collections.abc import Collection, Mapping
 from typing import Any
 
 import jax
+import numpy as np
 import optax
 
 from ...core.dtypes import StateDtypes
 from ...core.errors import InvalidArgumentError, RefusedError
+from ...core.portable.bias import Betas
 from ...core.portable.match import Expected
 from ...core.portable.names import Line, Names, each, table_of
 from ...core.portable.state import PortableGroup
@@ -23,7 +25,7 @@ from ..state import PyTree
 from ..train_state import TrainState, check_made_by
 from .arrays import check_readable, to_host
 from .optax_adam import Declared, check_decays, declared
-from .roles import Kind, Part, parts_of, roles_of, zipped
+from .roles import BETAS, Kind, Part, parts_of, roles_of, zipped
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,6 +52,26 @@ class Slot:
                 "optax.apply_if_finite has dropped those of some. A file has one number for all layers of a parameter."
             )
         return int(steps.pop())
+
+    @property
+    def betas(self) -> dict[str, float]:
+        """The betas that its moments are debiased under, by the names of a portable state; empty where they are constant.
+
+        Raises:
+            RefusedError: the layers have different ones.
+        """
+        found = {}
+        for kind in BETAS:
+            if kind in self.arrays:
+                values = set(to_host(self.arrays[kind]).reshape(-1).tolist())
+                if len(values) > 1:
+                    raise RefusedError(
+                        f"the moments of the layers of a stack are debiased under different {kind.value}, {min(values)} to "
+                        f"{max(values)}: a wrapper such as optax.apply_if_finite has dropped updates of some. A file has one "
+                        "number for all layers of a parameter."
+                    )
+                found[kind.value] = float(values.pop())
+        return found
 
     @property
     def dtypes(self) -> StateDtypes:
@@ -92,7 +114,9 @@ class Opened:
         biased = {name for name, slot in slots.items() if slot.biased}
         sources = _sources(tx, [part for part, _ in parts], [name for name in slots if name not in biased])
         rules = {source.rule for source in sources.values()}
-        settings = {name: settings_of(source.arguments, source.decays) for name, source in sources.items()}
+        settings: dict[str, Settings] = {
+            n: {**settings_of(source.arguments, source.decays), **slots[n].betas} for n, source in sources.items()
+        }
         given: Declared | None = None
         if biased:
             given = declared(rule, betas)
@@ -120,12 +144,31 @@ class Opened:
                     table.append(Line(name, tuple(part.name(path, layer=number) for number in range(leaf.shape[0]))))
         return table
 
+    def betas_after_import(self, in_file: Mapping[str, Betas | None]) -> dict[str, Betas | None]:
+        """Return the betas that the moments are debiased under after an import, by name; None where they are not known.
+
+        Constant betas stay. Those that the state keeps become the file's, in their dtype: of the first parameter that has them.
+        """
+        own = {name: dict(self.settings[name]) for name in self.slots}
+        for part, roles in self.parts:
+            for role, leaf in zipped(part, roles):
+                if role.kind in BETAS and (given := in_file[role.names[0]]) is not None:
+                    beta = float(np.asarray(given[BETAS.index(role.kind)], leaf.dtype))
+                    for name in role.names:
+                        own[name][role.kind.value] = beta
+        return {name: _betas(settings) for name, settings in own.items()}
+
     def groups(self) -> tuple[PortableGroup, ...]:
         """Return the parameters grouped by their hyperparameters."""
         members: dict[Any, list[str]] = defaultdict(list)
         for name in self.slots:
             members[tuple(sorted(self.settings[name].items()))].append(name)
         return tuple(PortableGroup(dict(settings), tuple(sorted(found))) for settings, found in members.items())
+
+
+def _betas(settings: Settings) -> Betas | None:
+    beta1, beta2 = settings.get("beta1"), settings.get("beta2")
+    return None if beta1 is None or beta2 is None else (float(beta1), float(beta2))
 
 
 def _sources(tx: Any, parts: list[Part], names: Collection[str]) -> dict[str, Source]:
@@ -171,6 +214,9 @@ def _slots(part: Part, roles: PyTree) -> dict[str, Slot]:
                 f"{role.where} of the optimizer state is {to_host(leaf)}: gradients are being accumulated, which a "
                 "portable state cannot hold. Take the last of the micro-steps first, or start from a fresh state."
             )
+        elif role.kind in BETAS:
+            for name in role.names:
+                arrays[name][role.kind] = leaf
         elif role.kind is Kind.COUNT:
             for name in role.names:
                 counts.setdefault(name, leaf)

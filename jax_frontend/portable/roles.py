@@ -15,7 +15,7 @@ import jax
 import optax
 
 from ...core.errors import InvalidArgumentError, RefusedError
-from ..state import AdamState, CompensatedState, PyTree
+from ..state import ADAM_STATES, CompensatedState, PyTree
 from ..train_state import LayeredState, check_train_state
 from ..walk.layer_stack import looks_stacked
 
@@ -27,8 +27,13 @@ class Kind(enum.Enum):
     EXP_AVG_SQ = "exp_avg_sq"
     COMPENSATION = "compensation"
     COUNT = "count"  # of updates
+    BETA1 = "beta1"  # that EXP_AVG is debiased under
+    BETA2 = "beta2"  # that EXP_AVG_SQ is debiased under
     ZERO = "zero"  # between updates
     KEPT = "kept"  # not part of a portable state: it stays as it is where one is imported
+
+
+BETAS = (Kind.BETA1, Kind.BETA2)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,7 +41,7 @@ class Role:
     """Role of one array of an optimizer state."""
 
     kind: Kind
-    names: tuple[str, ...]  # the parameter it belongs to; of a count, those whose updates it counts
+    names: tuple[str, ...]  # the parameter it belongs to; of a count or a beta, those that have it
     where: str  # its place in the optimizer state, for errors
     biased: bool = False  # a moment of Optax's Adam, or its count
 
@@ -137,7 +142,7 @@ def parts_of(state: Any) -> list[Part]:
 
 def is_adam(node: Any) -> bool:
     """Return whether a node of an optimizer state has Adam's moments, penstock's or Optax's."""
-    return isinstance(node, AdamState | optax.ScaleByAdamState)
+    return isinstance(node, (*ADAM_STATES, optax.ScaleByAdamState))
 
 
 def roles_of(part: Part, state: PyTree) -> PyTree:
@@ -160,7 +165,7 @@ def _roles(part: Part, node: PyTree, scope: tuple[str, ...], where: str) -> PyTr
 
     def each(kind: Kind, tree: PyTree, field: str) -> PyTree:
         """Return the roles of a tree like the parameters."""
-        biased = not isinstance(node, AdamState | CompensatedState)
+        biased = not isinstance(node, (*ADAM_STATES, CompensatedState))
         return jax.tree_util.tree_map_with_path(
             lambda path, _: Role(kind, (part.name(path),), f"{where}.{field}", biased), tree
         )
@@ -174,8 +179,11 @@ def _roles(part: Part, node: PyTree, scope: tuple[str, ...], where: str) -> PyTr
             "mu": each(Kind.EXP_AVG, node.mu, "mu"),
             "nu": each(Kind.EXP_AVG_SQ, node.nu, "nu"),
         }
-        if isinstance(node, AdamState):
+        if isinstance(node, ADAM_STATES):
             found["compensation"] = each(Kind.COMPENSATION, node.compensation, "compensation")
+        for field, beta in zip(("b1", "b2"), BETAS, strict=True):
+            if hasattr(node, field):
+                found[field] = all_of(beta, getattr(node, field), field)
         return node._replace(**found)
     if isinstance(node, CompensatedState):
         inner = _roles(part, node.inner_state, scope, f"{where}.inner_state")

@@ -15,7 +15,7 @@ from ...core.dtypes import StateDtypes
 from ...core.errors import InvalidArgumentError
 from ...core.moments import Moments
 from ...core.portable import file as portable_file
-from ...core.portable.bias import with_bias, without_bias
+from ...core.portable.bias import Betas, betas_of, for_betas, with_bias, without_bias
 from ...core.portable.match import check_own, matched
 from ...core.portable.names import Names
 from ...core.portable.rename import rename, rename_back
@@ -25,7 +25,7 @@ from ..train_state import LayeredState, TrainState
 from .arrays import placed, to_host
 from .opened import Opened
 from .processes import together
-from .roles import Kind, Part, Role, zipped
+from .roles import BETAS, Kind, Part, Role, zipped
 
 
 def export_state(
@@ -130,7 +130,7 @@ def import_state(
     """
     opened = _opened(tx, state, rule, betas, parameters)
     # Every process reads the file; what follows may gather arrays, so that none may fail alone.
-    entries = together(lambda: _matched(path, opened, names, parameters), same=_described)
+    entries, betas_of_file = together(lambda: _matched(path, opened, names, parameters), same=_described)
     arrays: dict[tuple[str, Kind], np.ndarray | None] = {}
     for name, slot in opened.slots.items():
         entry = entries[name]
@@ -146,6 +146,8 @@ def import_state(
         """Return the new value of an array, or None if it stays."""
         if role.kind is Kind.COUNT:
             return _count(role, leaf, steps)
+        if role.kind in BETAS and (found := betas_of_file[role.names[0]]) is not None:
+            return np.full(leaf.shape, found[BETAS.index(role.kind)], leaf.dtype)
         return arrays.get((role.names[0], role.kind)) if role.names else None
 
     # All values are known before any is put on a device.
@@ -168,15 +170,20 @@ def _opened(tx: optax.GradientTransformation, state: TrainState, rule: Any, beta
     return together(lambda: Opened.of(tx, state, rule, betas), same=described)
 
 
-def _matched(path: str | os.PathLike[str], opened: Opened, names: Names, parameters: bool) -> dict[str, ParameterState]:
-    """Return the parameters of a file as the transform keeps them, by their names here."""
+def _matched(
+    path: str | os.PathLike[str], opened: Opened, names: Names, parameters: bool
+) -> tuple[dict[str, ParameterState], dict[str, Betas | None]]:
+    """Return the parameters of a file as the transform keeps them, and the betas in the file, by their names here."""
     given = rename_back(portable_file.load(path), opened.table(names))
     expected = {name: slot.expected for name, slot in opened.slots.items()}
-    return matched(given, opened.rule.name, expected, parameters=parameters, arguments=("mu_dtype", "nu_dtype"))
+    entries = matched(given, opened.rule.name, expected, parameters=parameters, arguments=("mu_dtype", "nu_dtype"))
+    betas = {name: betas_of(given, name) for name in entries}
+    own = opened.betas_after_import(betas)
+    return {name: for_betas(entry, betas[name], own[name]) for name, entry in entries.items()}, betas
 
 
-def _described(entries: dict[str, ParameterState]) -> Any:
-    return [(name, entry.step, sorted(entry.arrays())) for name, entry in entries.items()]
+def _described(found: tuple[dict[str, ParameterState], Any]) -> Any:
+    return [(name, entry.step, sorted(entry.arrays())) for name, entry in found[0].items()]
 
 
 def _holds(parameter: Any, array: np.ndarray) -> bool:

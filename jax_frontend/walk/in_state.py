@@ -17,8 +17,8 @@ from jax import lax
 from ...core import update as specification
 from ...core.errors import RefusedError
 from ..array_ops import jax_ops, upcast
-from ..rule_transform import Leaf, RuleTransformation, leaves_of
-from ..state import AdamState, PyTree
+from ..rule_transform import Leaf, RuleTransformation, leaves_of, under_betas
+from ..state import AdamState, AdamStateWithBetas, AnyAdamState, PyTree
 from ..train_state import TrainState
 from .passes import Arrays, backward, forward, head
 from .stacked import at
@@ -26,6 +26,8 @@ from .step_settings import StepSettings, joined_state, split_state
 
 _MOMENTS = ("mu", "nu", "mean_square")
 _UPDATED = ("params", "mu", "nu", "compensation")
+_BETAS = ("b1", "b2")
+"""Where the state keeps them: they change before the first micro-batch, and stay for the others."""
 
 
 def check_in_state(tx: optax.GradientTransformation) -> None:
@@ -69,10 +71,11 @@ def in_state_step(settings: StepSettings, state: TrainState, batch: PyTree) -> t
         g, written, _ = backward(model, outer, chunk, passed, start, written, read, update=rounded_update, fence=settings.fence)
         return start.loss, settings.ready(g, outer), written
 
-    outer_moments, outer_read = _split(state.opt_state.outer, outer, stacked=False)
+    of_layer = functools.partial(under_betas, tx.arguments)
+    outer_moments, outer_read = _split(of_layer(state.opt_state.outer), outer, stacked=False)
     moments, read = {}, {}
     for name in layers:
-        moments[name], read[name] = _split(states[name], layers[name], stacked=True)
+        moments[name], read[name] = _split(jax.vmap(of_layer)(states[name]), layers[name], stacked=True)
 
     def one_microbatch(sums: PyTree, chunk: PyTree, first: bool = False) -> tuple[PyTree, jax.Array]:
         of_outer, of_layers = sums
@@ -120,7 +123,7 @@ def update_last(tx: Any, arrays: Arrays, grads: PyTree) -> Arrays:
         return parameter, state.exp_avg, state.exp_avg_sq, state.compensation
 
     columns = _columns(treedef, [(None,) * 4 if leaf is None else new(leaf) for leaf in leaves], _UPDATED)
-    return {**columns, "count": count}
+    return {**columns, "count": count, **{name: arrays[name] for name in _BETAS if name in arrays}}
 
 
 def _columns(treedef: Any, rows: list[tuple[Any, ...]], names: tuple[str, ...]) -> Arrays:
@@ -138,7 +141,7 @@ def _leaves(tx: RuleTransformation, arrays: Arrays, grads: PyTree) -> tuple[jax.
     return count, treedef, list(map(with_sum, leaves, sums))
 
 
-def _split(state: AdamState, params: PyTree, stacked: bool) -> tuple[Arrays, Arrays]:
+def _split(state: AnyAdamState, params: PyTree, stacked: bool) -> tuple[Arrays, Arrays]:
     """Return (the arrays that micro-batches change, those that they only read), before the first micro-batch.
 
     Args:
@@ -149,8 +152,9 @@ def _split(state: AdamState, params: PyTree, stacked: bool) -> tuple[Arrays, Arr
         return jnp.zeros(leaf.shape[:1] if stacked else (), jax.eval_shape(upcast, leaf).dtype)
 
     moments = {"mu": state.mu, "nu": state.nu, "mean_square": jax.tree.map(zero, params)}
-    return moments, {"params": params, "count": state.count, "compensation": state.compensation}
+    return moments, {"params": params, **{name: x for name, x in state._asdict().items() if name not in moments}}
 
 
-def _pair(arrays: Arrays) -> tuple[PyTree, AdamState]:
-    return arrays["params"], AdamState(arrays["count"], arrays["mu"], arrays["nu"], arrays["compensation"])
+def _pair(arrays: Arrays) -> tuple[PyTree, AnyAdamState]:
+    kind = AdamStateWithBetas if "b1" in arrays else AdamState
+    return arrays["params"], kind(**{name: arrays[name] for name in kind._fields})

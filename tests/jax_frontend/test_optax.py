@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from tests.support.jax_training import TRANSFORMS, assert_close, assert_equal, gradients, train, train_directly, tree
+from tests.support.jax_training import TRANSFORMS, assert_close, assert_equal, float64, gradients, train, train_directly, tree
 
-from penstock.core.errors import RefusedError
-from penstock.jax_frontend import adam, adamw, make_update, scale_by_stable_adam, stable_adamw
+from penstock.core.errors import InvalidArgumentError, RefusedError
+from penstock.jax_frontend import AdamState, AdamStateWithBetas, adam, adamw, make_update, scale_by_stable_adam, stable_adamw
 from penstock.jax_frontend.direct import apply_directly
 
 WAYS = pytest.mark.parametrize("way", [train, train_directly])
@@ -71,6 +75,65 @@ def test_injected_hyperparameters_equal_plain_ones(rule, way, dtype) -> None:
     after, state = way(injected, params, grads)
     assert_close(after, way(plain, params, grads)[0], rtol=1e-5 if dtype == "float32" else 2**-7, atol=1e-6)
     assert state.hyperparams["b1"].dtype == jnp.float32
+
+
+def _of_step(values: list[float]) -> Any:
+    return lambda count: jnp.asarray(values)[count % len(values)]
+
+
+BETAS = {"b1": _of_step([0.95, 0.9, 0.85, 0.85, 0.0, 0.5, 0.99]), "b2": _of_step([0.99, 0.9, 0.9, 0.95])}
+CHANGING_STEPS = 30
+
+
+@pytest.mark.parametrize(
+    ("rule", "dtype", "way"), [("adamw", "float32", train), ("adam", "float32", train_directly), ("adamw", "float64", train)]
+)
+def test_betas_that_change_give_optaxs_numbers(rule, dtype, way) -> None:
+    """Step n moves by lr*u, |u| <= 8; m and v lose at most 32 roundings a step (the new beta's ratio 12, the correction 12,
+    the update 8) of their own magnitude, here and there: u is off by 2*32*n roundings, on either side; each sum rounds once."""
+    with float64() if dtype == "float64" else contextlib.nullcontext():
+        start = {"w": jnp.asarray(np.random.default_rng(0).normal(size=7), dtype)}
+        grads = [{"w": jnp.asarray(np.random.default_rng(n).normal(size=7), dtype)} for n in range(1, CHANGING_STEPS + 1)]
+        rate, n = 1e-2, CHANGING_STEPS
+
+        def run(make: Any, way: Any) -> Any:
+            return way(optax.inject_hyperparams(make)(rate, **BETAS, weight_decay=0.0), start, grads)
+
+        expected = run(optax.adamw, train)[0]["w"]
+        found, state = run(TRANSFORMS[rule], way)
+    bound = (
+        2 * float(jnp.finfo(dtype).eps) / 2 * (rate * 8 * 2 * 32 * n * (n + 1) / 2 + n * (np.abs(expected).max() + n * rate))
+    )
+    assert np.abs(np.asarray(found["w"]) - np.asarray(expected)).max() <= bound
+    assert isinstance(state.inner_state, AdamStateWithBetas)
+
+
+def test_constant_betas_keep_the_state_and_compute_nothing(monkeypatch) -> None:
+    monkeypatch.setattr("penstock.core.update.rebiased", None)
+    params = tree(0)
+    for make in TRANSFORMS.values():
+        _, state = train(make(optax.linear_schedule(1e-2, 1e-3, 6)), params, gradients(1))
+        assert type(state) is AdamState
+
+
+def test_betas_may_be_arrays_of_a_jitted_step_and_the_state_is_donated() -> None:
+    """A transform made inside the step equals the injected one; a donated state has every array once."""
+    params, grads = {"w": jnp.linspace(-1.0, 1.0, 5)}, {"w": jnp.linspace(1.0, 2.0, 5)}
+
+    @functools.partial(jax.jit, donate_argnums=(0, 1))
+    def step(params: Any, state: Any, b1: Any) -> Any:
+        updates, state = adamw(1e-2, b1=b1).update(grads, state, params)
+        return optax.apply_updates(params, updates), state
+
+    first = jax.tree.map(jnp.copy, params), adamw(1e-2, b1=jnp.asarray(0.9)).init(params)
+    for number in range(6):
+        first = step(*first, BETAS["b1"](number))
+    injected = optax.inject_hyperparams(adamw)(1e-2, b1=BETAS["b1"])
+    second, _ = train_directly(injected, params, [grads] * 6)
+    assert_close(first[0], second, rtol=1e-6)
+    constant = adamw(1e-2)
+    with pytest.raises(InvalidArgumentError, match=r"b1 or b2 is an array, .* the state is an AdamState of constant ones"):
+        step(jax.tree.map(jnp.copy, params), constant.init(params), jnp.asarray(0.9))
 
 
 def test_injected_decoupled_decay_equals_the_plain_one() -> None:

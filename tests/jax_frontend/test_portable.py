@@ -100,7 +100,9 @@ WRAPPED = {
     "schedule in the chain": lambda: compensated(
         optax.chain(scale_by_stable_adam(), optax.scale_by_schedule(lambda count: -SCHEDULE(count)))
     ),
-    "inject_hyperparams": lambda: optax.inject_hyperparams(adam, hyperparam_dtype=jnp.float32)(SCHEDULE),
+    "inject_hyperparams": lambda: optax.inject_hyperparams(adam, hyperparam_dtype=jnp.float32)(
+        SCHEDULE, b1=optax.linear_schedule(0.95, 0.5, 6)
+    ),
     "partition": lambda: optax.multi_transform({"first": adamw(1e-2), "second": adamw(SCHEDULE)}, halves),
     "masked": lambda: optax.chain(
         optax.masked(adamw(1e-2), lambda p: jax.tree.map(lambda half: half == "first", halves(p))),

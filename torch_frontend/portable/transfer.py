@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 from ...core.errors import InvalidArgumentError, RefusedError
 from ...core.moments import Moments
 from ...core.portable import file as portable_file
+from ...core.portable.bias import betas_of as file_betas
 from ...core.portable.bias import for_betas
 from ...core.portable.match import check_own, matched
 from ...core.portable.names import Names, table_of
@@ -140,7 +141,7 @@ def import_state(
         entries = matched(state, layout.rule, expected, parameters=parameters)
         ready = []
         for name, (group, parameter) in placed.items():
-            entry = for_betas(state, name, entries[name], layout.betas(group))
+            entry = for_betas(entries[name], file_betas(state, name), layout.betas(group))
             check_own(name, entry, functools.partial(holds, parameter), parameters=parameters)
             new_state = layout.new_state(group, name, parameter, entry)
             ready.append((parameter, new_state, entry.parameter if parameters else None))

@@ -9,7 +9,7 @@ import pytest
 from tests.support.jax_training import TRANSFORMS, assert_equal, float64
 from tests.support.jax_walk import LAYERS, STACK, TX, batch, parameters
 
-from penstock.core.reference import Gradient, Reference, Settings
+from penstock.core.reference import Change, Gradient, Reference, Settings
 from penstock.core.rules import RULES
 from penstock.jax_frontend import init_train_state, make_release_step
 
@@ -67,3 +67,26 @@ def test_low_precision_states_keep_dtypes_and_are_donated() -> None:
         assert all(leaf.is_deleted() for leaf in given)
     assert jax.tree.map(lambda leaf: (leaf.dtype, leaf.shape), state) == dtypes
     assert any(np.any(np.asarray(leaf)) for leaf in jax.tree.leaves(state.opt_state.layers.compensation))
+
+
+def test_betas_given_as_arrays_change_between_two_steps_only() -> None:
+    """Two transforms over one state: the second has other betas. The float64 reference has raw moments."""
+    with float64():
+        params, data = parameters("float64"), batch()
+        betas = [(0.9, 0.99), (0.5, 0.95)]
+        reference = Reference(Settings("adamw", 1e-2, betas[0], 1e-8, 0.1, accumulation="state"), flat(params))
+        value_and_grad = jax.jit(jax.value_and_grad(STACK))
+        state = None
+        for b1, b2 in betas:
+            reference.run(Change({"betas": (b1, b2)}))
+            tx = TRANSFORMS["adamw"](1e-2, b1=jnp.asarray(b1), b2=jnp.asarray(b2), weight_decay=0.1)
+            state = init_train_state(tx, params) if state is None else state
+            for j in range(2):
+                _, grads = value_and_grad(params, jax.tree.map(lambda leaf, j=j: leaf[j::2], data))
+                for name, g in flat(grads).items():
+                    reference.run(Gradient(name, g / 2, last=j == 1))
+            state, _ = make_release_step(STACK, tx, microbatches=2, accumulation="state")(state, data)
+            params = jax.tree.map(jnp.copy, state.params)
+        for name, value in flat(params).items():
+            np.testing.assert_allclose(value, reference.tensors[name].parameter, rtol=1e-12, atol=1e-12)
+        np.testing.assert_array_equal(state.opt_state.layers.b1, np.full(LAYERS, 0.5))
