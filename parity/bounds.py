@@ -32,6 +32,8 @@ power of two.
     scalars lr, weight_decay in the compute dtype: u each, the same at every step, or DECAY_RATE = 3 u for weight_decay/max_lr
             on the device (two casts and the quotient). c1 and c2: CORRECTION = 6 u, where they are computed on the device:
             1-beta, log(beta), its product with t, expm1 (off by a unit: two), the quotient
+    betas   where they change, both moments times (1-b^t)/(1-b'^t), which multiplies their errors, too: 2*CORRECTION u of the
+            ratio, one of the product; h of the state dtype, added linearly
 
 **Underflow.** Below the smallest normal number N of a dtype its spacing is the smallest one, s: a number that is rounded there
 is off by half of s, and by no fraction of itself. Sums are exact there. A product or quotient may be off by s/2 beyond its
@@ -184,7 +186,7 @@ class RoundingErrors:
         self._scatter = Scatter()
 
     def decay(self, factor: float | np.ndarray) -> None:
-        """Multiply all errors so far by a factor in [0, 1], a number or one for each element."""
+        """Multiply all errors so far by a factor, a number or one for each element."""
         self.variance *= factor**2
         self.worst *= factor
         self.linear *= factor

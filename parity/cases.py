@@ -48,10 +48,17 @@ class Problem:
         if schedule is None or step is None:
             return found
         lr, decay = schedule.learning_rate(step), schedule.weight_decay(step)
-        return tuple(
-            dataclasses.replace(given, learning_rate=given.learning_rate * lr, weight_decay=given.weight_decay * decay)
-            for given in found
-        )
+        changed = []
+        for given in found:
+            beta1, beta2 = schedule.betas(step, given.beta1, given.beta2)
+            rates = {"learning_rate": given.learning_rate * lr, "weight_decay": given.weight_decay * decay}
+            changed.append(dataclasses.replace(given, **rates, beta1=beta1, beta2=beta2))
+        return tuple(changed)
+
+    @property
+    def changes_betas(self) -> bool:
+        """Whether betas differ from step to step."""
+        return self.setting.schedule is not None and self.setting.schedule.betas_cycle
 
     def hyperparameters_at(self, step: int) -> dict[str, Hyperparameters]:
         """The hyperparameters of update number `step`, from 1 on, by tensor."""
@@ -63,6 +70,7 @@ class Problem:
         """The abilities (`Backend.abilities`) that a backend needs for it."""
         setting = self.setting
         needed = {"schedules": setting.schedule, "groups": setting.group, "decoupled decay": setting.decouple_lr}
+        needed["changing betas"] = self.changes_betas
         return frozenset(name for name, present in needed.items() if present)
 
     def step_counts(self, asked: Iterable[int]) -> list[int]:

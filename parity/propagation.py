@@ -63,6 +63,7 @@ class Point:
     """The reference around update number `step`: flat float64 arrays; `before` and `after` it.
 
     coefficients: None: those of the problem, which has neither schedule nor groups.
+    previous: of the update before, if betas have changed since; the moments `before` are debiased under the new ones.
     """
 
     step: int
@@ -74,6 +75,7 @@ class Point:
     exp_avg_sq: np.ndarray
     parameter: np.ndarray
     coefficients: Coefficients | None = None
+    previous: Coefficients | None = None
 
     def coefficients_of(self, problem: Problem) -> Coefficients:
         """The hyperparameters of this update."""
@@ -98,6 +100,9 @@ class MomentErrors:
             return
         self.step = point.step
         given, gradient = point.coefficients_of(self.problem), np.abs(point.gradient)
+        if point.previous is not None:
+            self._change_beta(self.exp_avg, "exp_avg", point, point.previous.beta1, given.beta1)
+            self._change_beta(self.exp_avg_sq, "exp_avg_sq", point, point.previous.beta2, given.beta2)
         decay = given.decay_rate
         square = gradient**2
         first, second = np.abs(point.gradient - point.exp_avg_before), np.abs(square - point.exp_avg_sq_before)
@@ -114,6 +119,19 @@ class MomentErrors:
             echoes = (echo, echo * (2.0 * gradient + echo))
         self._add(self.exp_avg, "exp_avg", given.beta1, point, firsts, echoes[0], 0.0)
         self._add(self.exp_avg_sq, "exp_avg_sq", given.beta2, point, seconds, echoes[1], remainder)
+
+    def _change_beta(self, errors: RoundingErrors, name: str, point: Point, before: Number, after: Number) -> None:
+        """A moment times (1-before^t)/(1-after^t), with the errors so far; roundings of the ratio, product and storage."""
+        updates, dtype = point.step - 1, getattr(self.dtypes, name)
+        errors.decay(np.expm1(updates * np.log(before)) / np.expm1(updates * np.log(after)))
+        value = np.abs(getattr(point, f"{name}_before"))
+        errors.linear += (2 * CORRECTION + 1) * SIDES[self.compute] * unit_roundoff(self.compute) * value
+        errors.linear += underflow(self.compute, flushes=self.flushes)
+        if self.compute == "float64":
+            errors.linear += value * (reference_debiasing(before, updates) + reference_debiasing(after, updates))
+        if dtype != self.compute:
+            stored = spacing(dtype, value + errors.linear + errors.worst)
+            errors.linear += spacing(dtype, value + errors.linear + errors.worst + stored / 2.0) / 2.0
 
     def _add(
         self,

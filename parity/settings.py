@@ -8,11 +8,15 @@ import math
 from collections.abc import Mapping
 from types import MappingProxyType
 
+import numpy as np
+
 from ..core.dtypes import PARAMETER_DTYPES
 from ..core.hyperparameters import Hyperparameters
 
 STEP_COUNTS = (1, 100, 2000)
 QUICK_STEP_COUNTS = (1, 100)
+
+BETAS_PERIOD = 20
 
 TENSORS: Mapping[str, Mapping[str, tuple[int, ...]]] = MappingProxyType(
     {
@@ -27,16 +31,19 @@ TENSORS: Mapping[str, Mapping[str, tuple[int, ...]]] = MappingProxyType(
 
 @dataclasses.dataclass(frozen=True)
 class Schedule:
-    """A learning rate that warms up and then follows a cosine, and a weight decay that rises; as factors by step.
+    """A learning rate that warms up and then follows a cosine, a weight decay that rises, and betas that cycle; by step.
 
-    lr          step/warm_up up to warm_up steps, then from 1 to `lowest` at `period` along half a cosine
-    decay       from 1/2 to 1 at `period` along half a cosine, if `decay_rises`; else 1
+    lr          a factor: step/warm_up up to warm_up steps, then from 1 to `lowest` at `period` along half a cosine
+    decay       a factor: from 1/2 to 1 at `period` along half a cosine, if `decay_rises`; else 1
+    betas       1-beta1 times 1/2 to 4 and 1-beta2 times 1 to 2 along a cosine of `BETAS_PERIOD` steps, if `betas_cycle`;
+                rounded to float32, in which JAX has them
     """
 
     warm_up: int = 10
     period: int = 100
     lowest: float = 0.1
     decay_rises: bool = False
+    betas_cycle: bool = False
 
     def learning_rate(self, step: int) -> float:
         """The factor of update number `step`, from 1 on."""
@@ -50,6 +57,14 @@ class Schedule:
         if not self.decay_rises:
             return 1.0
         return 0.75 - math.cos(math.pi * min(1.0, step / self.period)) / 4.0
+
+    def betas(self, step: int, beta1: float, beta2: float) -> tuple[float, float]:
+        """The betas of update number `step`, from 1 on, from those of the rule."""
+        if not self.betas_cycle:
+            return beta1, beta2
+        up = (1.0 - math.cos(2.0 * math.pi * step / BETAS_PERIOD)) / 2.0
+        first, second = 1.0 - (0.5 + 3.5 * up) * (1.0 - beta1), 1.0 - (1.0 + up) * (1.0 - beta2)
+        return float(np.float32(first)), float(np.float32(second))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -150,6 +165,9 @@ _changing = functools.partial(Setting, lr=1e-3, longest=100, storages="default")
 _ONE_OF_TWO = ("float32", "bfloat16")
 """Dtypes of a setting that has schedules or groups; "schedules" has both, in every dtype."""
 
+_OF_ANY_BETA2 = ("float64", "float32", "float16")
+"""Dtypes whose second moment has the same dtype for every beta2, also for one that JAX cannot know beforehand."""
+
 SETTINGS = (
     Setting("A", lr=1e-3, weight_decay=0.01, storages="default"),
     Setting("B", lr=1e-4, weight_decay=0.1),
@@ -162,6 +180,7 @@ SETTINGS = (
     _changing("groups", weight_decay=0.01, tensors="weight and bias", dtypes=_ONE_OF_TWO, group=_BIASES),
     _changing("schedule", weight_decay=0.01, dtypes=_ONE_OF_TWO, schedule=_WARM_UP_AND_COSINE),
     _changing("schedules", weight_decay=0.1, tensors="weight and bias", schedule=_DECAY_TOO, group=_BIASES),
+    _changing("betas", weight_decay=0.01, dtypes=_OF_ANY_BETA2, schedule=Schedule(betas_cycle=True)),
     _changing(
         "decoupled",
         weight_decay=5e-4,

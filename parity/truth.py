@@ -56,12 +56,17 @@ def truths(problem: Problem, storages: Sequence[Storage], step_counts: Sequence[
     if problem.setting.subnormal:
         kinds.append(_propagations(problem, storages, size, flushes=False))
     found = {}
+    coefficients: Coefficients | None = None
     step_counts = problem.step_counts(step_counts)
     for step in range(1, max(step_counts, default=0) + 1):
         before, tensors, given = now, problem.gradients(step), problem.group_hyperparameters(step)
-        reference.step(tensors, given)
+        reference.change(given)
+        previous, coefficients = coefficients, Coefficients.of(given, group_numbers)
+        of_moments = None
+        if problem.changes_betas and step > 1:
+            before, of_moments = reference.values(), previous
+        reference.step(tensors)
         now = reference.values()
-        coefficients = Coefficients.of(given, group_numbers)
         gradient = problem.flatten(tensors)
         if rule.l2:
             gradient = gradient + coefficients.decay_rate * before["parameter"]
@@ -69,7 +74,7 @@ def truths(problem: Problem, storages: Sequence[Storage], step_counts: Sequence[
             gradient, before["exp_avg"], now["exp_avg"], before["exp_avg_sq"], now["exp_avg_sq"]
         )
         start, end = _finite(before["parameter"], now["parameter"])
-        point = Point(step, gradient, first, second, start, first_now, second_now, end, coefficients)
+        point = Point(step, gradient, first, second, start, first_now, second_now, end, coefficients, of_moments)
         for kind in kinds:
             for propagation in kind.values():
                 propagation.advance(point)
@@ -100,11 +105,16 @@ class _References:
             for names, given in zip(problem.setting.groups, problem.group_hyperparameters(), strict=True)
         ]
 
-    def step(self, gradients: Mapping[str, np.ndarray], given: Sequence[Hyperparameters]) -> None:
+    def change(self, given: Sequence[Hyperparameters]) -> None:
+        """Take over the hyperparameters of the next update, by group."""
+        for (_, reference), current in zip(self.members, given, strict=True):
+            rates = {"lr": current.learning_rate, "weight_decay": current.weight_decay}
+            reference.run(Change({**rates, "betas": (current.beta1, current.beta2)}))
+
+    def step(self, gradients: Mapping[str, np.ndarray]) -> None:
         """One update of every tensor."""
         with np.errstate(invalid="ignore"):  # infinities and NaN, where the gradients have them
-            for (names, reference), current in zip(self.members, given, strict=True):
-                reference.run(Change({"lr": current.learning_rate, "weight_decay": current.weight_decay}))
+            for names, reference in self.members:
                 for name in names:
                     reference.run(Gradient(name, gradients[name]))
 

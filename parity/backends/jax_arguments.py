@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import numpy as np
 
+from ...core.dtypes import StateDtypes
 from ...core.hyperparameters import Hyperparameters
 from ...core.rules import Rule
 from ..cases import Case, Storage
@@ -54,13 +56,16 @@ class Recipe:
     schedule: Schedule | None
     longest: int | None
     storage: Storage
+    moments: StateDtypes | None = None  # where betas change: with b2 unknown, the default of the second moment would be float32
 
     @classmethod
     def of(cls, case: Case) -> Recipe:
         """The recipe of a case."""
         problem, setting = case.problem, case.problem.setting
         longest = None if setting.schedule is None else setting.longest
-        return cls(problem.rule, setting.groups, problem.group_hyperparameters(), setting.schedule, longest, case.storage)
+        moments = case.storage.moments(problem) if problem.changes_betas else None
+        given = problem.group_hyperparameters()
+        return cls(problem.rule, setting.groups, given, setting.schedule, longest, case.storage, moments)
 
     def transform(self) -> Any:
         """One transform, or `optax.multi_transform` of one for each group."""
@@ -79,7 +84,24 @@ class Recipe:
             scheduled["learning_rate"] = self._table(given.learning_rate, schedule.learning_rate)
             if schedule.decay_rises:
                 scheduled["weight_decay"] = self._table(given.weight_decay, schedule.weight_decay)
-        return transform_of(self.rule, given, self.storage, **scheduled)
+        if self.moments is None:
+            return transform_of(self.rule, given, self.storage, **scheduled)
+        return self._with_betas(given, **scheduled)
+
+    def _with_betas(self, given: Hyperparameters, **scheduled: Any) -> Any:
+        import jax.numpy as jnp
+        import optax
+
+        assert self.schedule is not None
+        assert self.moments is not None
+        betas = functools.partial(self.schedule.betas, beta1=given.beta1, beta2=given.beta2)
+        dtypes = {"mu_dtype": self.moments.exp_avg, "nu_dtype": self.moments.exp_avg_sq}
+
+        def make(b1: Any, b2: Any) -> Any:
+            return transform_of(self.rule, given, self.storage, b1=b1, b2=b2, **dtypes, **scheduled)
+
+        injected = optax.inject_hyperparams(make, hyperparam_dtype=jnp.float32)
+        return injected(self._table(1.0, lambda step: betas(step)[0]), self._table(1.0, lambda step: betas(step)[1]))
 
     def _table(self, highest: float, factor: Callable[[int], float]) -> Callable[[Any], Any]:
         """A schedule of Optax, a function of the 0-based count; looked up, so that its numbers are rounded just once."""

@@ -60,7 +60,7 @@ class JaxBackend:
     name = "jax"
     norm_eps = 0.0
     flushes_subnormals = True  # XLA does, on a CPU
-    abilities = frozenset({"schedules", "groups", "decoupled decay"})
+    abilities = frozenset({"schedules", "groups", "decoupled decay", "changing betas"})
 
     def unavailable(self) -> str | None:
         try:

@@ -13,7 +13,7 @@ import numpy as np
 
 from ..cases import Case
 
-ABILITIES = ("schedules", "groups", "decoupled decay")
+ABILITIES = ("schedules", "groups", "decoupled decay", "changing betas")
 """What a backend may be able to do besides plain updates; see `Backend`."""
 
 
@@ -66,6 +66,7 @@ class Backend(Protocol):
 
         "schedules"         its runs follow `case.problem.hyperparameters_at(step)` from update to update
         "groups"            its runs follow it from tensor to tensor
+        "changing betas"    its schedules may change betas, too
         "decoupled decay"   its runs know fully decoupled decay: `decouple_lr` and `max_lr`
 
     An attribute `peer`, if there is one and it is true, says that the backend is there for comparison: its errors are

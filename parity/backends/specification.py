@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from ...core.array_ops import numpy_ops
+from ...core.hyperparameters import Hyperparameters
 from ...core.moments import bias_corrections
-from ...core.update import TensorState, init_state, update
+from ...core.update import TensorState, init_state, rebiased, update
 from ..cases import Case
 from .protocol import Held
 
@@ -34,6 +35,8 @@ class NumpyRun:
         self.count += 1
         problem = self.case.problem
         given = problem.hyperparameters_at(self.count)
+        if problem.changes_betas and self.count > 1:
+            self._change_betas(problem.hyperparameters_at(self.count - 1), given)
         with np.errstate(invalid="ignore", under="ignore"):  # NaN and infinities, where the gradients have them
             for name, gradient in gradients.items():
                 self.parameters[name], self.states[name] = update(
@@ -46,6 +49,14 @@ class NumpyRun:
                     gradient,
                     self.states[name],
                 )
+
+    def _change_betas(self, before: Mapping[str, Hyperparameters], after: Mapping[str, Hyperparameters]) -> None:
+        for name, state in self.states.items():
+            old, new = before[name], after[name]
+            self.states[name] = state._replace(
+                exp_avg=rebiased(numpy_ops, state.exp_avg, self.count - 1, old.beta1, new.beta1),
+                exp_avg_sq=rebiased(numpy_ops, state.exp_avg_sq, self.count - 1, old.beta2, new.beta2),
+            )
 
     def held(self) -> dict[str, Held]:
         held = {}
@@ -60,7 +71,7 @@ class NumpyBackend:
 
     name = "numpy"
     norm_eps = 0.0
-    abilities = frozenset({"schedules", "groups", "decoupled decay"})
+    abilities = frozenset({"schedules", "groups", "decoupled decay", "changing betas"})
 
     def unavailable(self) -> str | None:
         return None

@@ -53,6 +53,8 @@ class OptimizerRun:
             for group, names in zip(self.optimizer.param_groups, self.groups, strict=True):
                 group["lr"] = given[names[0]].learning_rate
                 group["weight_decay"] = given[names[0]].weight_decay
+                if self.case.problem.changes_betas:
+                    group["betas"] = (given[names[0]].beta1, given[names[0]].beta2)
         given_gradients = {name: to_torch(gradients[name]).to(self.device) for name in self.parameters}
         for name, parameter in self.parameters.items():
             parameter.grad = given_gradients[name]
@@ -120,7 +122,8 @@ def torch_optimizer(
             compensation, and the moments if they are debiased as penstock's are. None: only parameters are compared.
         device: where the parameters are.
         requires: the modules without which it is not available.
-        abilities: see `Backend`; a schedule is followed by `group["lr"]` and `group["weight_decay"]`, set before each step.
+        abilities: see `Backend`; a schedule is followed by `group["lr"]` and `group["weight_decay"]`, betas by
+            `group["betas"]`, set before each step.
         peer: whether it is compared but not judged.
 
     Raises:

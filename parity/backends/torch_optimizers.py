@@ -26,7 +26,7 @@ class TorchBackend:
         device: where the parameters are.
     """
 
-    abilities = frozenset({"schedules", "groups", "decoupled decay"})
+    abilities = frozenset({"schedules", "groups", "decoupled decay", "changing betas"})
 
     norm_eps = 1e-6  # as `torch.nn.utils.clip_grad_norm_` has it, and penstock with it
 

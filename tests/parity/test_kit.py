@@ -144,7 +144,7 @@ def _torch_adamw(params, h):
         ),
         (
             lambda: register(torch_optimizer("x", {"adamw": _torch_adamw}, abilities="schedules")),
-            "abilities='schedules' of backend 'x' must be some of ['schedules', 'groups', 'decoupled decay']",
+            "abilities='schedules' of backend 'x' must be some of ['schedules', 'groups', 'decoupled decay', 'changing betas']",
         ),
     ],
 )

@@ -40,6 +40,7 @@ DECAY = "decay/adamw/bfloat16/split/state-default"
 SPLIT, KAHAN = "B/adamw/bfloat16/split/state-default", "B/adamw/float16/kahan/state-default"
 GROUPS = "groups/adamw/float32/none/state-default"
 SCHEDULE = "schedule/adamw/float32/none/state-default"
+BETAS = "betas/adamw/float32/none/state-default"
 SMALL = "shapes/{}/float32/none/state-default"
 """Of several tensors in one group, which a plain step() updates together."""
 
@@ -49,6 +50,15 @@ def count_from(number: int) -> Wrong:
         run.count = max(run.count, number)
 
     return before_step(wrong)
+
+
+def _leaves_moments(run: Any) -> None:
+    run._change_betas = lambda before, after: None
+
+
+def _takes_moments_for_new(run: Any) -> None:
+    (given,) = set(run.case.problem.hyperparameters_at(run.count + 1).values())
+    run.optimizer.param_groups[0]["betas_of_moments"] = (given.beta1, given.beta2)
 
 
 def always_count(number: int) -> Wrong:
@@ -310,6 +320,9 @@ FAULTS = [
     # schedules and groups
     Fault("schedule off by one", SCHEDULE, "jax", problem(setting=lambda given: values(schedule=_late(given.schedule))(given))),
     Fault("schedule one step late", SCHEDULE, "numpy", hyperparameters(lambda p, step: p.hyperparameters_at(max(step - 1, 1)))),
+    Fault("betas change and the moments stay", BETAS, "numpy", before_step(_leaves_moments)),
+    Fault("moments taken to be under the new betas", BETAS, "eager", before_step(_takes_moments_for_new)),
+    Fault("betas of the first step for ever", BETAS, "jax", setting(schedule=Schedule())),
     Fault("settings of the first step for ever", SCHEDULE, "eager", setting(schedule=None)),
     Fault(
         "schedule not followed",
