@@ -50,7 +50,7 @@ def export_state(
     Where tx is a chain, or wrapped: of `optax.masked`, `partition`, `inject_hyperparams`, `apply_if_finite`, `MultiSteps`
     (between two updates), `compensated`, schedules and transforms without a state, the file holds all that a run needs to
     go on. A transform with another state is refused. The file has no parameters that no Adam updates, no loss scale, and
-    no values that `inject_hyperparams` keeps.
+    no values that `inject_hyperparams` keeps, but b1 and b2 of penstock's transforms.
 
     Args:
         path: of the file to write.
@@ -111,7 +111,8 @@ def import_state(
     Training goes on bit for bit where the file came from this package in JAX. Moments of a lower dtype than tx keeps are
     upcast, which is exact; a compensation that the file does not have starts with zeros. For
     optax.adam and optax.adamw the moments are multiplied by 1-b^t in float64 and rounded to the dtypes that they have there.
-    Counts of updates, those of schedules as well, become the file's.
+    Counts of updates, those of schedules as well, become the file's. Where tx has other betas than the file, training goes on
+    as if they had changed at this moment.
 
     Args:
         path: of the file. Every process reads it.

@@ -7,7 +7,7 @@ functions of `core.update`, for the tensors of one layer.
 from __future__ import annotations
 
 import functools
-from typing import Any
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -51,7 +51,7 @@ def in_state_step(settings: StepSettings, state: TrainState, batch: PyTree) -> t
             "accumulation='state' adds a micro-batch to the moments before an overflow of a later one is known; leave "
             "accumulation out, or use bfloat16, which needs no loss scale."
         )
-    model, tx = settings.model, settings.tx
+    model, tx = settings.model, cast("RuleTransformation", settings.tx)  # `check_in_state` has passed
     outer, layers, states = split_state(model, state)
 
     def walk(chunk: PyTree, update: Any, written: PyTree, read: PyTree) -> tuple[jax.Array, PyTree, PyTree]:

@@ -18,9 +18,9 @@ from penstock.core.dtypes import state_dtypes
 from penstock.core.errors import InvalidArgumentError
 from penstock.core.hyperparameters import Hyperparameters
 from penstock.core.moments import SMALLEST_NORMAL_FLOAT32, bias_corrections, corrected_one_minus_beta
-from penstock.core.reference import Gradient, Reference, Settings
+from penstock.core.reference import Change, Gradient, Reference, Settings
 from penstock.core.rules import ADAM, ADAMW, RULES, STABLE_ADAMW, Rule
-from penstock.core.update import TensorState, accumulate, init_state, update
+from penstock.core.update import TensorState, accumulate, init_state, rebiased, update
 from penstock.jax_frontend.array_ops import JaxOps
 from penstock.torch_frontend.array_ops import torch_ops
 
@@ -270,3 +270,47 @@ def test_moments_whose_beta_is_zero_are_those_of_the_gradient_alone(rule: Rule) 
         _, state = run(ops, rule, cast(spike), [cast(spike), cast(small)], beta1=0.0, beta2=0.0, weight_decay=0.0)
         np.testing.assert_array_equal(np.asarray(state.exp_avg), small)
         np.testing.assert_array_equal(np.asarray(state.exp_avg_sq), small * small)
+
+
+@pytest.mark.parametrize("rule", RULES.values(), ids=RULES)
+def test_moments_under_new_betas_give_the_numbers_of_raw_moments(rule: Rule) -> None:
+    """Zeros among them, in float64; the reference has raw moments."""
+    start, given = np.linspace(-1.0, 1.0, 12).reshape(3, 4), gradients((3, 4), 40)
+    betas = [(0.9, 0.99), (0.5, 0.99), (0.0, 0.9), (0.95, 0.0), (0.0, 0.0), (0.99, 0.999), (0.99, 0.999)]
+    reference = Reference(settings(rule), {"p": start})
+    parameter, before = start, betas[0]
+    state = init_state(numpy_ops, parameter, state_dtypes("float64", 0.99), "none")
+    for count, gradient in enumerate(given):
+        beta1, beta2 = betas[count % len(betas)]
+        reference.run(Change({"betas": (beta1, beta2)}))
+        reference.run(Gradient("p", gradient))
+        state = state._replace(
+            exp_avg=rebiased(numpy_ops, state.exp_avg, count, before[0], beta1),
+            exp_avg_sq=rebiased(numpy_ops, state.exp_avg_sq, count, before[1], beta2),
+        )
+        current = hyperparameters(rule, beta1=beta1, beta2=beta2)
+        corrections = bias_corrections(current, count + 1, np)
+        parameter, state = update(numpy_ops, rule, current, corrections, "none", parameter, gradient, state)
+        before = beta1, beta2
+        np.testing.assert_allclose(parameter, reference.tensors["p"].parameter, rtol=1e-12, atol=1e-14)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+def test_a_moment_under_a_new_beta_is_the_same_on_every_kind_of_array(dtype: str) -> None:
+    """Bit for bit with Python numbers; arrays of the numbers that change nothing leave every bit, too."""
+    moment = np.random.default_rng(0).normal(size=500).astype(numpy_dtype(dtype))
+    of = {numpy_ops: moment, JaxOps(): jnp.asarray(moment), torch_ops: torch.tensor(moment.astype(np.float32))}
+    of[torch_ops] = torch_ops.cast(of[torch_ops], dtype)
+    expected = np.asarray(rebiased(numpy_ops, moment, 5, 0.9, 0.7), np.float32)
+    assert not np.array_equal(expected, np.asarray(moment, np.float32))
+    for ops, array in of.items():
+        found = ops.cast(rebiased(ops, array, 5, 0.9, 0.7), "float32")
+        assert np.array_equal(np.asarray(found), expected)
+        for step, before, after in ((5, 0.9, 0.9), (0, 0.9, 0.7), (5, 0.0, 0.0)):
+            assert rebiased(ops, array, step, before, after) is array
+            scalars = [
+                np.float32(number) if ops is numpy_ops else ops.cast(ops.xp.asarray(number), "float32")
+                for number in (step, before, after)
+            ]
+            same = rebiased(ops, array, *scalars)
+            assert np.array_equal(np.asarray(ops.cast(same, "float32")), np.asarray(moment, np.float32))

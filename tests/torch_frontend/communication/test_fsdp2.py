@@ -14,6 +14,7 @@ from tests.support.rank_models import (
     assert_ranks_equal,
     data,
     ddp,
+    everything,
     loss_of,
     mesh,
     parameters_of,
@@ -271,3 +272,24 @@ def _peak() -> None:
 
 def test_one_layer_of_gradients_is_alive(ranks: Ranks) -> None:
     ranks.run(peak)
+
+
+def changing_betas(step: int) -> tuple[float, float]:
+    return 0.5 + 0.45 * (step % 3) / 2, 0.99 - 0.04 * (step % 4)
+
+
+def under_changing_betas() -> None:
+    states = []
+    for model, released in ((sharded(Net()), True), (ddp(Net()), False)):
+        optimizer = AdamW(model.parameters(), **LR)
+        if released:
+            release_gradients(model, optimizer)
+        for step in range(6):
+            optimizer.param_groups[0]["betas"] = changing_betas(step)
+            train(model, optimizer, range(step, step + 1))
+        states.append(everything(model, optimizer))
+    assert_bitwise(*states, "changing betas")
+
+
+def test_sharded_moments_follow_betas_bitwise(ranks: Ranks) -> None:
+    ranks.run(under_changing_betas)
