@@ -238,7 +238,7 @@ class ReleasableOptimizer(TensorUpdates):
 
         handle = self.register_load_state_dict_pre_hook(check)  # runs last, after the user's own hooks
         try:
-            super().load_state_dict(dict(state_dict))
+            super().load_state_dict(saved_state.with_present_keys(state_dict))
         finally:
             handle.remove()
         with torch.no_grad():

@@ -14,13 +14,17 @@ from ..core.hyperparameters import Hyperparameters
 from ..core.rules import Rule
 from ..core.update import init_state
 from .array_ops import dtype_name, torch_ops
+from .backends.backend import EXP_AVG, EXP_AVG_SQ
 from .communication.shards import is_sharded, placements
 from .groups import SETTINGS, check_group, moment_dtypes
 
 REQUIRED = (*SETTINGS, "compensation", "state_dtype", "capturable")
 """The keys of every parameter group of penstock's optimizers."""
 
-MOMENTS = ("exp_avg", "exp_avg_sq")
+MOMENTS = (EXP_AVG, EXP_AVG_SQ)
+EARLIER_KEYS = {"exp_avg": EXP_AVG, "exp_avg_sq": EXP_AVG_SQ}
+"""What earlier versions called the keys of a parameter's state."""
+
 PER_ELEMENT = (*MOMENTS, "compensation")
 """The keys of a parameter's state whose tensors have its shape."""
 
@@ -37,7 +41,7 @@ def initial_state(group: Mapping[str, Any], parameter: Tensor, current: Hyperpar
     fresh = init_state(torch_ops, parameter, moment_dtypes(group, name, current), compensated)
     place = parameter.device if group["capturable"] else "cpu"
     state = {"step": torch.zeros((), dtype=torch.float32, device=place)}
-    state |= {"exp_avg": fresh.exp_avg, "exp_avg_sq": fresh.exp_avg_sq}
+    state |= {EXP_AVG: fresh.exp_avg, EXP_AVG_SQ: fresh.exp_avg_sq}
     return state if fresh.compensation is None else {**state, "compensation": fresh.compensation}
 
 
@@ -50,11 +54,11 @@ def check_fits(state: Mapping[str, Any], parameter: Tensor, compensation_dtype: 
     """
     kept = state.get("compensation")
     has = None if kept is None else dtype_name(kept.dtype)
-    if has == compensation_dtype and state["exp_avg"].shape == parameter.shape:
+    if has == compensation_dtype and state[EXP_AVG].shape == parameter.shape:
         return
     raise RefusedError(
         f"the state of a parameter of shape {tuple(parameter.shape)} and dtype {dtype_name(parameter.dtype)} is of shape "
-        f"{tuple(state['exp_avg'].shape)} and has {'no compensation' if has is None else f'a compensation of dtype {has}'}: "
+        f"{tuple(state[EXP_AVG].shape)} and has {'no compensation' if has is None else f'a compensation of dtype {has}'}: "
         "the model was converted or resized, or compensation= of the group changed, after the first step. Convert the model "
         "first and construct the optimizer (and the release) then; export_state and import_state carry its moments over."
     )
@@ -71,6 +75,13 @@ def sendable(state_dict: dict[str, Any]) -> dict[str, Any]:
         if is_sharded(kept) and kept.dtype is torch.int16:
             states[index] = {**state, "compensation": kept.to(torch.int32)}
     return {**state_dict, "state": states}
+
+
+def with_present_keys(state_dict: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a state_dict of this or an earlier version with the keys of this one."""
+    states = state_dict.get("state") or {}
+    renamed = {i: {EARLIER_KEYS.get(key, key): value for key, value in state.items()} for i, state in states.items()}
+    return {**state_dict, "state": renamed} if "state" in state_dict else dict(state_dict)
 
 
 def _saved_dtype(key: str, value: Tensor) -> torch.dtype:

@@ -37,8 +37,11 @@ def optimizer_of(rule: Rule, parameters: Iterable[Tensor], given: Hyperparameter
 
 def kept_by(optimizer: Optimizer, parameter: Any) -> dict[str, Tensor]:
     """Return the torch frontend's state of an updated parameter, by field of `Held`."""
+    from ...torch_frontend.state import MOMENTS
+
     state = optimizer.state[parameter]
-    return {field: state[field] for field in Held._fields if field in state}
+    keys = dict(zip(("exp_avg", "exp_avg_sq", "compensation"), (*MOMENTS, "compensation"), strict=True))
+    return {field: state[key] for field, key in keys.items() if key in state}
 
 
 def held_of(optimizer: Optimizer, named_parameters: Iterable[tuple[str, Tensor]]) -> dict[str, Held]:

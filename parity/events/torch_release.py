@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from ...core.errors import RefusedError
 from ..backends.protocol import Held
-from ..backends.torch_arguments import optimizer_of, to_numpy, to_torch
+from ..backends.torch_arguments import kept_by, optimizer_of, to_numpy, to_torch
 from .recorded import TIED, Backward, Event, EventCase, LearningRate, Step
 
 if TYPE_CHECKING:
@@ -95,10 +95,9 @@ class TorchEvents:
 
         found = {}
         for name, parameter in self.parameters.items():
-            state, value = self.optimizer.state[parameter], to_numpy(parameter)
-            moments = [to_numpy(state.get(key, torch.zeros_like(parameter))) for key in ("exp_avg", "exp_avg_sq")]
-            kept = state.get("compensation")
-            found[name] = Held(value, None if kept is None else to_numpy(kept), *moments)
+            kept = {field: to_numpy(tensor) for field, tensor in kept_by(self.optimizer, parameter).items()}
+            nothing = dict.fromkeys(("exp_avg", "exp_avg_sq"), to_numpy(torch.zeros_like(parameter)))
+            found[name] = Held(to_numpy(parameter), **(nothing | kept))
         return found
 
     def updates(self) -> dict[str, int]:

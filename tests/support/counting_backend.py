@@ -41,7 +41,7 @@ class Checking(Counting):
     """And leaves out what is not finite without the host knowing."""
 
     def update_if_finite(self, slot: TensorSlot, gradient: Tensor) -> Tensor:
-        written = [slot.parameter, slot.state["exp_avg"], slot.state["exp_avg_sq"]]
+        written = [slot.parameter, slot.state["debiased_exp_avg"], slot.state["debiased_exp_avg_sq"]]
         before = [tensor.clone() for tensor in written]
         flag = gradient.isfinite().all()
         self.update(slot, gradient, first=True)

@@ -19,6 +19,10 @@ from .numbers import GroupSettings, UpdateNumbers, numbers_of, vector_of
 
 _ONE = torch.ones(())
 
+EXP_AVG, EXP_AVG_SQ = "debiased_exp_avg", "debiased_exp_avg_sq"
+"""The keys of the moments in a parameter's state. They are debiased, and torch.optim's are not: an optimizer of torch.optim
+that loads this state finds no moment under its own keys, and raises."""
+
 OverShards = Callable[[Sequence[Tensor]], Sequence[Tensor]]
 """Takes the mean squares of the shards that this process stores, each 0-d; returns those of the whole tensors, in order."""
 
@@ -28,7 +32,7 @@ class TensorSlot:
     """One parameter with all that its update reads and writes; the optimizer keeps it between updates.
 
     parameter: updated in place; any dense shape. For a parameter that is sharded over processes, the local shard.
-    state: the optimizer's state of the parameter: "step", 0-d, the number of updates so far; "exp_avg", "exp_avg_sq" and,
+    state: the optimizer's state of the parameter: "step", 0-d, the number of updates so far; `EXP_AVG`, `EXP_AVG_SQ` and,
         with compensation, "compensation", all of the parameter's shape; "mean_square", 0-d, only while micro-batches are in
         the moments.
     compensation: resolved: "none", "kahan" or "split".
@@ -94,7 +98,7 @@ class TensorSlot:
     def tensors(self, gradient: Tensor | None) -> dict[str, Tensor]:
         """Return parameter, gradient and state of the parameter's shape by name, without those that are absent."""
         named = {"parameter": self.parameter, "gradient": gradient}
-        named |= {name: self.state.get(name) for name in ("exp_avg", "exp_avg_sq", "compensation")}
+        named |= {name: self.state.get(name) for name in (EXP_AVG, EXP_AVG_SQ, "compensation")}
         return {name: tensor for name, tensor in named.items() if tensor is not None}
 
     def numbers(self) -> UpdateNumbers:

@@ -23,7 +23,7 @@ from ...core.moments import Corrections, is_zero
 from ...core.rules import RULES
 from ...core.update import TensorState
 from ..array_ops import compiled_ops, torch_ops
-from .backend import TensorSlot
+from .backend import EXP_AVG, EXP_AVG_SQ, TensorSlot
 from .compiler import KEEP_CASTS, keeps_casts, skip_vector_isa_search
 from .eager import EagerBackend
 from .memory_order import along_memory
@@ -97,7 +97,7 @@ def _pieces(slot: TensorSlot, gradient: Tensor | None, small: int) -> Iterator[V
     flat = along_memory(slot.tensors(gradient))
     if flat is None:
         return
-    vectors = [flat.get(name) for name in ("parameter", "gradient", "exp_avg", "exp_avg_sq", "compensation")]
+    vectors = [flat.get(name) for name in ("parameter", "gradient", EXP_AVG, EXP_AVG_SQ, "compensation")]
     if slot.parameter.numel() <= PIECE:
         yield tuple(vectors)
         return
@@ -118,7 +118,7 @@ def _run(
     total: the mean square of the whole tensor for "write", otherwise that of earlier micro-batches.
     """
     current, state = slot.hyperparameters, slot.state
-    dtypes = (slot.parameter.dtype, state["exp_avg"].dtype, state["exp_avg_sq"].dtype)
+    dtypes = (slot.parameter.dtype, state[EXP_AVG].dtype, state[EXP_AVG_SQ].dtype)
     settings = (current.eps, current.maximize, is_zero(current.beta1), is_zero(current.beta2))
     graph = _compiled(kind, first, measured, slot.rule.name, slot.compensation, *settings, dtypes, slot.parameter.device)
     if total is not None:

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .backend import OverShards, TensorSlot
+from .backend import EXP_AVG, EXP_AVG_SQ, OverShards, TensorSlot
 from .memory_order import along_memory
 from .packed import SMALL, batch_small_tensors
 from .piece import Piece, clipped_rate, sum_of
@@ -147,7 +147,7 @@ class EagerBackend:
                 slot.plan = piece
         state = slot.state
         piece.parameter, piece.gradient = slot.parameter, gradient
-        piece.exp_avg, piece.exp_avg_sq = state["exp_avg"], state["exp_avg_sq"]
+        piece.exp_avg, piece.exp_avg_sq = state[EXP_AVG], state[EXP_AVG_SQ]
         piece.compensation = state.get("compensation")
         return piece
 
@@ -168,7 +168,7 @@ class EagerBackend:
                 scratch = self._scratch_like(part["parameter"], slot.compute_dtype)
             piece = Piece(slot, *scratch)
             piece.parameter, piece.gradient = part["parameter"], part.get("gradient")
-            piece.exp_avg, piece.exp_avg_sq = part["exp_avg"], part["exp_avg_sq"]
+            piece.exp_avg, piece.exp_avg_sq = part[EXP_AVG], part[EXP_AVG_SQ]
             piece.compensation = part.get("compensation")
             yield piece
 
@@ -193,4 +193,4 @@ def piece_elements(tensor: Tensor) -> int:
 def moments_in_compute_dtype(slot: TensorSlot) -> bool:
     """Whether the state stores the moments in the compute dtype, so that storing them does not round."""
     dtype = slot.compute_dtype
-    return slot.state["exp_avg"].dtype is dtype and slot.state["exp_avg_sq"].dtype is dtype
+    return slot.state[EXP_AVG].dtype is dtype and slot.state[EXP_AVG_SQ].dtype is dtype

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch._utils import _flatten_dense_tensors as _pack  # what DistributedDataParallel packs its buckets with
 from torch._utils import _unflatten_dense_tensors as _views
 
-from .backend import TensorSlot
+from .backend import EXP_AVG, EXP_AVG_SQ, TensorSlot
 from .numbers import UpdateNumbers
 from .piece import Piece, clipped_rate
 
@@ -55,10 +55,9 @@ class Batch:
             eta = clipped_rate(eta, means).repeat_interleave(sizes, output_size=len(piece.a))
         piece.descend(numbers, eta)
         views: dict[torch.dtype, tuple[Tensor, list[Tensor]]] = {}
-        for name in ("exp_avg", "exp_avg_sq", "compensation"):
-            packed: Tensor | None = getattr(piece, name)
+        for key, packed in ((EXP_AVG, piece.exp_avg), (EXP_AVG_SQ, piece.exp_avg_sq), ("compensation", piece.compensation)):
             if packed is not None:
-                _unpack(packed, [slot.state[name] for slot in self.slots], views)
+                _unpack(packed, [slot.state[key] for slot in self.slots], views)
         _unpack(piece.parameter, [slot.parameter for slot in self.slots], views)
 
     def mean_squares(self) -> Sequence[Tensor]:
@@ -70,8 +69,8 @@ class Batch:
         gradient = _pack(self._gradients)
         piece = Piece(slots[0], *self._scratch(gradient, slots[0].compute_dtype))
         piece.gradient, piece.parameter = gradient, _pack([slot.parameter for slot in slots])
-        piece.exp_avg = _pack([slot.state["exp_avg"] for slot in slots])
-        piece.exp_avg_sq = _pack([slot.state["exp_avg_sq"] for slot in slots])
+        piece.exp_avg = _pack([slot.state[EXP_AVG] for slot in slots])
+        piece.exp_avg_sq = _pack([slot.state[EXP_AVG_SQ] for slot in slots])
         compensated = slots[0].state.get("compensation") is not None
         piece.compensation = _pack([slot.state["compensation"] for slot in slots]) if compensated else None
         return piece
@@ -107,7 +106,7 @@ def batch_small_tensors(pairs: Sequence[Pair], scratch: Scratch, small: int) -> 
         if slot.capturable or not 0 < parameter.numel() <= small or position in sharing:
             others.append(pair)
             continue
-        exp_avg, exp_avg_sq, compensation = state["exp_avg"], state["exp_avg_sq"], state.get("compensation")
+        exp_avg, exp_avg_sq, compensation = state[EXP_AVG], state[EXP_AVG_SQ], state.get("compensation")
         if not (
             parameter.is_contiguous() and gradient.is_contiguous() and exp_avg.is_contiguous() and exp_avg_sq.is_contiguous()
         ) or not (compensation is None or compensation.is_contiguous()):  # sums are taken in memory order

@@ -24,7 +24,7 @@ from ..array_ops import dtype_name
 from ..changing_betas import BETAS_OF_MOMENTS, betas_of, set_betas_of_moments
 from ..groups import NAMES, Group, check_group, check_parameter, hyperparameters, moment_dtypes
 from ..releasable import ReleasableOptimizer
-from ..state import initial_state
+from ..state import MOMENTS, initial_state
 from .arrays import laid_out_as
 
 MOST_STEPS = 2**24
@@ -32,7 +32,13 @@ MOST_STEPS = 2**24
 
 
 class OwnLayout:
-    """StableAdamW, AdamW and Adam of this package: debiased moments, and a compensation."""
+    """StableAdamW, AdamW and Adam of this package: debiased moments, and a compensation.
+
+    Attributes:
+        moments: the keys of both in a parameter's state.
+    """
+
+    moments: tuple[str, ...] = MOMENTS
 
     def __init__(self, optimizer: ReleasableOptimizer) -> None:
         self._optimizer = optimizer
@@ -86,7 +92,7 @@ class OwnLayout:
         if entry.step > MOST_STEPS:
             raise InvalidArgumentError(f"step of {name!r} is {entry.step}; torch's optimizers count to {MOST_STEPS}.")
         entry = self.kept(group, name, entry)
-        arrays: dict[str, np.ndarray] = {"exp_avg": entry.exp_avg, "exp_avg_sq": entry.exp_avg_sq}
+        arrays: dict[str, np.ndarray] = dict(zip(self.moments, (entry.exp_avg, entry.exp_avg_sq), strict=True))
         if entry.compensation is not None:
             arrays["compensation"] = entry.compensation
         step = torch.tensor(float(entry.step), dtype=torch.float32, device=self.step_place(group, parameter))
@@ -96,12 +102,14 @@ class OwnLayout:
 class TorchLayout(OwnLayout):
     """torch.optim.AdamW and Adam: biased moments in the parameter's dtype, no compensation."""
 
+    moments = ("exp_avg", "exp_avg_sq")
+
     def __init__(self, optimizer: torch.optim.AdamW | torch.optim.Adam) -> None:
         groups = optimizer.param_groups
         if any(group["amsgrad"] for group in groups):
             raise RefusedError("amsgrad=True keeps a third moment, which penstock's rules do not have; use amsgrad=False.")
         kept = {key for parameter in optimizer.state for key in optimizer.state[parameter]}
-        if more := sorted(kept - {"step", *Moments._fields}):
+        if more := sorted(kept - {"step", *self.moments}):
             raise RefusedError(
                 f"optimizer={type(optimizer).__name__} keeps {', '.join(map(repr, more))}, which a file has no place for; only "
                 "what Adam keeps has a portable state."
@@ -130,7 +138,7 @@ class TorchLayout(OwnLayout):
         hyperparameters(group)
 
     def initial(self, group: Group, parameter: Tensor) -> dict[str, Tensor]:
-        zeros = {key: torch.zeros_like(parameter, memory_format=torch.preserve_format) for key in Moments._fields}
+        zeros = {key: torch.zeros_like(parameter, memory_format=torch.preserve_format) for key in self.moments}
         return {"step": torch.zeros(()), **zeros}
 
     def expected(self, group: Group, parameter: Tensor) -> Expected:

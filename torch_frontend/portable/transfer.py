@@ -70,7 +70,7 @@ def export_state(
     for group, members in zip(optimizer.param_groups, named, strict=True):
         for name, parameter in members.items():
             state = optimizer.state.get(parameter) or layout.initial(group, parameter)
-            arrays = {key: to_array(state[key]) for key in (*Moments._fields, "compensation") if key in state}
+            arrays = {key: to_array(state[key]) for key in (*layout.moments, "compensation") if key in state}
             if parameters:
                 arrays["parameter"] = to_array(parameter)
             if alone:
@@ -173,7 +173,7 @@ def _opened(optimizer: Optimizer, model: nn.Module, call: str) -> tuple[OwnLayou
                 f"parameter {name!r} is on the meta device, without values; materialise the model first."
             )
         state = optimizer.state.get(parameter)
-        if state and (missing := {"step", *Moments._fields} - state.keys()):
+        if state and (missing := {"step", *layout.moments} - state.keys()):
             raise InvalidArgumentError(
                 f"the optimizer's state of {name!r} has no {listed(sorted(missing))}; give the optimizer that updates it."
             )
@@ -193,7 +193,7 @@ def _told(opened: tuple[OwnLayout, list[dict[str, Tensor]]]) -> Any:
 
 def _entry(layout: OwnLayout, group: Group, parameter: Tensor, step: int, arrays: dict[str, np.ndarray]) -> ParameterState:
     expected = layout.expected(group, parameter)
-    moments = layout.debiased(group, parameter, Moments(arrays.pop("exp_avg"), arrays.pop("exp_avg_sq")), step)
+    moments = layout.debiased(group, parameter, Moments(*(arrays.pop(key) for key in layout.moments)), step)
     return ParameterState(
         dtype=expected.dtype, shape=expected.shape, compensated=expected.compensated, step=step, **moments._asdict(), **arrays
     )

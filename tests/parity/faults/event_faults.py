@@ -188,7 +188,7 @@ def _put_groups(run: Any, old: Any) -> None:
 
 
 def _moments(run: Any) -> Any:
-    return {name: run.optimizer.state[p]["exp_avg"].clone() for name, p in run.parameters.items()}
+    return {name: run.optimizer.state[p]["debiased_exp_avg"].clone() for name, p in run.parameters.items()}
 
 
 def _put_moments(run: Any, old: Any) -> None:

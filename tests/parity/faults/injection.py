@@ -216,14 +216,16 @@ def kept(run: Any, name: str, field: str) -> np.ndarray:
 
 def change_kept(run: Any, field: str, change: Callable[[Any], Any], *names: str) -> None:
     """Replace what a run keeps for some parameters, or for all."""
+    from penstock.parity.backends.torch_arguments import kept_by
+
     for name in names or tuple(run.parameters):
         if hasattr(run, "states"):
             old = getattr(run.states[name], field)
             run.states[name] = run.states[name]._replace(**{field: np.asarray(change(old)).astype(old.dtype)})
         else:
-            state = run.optimizer.state[run.parameters[name]]
-            if field in state:
-                state[field].copy_(change(state[field].clone()))
+            kept = kept_by(run.optimizer, run.parameters[name])
+            if field in kept:
+                kept[field].copy_(change(kept[field].clone()))
 
 
 def _array(value: Any) -> Any:

@@ -133,7 +133,7 @@ def full_state(dtype: torch.dtype, broadcast: bool) -> None:
     options = StateDictOptions(full_state_dict=True, cpu_offload=broadcast)  # offloaded: on the first rank only
     state = get_optimizer_state_dict(model, optimizer, options=options)
     if dist.get_rank() == 0:
-        assert state["state"]["first.weight"]["exp_avg"].shape == (7, 6)
+        assert state["state"]["first.weight"]["debiased_exp_avg"].shape == (7, 6)
         if dtype is torch.bfloat16:
             assert state["state"]["first.weight"]["compensation"].any()
     again, fresh = build("fsdp2", dtype)

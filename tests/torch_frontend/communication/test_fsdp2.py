@@ -178,7 +178,7 @@ def guarded_pass_fails(limit: int) -> None:
             release.guard(loss_of(model, data(0))).backward()
         handle.remove()
         optimizer.zero_grad()
-        used = [state["exp_avg"].full_tensor() for state in optimizer.state.values()]
+        used = [state["debiased_exp_avg"].full_tensor() for state in optimizer.state.values()]
         assert len(used) >= 2
         assert all(moment.norm() <= bound for moment in used)
         assert_ranks_equal(parameters_of(model), "after a guarded pass that failed")
@@ -200,7 +200,7 @@ def mixed_precision(reduce_dtype: torch.dtype | None) -> None:
             release_gradients(model, optimizer)
         train(model, optimizer, range(6))
         trained.append(parameters_of(model))
-        assert all(state["exp_avg"].dtype == torch.float32 for state in optimizer.state.values())
+        assert all(state["debiased_exp_avg"].dtype == torch.float32 for state in optimizer.state.values())
     assert_bitwise(*trained, "release against plain FSDP2")
 
 

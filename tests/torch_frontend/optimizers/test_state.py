@@ -79,13 +79,13 @@ def test_a_state_that_does_not_fit_changes_nothing() -> None:
     train(model, foreign, batches(1))
     before = snapshot(model, optimizer)
     wrong_shape, incomplete, fewer = (copy.deepcopy(optimizer.state_dict()) for _ in range(3))
-    wrong_shape["state"][0]["exp_avg"] = torch.ones(3)
-    del incomplete["state"][1]["exp_avg_sq"]
+    wrong_shape["state"][0]["debiased_exp_avg"] = torch.ones(3)
+    del incomplete["state"][1]["debiased_exp_avg_sq"]
     del fewer["param_groups"][0]["params"][0]
     for bad, said in [
         (foreign.state_dict(), r"another optimizer than penstock's.*export_state and import_state"),
-        (wrong_shape, r"exp_avg of parameter 0 of group 0 has shape \(3,\)"),
-        (incomplete, r"lacks exp_avg_sq"),
+        (wrong_shape, r"debiased_exp_avg of parameter 0 of group 0 has shape \(3,\)"),
+        (incomplete, r"lacks debiased_exp_avg_sq"),
         (fewer, r"3 parameters"),
         ({"param_groups": [], "state": {}}, r"0 parameter groups"),
         ({}, r"no 'param_groups'"),
@@ -129,3 +129,32 @@ def test_a_step_that_was_saved_as_a_number_is_loaded_as_a_tensor(number: type) -
     for model, optimizer in zip(models, optimizers, strict=True):
         train(model, optimizer, batches(2))
     assert same_parameters(*models)
+
+
+@pytest.mark.parametrize("compensation", ["none", "split"])
+def test_torch_optim_fails_loudly_on_a_penstock_state(compensation: str) -> None:
+    """Its moments are debiased: as torch's own they would train wrongly."""
+    model = layers(dtype=torch.bfloat16)
+    optimizer = AdamW(model.parameters(), compensation=compensation)
+    train(model, optimizer, batches(2, dtype=torch.bfloat16))
+    other = torch.optim.AdamW(model.parameters())
+    other.load_state_dict(optimizer.state_dict())  # torch looks at no key
+    with pytest.raises(KeyError, match="exp_avg"):
+        train(model, other, batches(1, dtype=torch.bfloat16))
+
+
+def test_a_state_dict_with_the_keys_of_earlier_versions_is_loaded() -> None:
+    model, again = layers(), layers()
+    optimizer, fresh = AdamW(model.parameters()), AdamW(again.parameters())
+    train(model, optimizer, batches(3))
+    saved = copy.deepcopy(optimizer.state_dict())
+    for state in saved["state"].values():
+        for key in ("exp_avg", "exp_avg_sq"):
+            state[key] = state.pop(f"debiased_{key}")
+    again.load_state_dict(model.state_dict())
+    fresh.load_state_dict(saved)
+    for one, other in zip(model.parameters(), again.parameters(), strict=True):
+        assert optimizer.state[one].keys() == fresh.state[other].keys()
+    for pair in ((model, optimizer), (again, fresh)):
+        train(*pair, batches(2))
+    assert same_parameters(model, again)

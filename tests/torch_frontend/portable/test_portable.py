@@ -77,7 +77,7 @@ def test_the_file_holds_the_optimizer_as_it_is(path: Path) -> None:
         assert np.array_equal(entry.parameter.astype(np.float64), parameter.detach().double().numpy())
         assert np.array_equal(entry.compensation, kept["compensation"].numpy())
         for key in ("exp_avg", "exp_avg_sq"):
-            assert np.array_equal(getattr(entry, key).astype(np.float64), kept[key].double().numpy())
+            assert np.array_equal(getattr(entry, key).astype(np.float64), kept[f"debiased_{key}"].double().numpy())
     export_state(path, optimizer, model)
     assert not load(path).holds_parameters
 
@@ -123,7 +123,7 @@ def test_layouts_scalars_and_empty_tensors_are_kept(path: Path) -> None:
     import_state(path, fresh, again, parameters=True)
     assert unchanged(snapshot(model, optimizer), snapshot(again, fresh))
     kept = fresh.state[again.permuted]
-    assert kept["exp_avg"].stride() == kept["compensation"].stride() == again.permuted.stride() == (1, 12, 4)
+    assert kept["debiased_exp_avg"].stride() == kept["compensation"].stride() == again.permuted.stride() == (1, 12, 4)
 
 
 def test_wrappers_tied_parameters_and_others_do_not_change_the_names(path: Path) -> None:
@@ -150,7 +150,7 @@ def test_names_are_mapped_both_ways(path: Path) -> None:
         "layers.bias": (2, 8),
     }
     kernel = state.parameters["layers.kernel"].exp_avg.astype(np.float64)
-    assert np.array_equal(kernel[1], optimizer.state[model[1][0].weight]["exp_avg"].double().numpy().T)
+    assert np.array_equal(kernel[1], optimizer.state[model[1][0].weight]["debiased_exp_avg"].double().numpy().T)
     again, fresh = trained(dtype=torch.bfloat16, seed=5)
     import_state(path, fresh, again, parameters=True, names=names)
     assert unchanged(snapshot(model, optimizer), snapshot(again, fresh))
@@ -198,7 +198,7 @@ def test_a_lower_beta2_that_comes_along_decides_what_is_kept(path: Path) -> None
     export_state(path, optimizer, model, parameters=True)
     again, fresh = trained(dtype=torch.bfloat16, betas=(0.9, 0.999), seed=2)
     import_state(path, fresh, again, parameters=True)
-    assert {fresh.state[p]["exp_avg_sq"].dtype for p in again.parameters()} == {torch.float32}
+    assert {fresh.state[p]["debiased_exp_avg_sq"].dtype for p in again.parameters()} == {torch.float32}
     import_state(path, fresh, again, parameters=True, hyperparameters=True)
     assert unchanged(snapshot(model, optimizer), snapshot(again, fresh))
 
@@ -209,8 +209,8 @@ def test_moments_are_widened_exactly_and_never_rounded(path: Path) -> None:
     again, wide = trained(AdamW, torch.bfloat16, state_dtype=torch.float32, compensation="split")
     import_state(path, wide, again)
     for p, q in zip(model.parameters(), again.parameters(), strict=True):
-        assert wide.state[q]["exp_avg"].dtype is torch.float32
-        assert torch.equal(wide.state[q]["exp_avg"], optimizer.state[p]["exp_avg"].float())
+        assert wide.state[q]["debiased_exp_avg"].dtype is torch.float32
+        assert torch.equal(wide.state[q]["debiased_exp_avg"], optimizer.state[p]["debiased_exp_avg"].float())
         assert not wide.state[q]["compensation"].any()
     export_state(path, wide, again)
     before = snapshot(model, optimizer)
@@ -323,7 +323,7 @@ def test_a_run_that_has_gone_wrong_does_not_replace_an_earlier_file(path: Path) 
     model, optimizer = trained()
     export_state(path, optimizer, model)
     earlier = path.read_bytes()
-    optimizer.state[model[1][0].bias]["exp_avg"][2] = float("nan")
+    optimizer.state[model[1][0].bias]["debiased_exp_avg"][2] = float("nan")
     with pytest.raises(InvalidArgumentError, match=r"exp_avg of '1.0.bias' holds an infinity or a NaN"):
         export_state(path, optimizer, model)
     assert path.read_bytes() == earlier

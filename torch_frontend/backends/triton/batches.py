@@ -19,7 +19,7 @@ from torch import Tensor
 
 from ....core.errors import InvalidArgumentError
 from ...communication.shards import PLAIN
-from ..backend import TensorSlot
+from ..backend import EXP_AVG, EXP_AVG_SQ, TensorSlot
 from .operands import ACCESS_BYTES, Operands, alignment, check_operands, operands
 
 Columns = list[list[Any]]
@@ -162,7 +162,7 @@ def _new_plan(slot: TensorSlot) -> Plan:
 def _columns(slots: list[TensorSlot], states: list[Any], gradients: list[Tensor], compensated: bool) -> Columns:
     """Return the tensors without checking or copying any."""
     parameters = [slot.parameter for slot in slots]
-    columns = [gradients, [state["exp_avg"] for state in states], [state["exp_avg_sq"] for state in states], parameters]
+    columns = [gradients, [state[EXP_AVG] for state in states], [state[EXP_AVG_SQ] for state in states], parameters]
     if not compensated:
         return [*columns, parameters]
     rows = zip(slots, states, parameters, strict=True)

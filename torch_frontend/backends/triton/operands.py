@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ....core.errors import UnsupportedTensorError
 from ...communication.shards import PLAIN, local
-from ..backend import TensorSlot
+from ..backend import EXP_AVG, EXP_AVG_SQ, TensorSlot
 from .availability import dense
 
 ACCESS_BYTES = 16
@@ -40,14 +40,14 @@ def operands(slot: TensorSlot, gradient: Tensor | None) -> Operands:
         UnsupportedTensorError: the parameter has gaps in memory or overlaps.
     """
     parameter, state = slot.parameter, slot.state
-    exp_avg, exp_avg_sq = state["exp_avg"], state["exp_avg_sq"]
+    exp_avg, exp_avg_sq = state[EXP_AVG], state[EXP_AVG_SQ]
     compensated = slot.compensation != "none"
     compensation = state["compensation"] if compensated else parameter
     simple = type(parameter) in PLAIN and parameter.is_contiguous()
     if not (simple and exp_avg.is_contiguous() and exp_avg_sq.is_contiguous() and compensation.is_contiguous()):
         parameter = local(parameter)
         check_dense(parameter)
-        exp_avg, exp_avg_sq = _state_in_layout(state, "exp_avg", parameter), _state_in_layout(state, "exp_avg_sq", parameter)
+        exp_avg, exp_avg_sq = _state_in_layout(state, EXP_AVG, parameter), _state_in_layout(state, EXP_AVG_SQ, parameter)
         compensation = _state_in_layout(state, "compensation", parameter) if compensated else parameter
     if gradient is None:
         return Operands(parameter, exp_avg, exp_avg_sq, parameter, compensation)

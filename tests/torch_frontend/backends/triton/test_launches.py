@@ -30,7 +30,7 @@ from triton.runtime.jit import JITFunction
 
 from penstock.core.errors import UnsupportedTensorError
 from penstock.torch_frontend import AdamW, StableAdamW
-from penstock.torch_frontend.backends.backend import TensorSlot
+from penstock.torch_frontend.backends.backend import EXP_AVG, EXP_AVG_SQ, TensorSlot
 from penstock.torch_frontend.backends.triton import kernels, launch
 from penstock.torch_frontend.backends.triton.backend import TritonBackend
 from penstock.torch_frontend.backends.triton.operands import Operands, operands
@@ -177,7 +177,7 @@ def move_to_the_host_and_back(kept: Kept) -> None:
 def set_in_place(kept: Kept) -> None:
     """The same tensor objects with other memory, as FSDP and offloading do it."""
     for slot in kept.slots:
-        slot.state["exp_avg"].set_(elsewhere(slot.state["exp_avg"]))
+        slot.state["debiased_exp_avg"].set_(elsewhere(slot.state["debiased_exp_avg"]))
 
 
 def resize_everything(kept: Kept) -> None:
@@ -191,7 +191,7 @@ def resize_everything(kept: Kept) -> None:
 
 def change_a_dtype(kept: Kept) -> None:
     state = kept.slots[2].state
-    state["exp_avg"] = state["exp_avg"].float()
+    state["debiased_exp_avg"] = state["debiased_exp_avg"].float()
 
 
 def change_a_gradients_layout(kept: Kept) -> None:
@@ -240,9 +240,12 @@ def test_a_launch_has_the_addresses_and_sizes_of_now(launches: Compared, rule: t
         change(kept)
 
 
+KEYS = {"exp_avg": EXP_AVG, "exp_avg_sq": EXP_AVG_SQ, "compensation": "compensation"}
+
+
 def shrink(kept: Kept, name: str) -> None:
     """In place: neither the object nor the address changes."""
-    tensor = kept.gradients[0] if name == "gradient" else kept.slots[0].state[name]
+    tensor = kept.gradients[0] if name == "gradient" else kept.slots[0].state[KEYS[name]]
     tensor.resize_(NUMELS[0] // 2)
 
 
@@ -250,7 +253,7 @@ def elsewhere_device(kept: Kept, name: str) -> None:
     if name == "gradient":
         kept.gradients[0] = kept.gradients[0].to("meta")
     else:
-        kept.slots[0].state[name] = kept.slots[0].state[name].to("meta")
+        kept.slots[0].state[KEYS[name]] = kept.slots[0].state[KEYS[name]].to("meta")
 
 
 @pytest.mark.parametrize("name", [name for name in Operands._fields if name != "parameter"])
@@ -332,7 +335,7 @@ def test_a_launch_of_many_tensors_takes_as_many_calls_as_one_of_few() -> None:
 
 def test_neither_tensors_nor_slots_live_on_in_the_backend_or_in_another_slot() -> None:
     kept = Kept()
-    gone = [weakref.ref(tensor) for slot in kept.slots for tensor in (slot.parameter, slot.state["exp_avg"])]
+    gone = [weakref.ref(tensor) for slot in kept.slots for tensor in (slot.parameter, slot.state["debiased_exp_avg"])]
     with without_launching() as launched, torch.no_grad():
         kept.each()
         kept.all()

@@ -16,6 +16,7 @@ from penstock.torch_frontend import AdamW, StableAdamW, release_gradients
 from penstock.torch_frontend.backends.triton import devices
 from penstock.torch_frontend.backends.triton.backend import TritonBackend
 from penstock.torch_frontend.backends.triton.memory import Scratch
+from penstock.torch_frontend.state import MOMENTS
 
 WAYS = [(StableAdamW, "step"), (AdamW, "step"), (StableAdamW, "skip"), (StableAdamW, "shards")]
 
@@ -76,9 +77,9 @@ def gap_in_memory(optimizer: Any, patch: pytest.MonkeyPatch) -> Callable[[], Any
 
 def state_elsewhere(optimizer: Any, patch: pytest.MonkeyPatch) -> Callable[[], Any]:
     state = optimizer.state[all_parameters(optimizer)[2]]
-    before = state["exp_avg"]
-    state["exp_avg"] = torch.zeros(6, 5, dtype=before.dtype, device="meta")
-    return lambda: state.update(exp_avg=before)
+    before = state["debiased_exp_avg"]
+    state["debiased_exp_avg"] = torch.zeros(6, 5, dtype=before.dtype, device="meta")
+    return lambda: state.update(debiased_exp_avg=before)
 
 
 def learning_rate_out_of_range(optimizer: Any, patch: pytest.MonkeyPatch) -> Callable[[], Any]:
@@ -153,7 +154,7 @@ def test_no_launch_is_made_before_the_last_one_is_compiled(rule: type, way: str)
         with pytest.raises(NoCompilerError):
             step(optimizer)
         assert all(int(optimizer.state[p]["step"]) == 0 for p in all_parameters(optimizer))
-        assert not any(optimizer.state[p][name].any() for p in all_parameters(optimizer) for name in ("exp_avg", "exp_avg_sq"))
+        assert not any(optimizer.state[p][name].any() for p in all_parameters(optimizer) for name in MOMENTS)
         step(optimizer)
         seen = len(compiled)
         give_gradients(optimizer, 1)

@@ -83,7 +83,7 @@ def state_elsewhere(run: Run) -> None:
 
 def state_in_another_order(run: Run) -> None:
     state = run.optimizer.state[run.parameters[0]]
-    state["exp_avg_sq"] = state["exp_avg_sq"].t().contiguous().t()
+    state["debiased_exp_avg_sq"] = state["debiased_exp_avg_sq"].t().contiguous().t()
 
 
 def loaded(run: Run) -> None:

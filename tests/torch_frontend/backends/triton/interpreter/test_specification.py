@@ -22,6 +22,7 @@ from penstock.torch_frontend import AdamW, StableAdamW
 from penstock.torch_frontend.backends.numbers import GroupSettings
 from penstock.torch_frontend.backends.triton.backend import TritonBackend
 from penstock.torch_frontend.groups import hyperparameters
+from penstock.torch_frontend.state import MOMENTS
 
 STORAGES = [
     (torch.float64, "none", None),
@@ -65,7 +66,7 @@ def test_a_step_is_the_specification_bit_for_bit(optimizer_class, dtype, compens
             state = optimizer.state[p]
             if step == 0:
                 kept = np.zeros_like(to_numpy(state["compensation"])) if "compensation" in state else None
-                moments = [np.zeros_like(to_numpy(state[name])) for name in ("exp_avg", "exp_avg_sq")]
+                moments = [np.zeros_like(to_numpy(state[name])) for name in MOMENTS]
                 expected[i] = (starts[i], TensorState(*moments, kept))
             corrections = bias_corrections(current, step + 1, np)
             expected[i] = update(
@@ -80,8 +81,8 @@ def test_a_step_is_the_specification_bit_for_bit(optimizer_class, dtype, compens
 
 def assert_same(p: torch.Tensor, state: dict, expected: np.ndarray, after: TensorState) -> None:
     assert to_numpy(p).tobytes() == expected.tobytes()
-    assert to_numpy(state["exp_avg"]).tobytes() == after.exp_avg.tobytes()
-    assert to_numpy(state["exp_avg_sq"]).tobytes() == after.exp_avg_sq.tobytes()
+    assert to_numpy(state["debiased_exp_avg"]).tobytes() == after.exp_avg.tobytes()
+    assert to_numpy(state["debiased_exp_avg_sq"]).tobytes() == after.exp_avg_sq.tobytes()
     if after.compensation is not None:
         assert to_numpy(state["compensation"]).tobytes() == after.compensation.tobytes()
 
@@ -119,7 +120,7 @@ def test_micro_batches_in_the_moments_are_the_specification(optimizer_class, dty
     slot = slot_of(optimizer, p)
     wide = to_numpy(p)
     kept = to_numpy(state[p]["compensation"]) if compensation != "none" else None
-    expected = TensorState(to_numpy(state[p]["exp_avg"]), to_numpy(state[p]["exp_avg_sq"]), kept)
+    expected = TensorState(to_numpy(state[p]["debiased_exp_avg"]), to_numpy(state[p]["debiased_exp_avg_sq"]), kept)
     common = (numpy_ops, optimizer.rule, current)
     gradients = shrinking_gradients((1100,), dtype, 4)
     corrections = bias_corrections(current, 1, np)
@@ -136,7 +137,10 @@ def test_micro_batches_in_the_moments_are_the_specification(optimizer_class, dty
         close_to(p, state[p], wide, expected)
         state[p]["step"] += 1
         slot, corrections = slot_of(optimizer, p), bias_corrections(current, 2, np)
-        wide, expected = to_numpy(p), TensorState(*(to_numpy(state[p][n]) for n in ("exp_avg", "exp_avg_sq")), None)
+        wide, expected = (
+            to_numpy(p),
+            TensorState(*(to_numpy(state[p][n]) for n in MOMENTS), None),
+        )
         if compensation != "none":
             expected = expected._replace(compensation=to_numpy(state[p]["compensation"]))
         backend.accumulate(slot, gradients[3], first=True)
@@ -148,8 +152,8 @@ def test_micro_batches_in_the_moments_are_the_specification(optimizer_class, dty
 
 def close_to(p: torch.Tensor, state: dict, expected: np.ndarray, after: TensorState) -> None:
     """The moments bit for bit; the parameter up to the rounding of the learning rate, which is one of the parameter's."""
-    assert to_numpy(state["exp_avg"]).tobytes() == after.exp_avg.tobytes()
-    assert to_numpy(state["exp_avg_sq"]).tobytes() == after.exp_avg_sq.tobytes()
+    assert to_numpy(state["debiased_exp_avg"]).tobytes() == after.exp_avg.tobytes()
+    assert to_numpy(state["debiased_exp_avg_sq"]).tobytes() == after.exp_avg_sq.tobytes()
     eps = torch.finfo(p.dtype).eps
     np.testing.assert_allclose(to_numpy(p).astype(np.float64), expected.astype(np.float64), rtol=2 * eps, atol=1e-2 * eps)
 
@@ -179,8 +183,8 @@ def test_moments_whose_beta_is_zero_are_those_of_the_gradient_alone() -> None:
     for size in (1e4, 1e-4):
         p.grad = torch.full((200,), size)
         optimizer.step()
-    assert torch.equal(optimizer.state[p]["exp_avg"], p.grad)
-    assert torch.equal(optimizer.state[p]["exp_avg_sq"], p.grad.square())
+    assert torch.equal(optimizer.state[p]["debiased_exp_avg"], p.grad)
+    assert torch.equal(optimizer.state[p]["debiased_exp_avg_sq"], p.grad.square())
 
 
 @pytest.mark.parametrize(
@@ -201,7 +205,7 @@ def test_the_number_of_updates_is_read_and_the_betas_are_debiased_on_the_device(
             p.grad = torch.randn(70, generator=generator).to(dtype)
             optimizer.step()
         assert optimizer.state[p]["step"] == 6
-        results.append([p.detach(), optimizer.state[p]["exp_avg"], optimizer.state[p]["exp_avg_sq"]])
+        results.append([p.detach(), optimizer.state[p]["debiased_exp_avg"], optimizer.state[p]["debiased_exp_avg_sq"]])
     for a, b in zip(*results, strict=True):
         torch.testing.assert_close(a, b, rtol=16 * torch.finfo(a.dtype).eps, atol=16 * torch.finfo(a.dtype).eps)
 
