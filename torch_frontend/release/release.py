@@ -134,7 +134,6 @@ class Release:
         """Leave gradients in `.grad` in this context, as without release; step() uses them, and zero_grad() discards them."""
         pipeline = self._pipeline
         pipeline.step.clear_markers()
-        pipeline.step.markers_cleared = True
         pipeline.paused += 1
         pipeline.compose()
         try:
@@ -142,6 +141,8 @@ class Release:
         finally:
             pipeline.paused -= 1
             pipeline.compose()
+            if not pipeline.paused:
+                pipeline.step.restore_markers()
 
     def remove(self) -> None:
         """Remove the hooks. Unused gradients stay in `.grad`, and the optimizer works as without release.

@@ -76,7 +76,6 @@ class Step:
         pass_id: number of the running pass; `NO_PASS` before the first.
         in_parts: parameters of which this backward delivers several gradients, each a part.
         completed: the backward that released gradients in this step has reached its end.
-        markers_cleared: paused() has cleared the markers of this step.
 
     Args:
         one_pass: a step has one backward, which uses every gradient.
@@ -99,7 +98,7 @@ class Step:
         self.watched_pass: int | None = None
         self.pass_id: Any = NO_PASS
         self.in_parts: set[Tensor] = set()
-        self.completed = self.markers_cleared = False
+        self.completed = False
         self._versions: dict[int, int] = {}  # of the released parameters, at the end of their backward
         self._status: dict[int, Status] = {}  # of parameters that are neither idle nor released
         self.settings = UsedSettings(optimizer.rule)
@@ -181,7 +180,7 @@ class Step:
                     "optimizer.step(), which without release updates it after that. Write to parameters after "
                     "optimizer.step(), or run the backward inside release.paused()."
                 )
-            if member.parameter.grad is None and member.placeholder is not None and not self.markers_cleared:
+            if member.parameter.grad is None and member.placeholder is not None:
                 raise RefusedError(
                     f"{self.context.describe(member.key)}: its gradient was cleared before optimizer.step(), by "
                     "model.zero_grad() or p.grad = None, and backward() had updated the parameter with it. Call "
@@ -291,6 +290,12 @@ class Step:
             if member.parameter.grad is member.placeholder:
                 member.parameter.grad = None
 
+    def restore_markers(self) -> None:
+        """Put the markers of this step back where no gradient was left instead."""
+        for member in self.released.values():
+            if member.parameter.grad is None:
+                member.parameter.grad = member.placeholder
+
     @torch.no_grad()
     def close(self) -> None:
         """End the step. A lenient release keeps micro-batches in the moments for the update that completes them."""
@@ -304,7 +309,7 @@ class Step:
         self.in_parts = set()
         self._partial.forget()
         self._versions = {}
-        self.completed = self.markers_cleared = False
+        self.completed = False
 
     def abandon(self) -> None:
         """Forget a step that an exception has cut short."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 
 import pytest
@@ -89,10 +90,14 @@ CLEARINGS: dict[str, Callable[[nn.Module], None]] = {
 }
 
 
+@pytest.mark.parametrize("paused", ["", "before", "between"])
 @pytest.mark.parametrize("clear", CLEARINGS.values(), ids=CLEARINGS)
-def test_gradients_cleared_before_step_raise_in_step(clear: Callable[[nn.Module], None]) -> None:
-    model, optimizer, _ = released()
-    loss_of(model).backward()
+def test_gradients_cleared_before_step_raise_in_step(clear: Callable[[nn.Module], None], paused: str) -> None:
+    model, optimizer, release = released()
+    for when in ("before", "backward", "between"):
+        with release.paused() if when == paused else contextlib.nullcontext():
+            if when == "backward":
+                loss_of(model).backward()
     clear(model)
     with pytest.raises(RefusedError, match=CLEARED):
         optimizer.step()
