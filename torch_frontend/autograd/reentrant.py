@@ -30,9 +30,10 @@ class PartialGradients:
 
     Attributes:
         all_begun: every function of the outermost graph that runs a pass has begun to.
+        in_another: the outermost pass is not the one of the call before.
     """
 
-    all_begun = False
+    all_begun = in_another = False
 
     def __init__(self) -> None:
         self._nesting: set[Any] = {CheckpointFunction}  # the functions known to run a pass in their backward
@@ -54,6 +55,8 @@ class PartialGradients:
             self._nesting |= running
             self.forget()
         graphs = [self._graph_of(node, roots) for node, roots in passes]
+        self._may_nest = self._may_nest or any(graph.to_begin for graph in graphs)
+        self.in_another = bool(self._graphs and graphs) and graphs[-1] is not self._graphs[-1]
         self._graphs = graphs if self._may_nest else []
         if nested and graphs:
             graphs[-1].to_begin.discard(passes[-1][0])

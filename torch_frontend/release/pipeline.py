@@ -87,8 +87,7 @@ class Pipeline:
             max_norm=self.max_norm,
             scaled=scaler is not None,
         )
-        one_pass = strict and policy is Policy.RELEASE
-        self.step = Step(optimizer, self.context, policy, strict=strict, one_pass=one_pass)
+        self.step = Step(optimizer, self.context, policy, strict=strict)
         self.skip_count = SkipCount()
         self.held_average = HeldAverage(
             communication, held=weakly(self._held), attach=weakly(self.attach), due=averages, lock=self.step.lock

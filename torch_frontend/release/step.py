@@ -78,13 +78,10 @@ class Step:
         completed: the backward that released gradients in this step has reached its end.
 
     Args:
-        one_pass: a step has one backward, which uses every gradient.
         strict: a step has one update; see `core.release.decide`.
     """
 
-    def __init__(
-        self, optimizer: ReleasableOptimizer, context: MarkerContext, policy: Policy, *, strict: bool, one_pass: bool
-    ) -> None:
+    def __init__(self, optimizer: ReleasableOptimizer, context: MarkerContext, policy: Policy, *, strict: bool) -> None:
         self.optimizer = optimizer
         self.context = context
         self.policy = policy
@@ -103,8 +100,9 @@ class Step:
         self._status: dict[int, Status] = {}  # of parameters that are neither idle nor released
         self.settings = UsedSettings(optimizer.rule)
         self._partial = PartialGradients()
-        self._one_pass = one_pass
+        self._one_update = strict and policy is not Policy.STATE  # of every gradient, in one backward
         self._top: int | None = None  # number of the user's backward that updated parameters in this step
+        self._latest = -1  # the largest number of a pass so far
 
     def attach(self, parameters: Iterable[Tensor]) -> None:
         """Make these the released parameters."""
@@ -139,12 +137,9 @@ class Step:
         """
         now = pass_number()
         nested = is_nested()
-        if not nested and self._one_pass and not measures and None not in (self._top, now) and now != self._top:
-            raise RefusedError(
-                f"{self.context.describe(id(parameter))}: a second backward() before optimizer.step(), after the first "
-                f"has updated parameters. {AFTER_ANOTHER_BACKWARD}."
-            )
-        if not nested or self.pass_id is NO_PASS:
+        if not nested and not measures and None not in (self._top, now) and now != self._top:
+            raise self._second_backward(parameter)
+        if not nested or self.pass_id is NO_PASS or now != self._latest + 1:  # another pass has run since the last nested one
             self.refresh()
             if self.pass_id is NO_PASS and not self._status:  # the first pass of a step
                 self.context.squares.clear()
@@ -154,14 +149,23 @@ class Step:
                 self.optimizer._opt_called = True
         keeps = measures or measured or (self.policy is Policy.HOLD and not self.last)  # and so no part is used as the whole
         self.in_parts = set() if keeps else self._partial.find(nested=nested)
+        if nested and not keeps and self._one_update and self.released and self._partial.in_another:
+            raise self._second_backward(parameter)
         self.pass_id = now
+        self._latest = max(self._latest, now or 0)
         if measures:
             return
-        if not nested:
+        if not nested and self._one_update and self.last:
             self._top = now
         self.completed = False
         if self.strict and (not nested or self._partial.all_begun):  # the end of the outer pass cannot be seen from inside
             at_end_of_pass(weakly(self.complete))
+
+    def _second_backward(self, parameter: Tensor) -> RefusedError:
+        return RefusedError(
+            f"{self.context.describe(id(parameter))}: a second backward() before optimizer.step(), after the first "
+            f"has updated parameters. {AFTER_ANOTHER_BACKWARD}."
+        )
 
     def complete(self) -> None:
         """Record that the backward has reached its end, and which version of each parameter it has left."""

@@ -108,6 +108,39 @@ def test_reentrant_checkpoints_of_a_layer_used_twice_raise_before_the_first_wron
         train(model, optimizer, batches(1))
 
 
+def test_a_gradient_in_parts_is_refused_in_time_again_after_a_refusal() -> None:
+    """The first part is that of the use without a checkpoint."""
+    model = layers(1)
+    optimizer = AdamW(model.parameters())
+    release_gradients(model, optimizer)
+    before = snapshot(model, optimizer)
+    for _ in range(2):
+        loss = PLACES["above"](model[0], model[0], batches(1)[0].requires_grad_()).pow(2).mean()
+        with pytest.raises(RefusedError, match="in several parts"):
+            loss.backward()
+        assert unchanged(before, snapshot(model, optimizer))
+        optimizer.zero_grad()
+
+
+@pytest.mark.parametrize("lenient", [False, True])
+def test_a_learning_rate_set_between_backwards_is_used_behind_reentrant_checkpoints(lenient: bool) -> None:
+    """Where the first gradient of the second backward comes from a checkpoint."""
+    models, last = [layers(2), layers(2)], [False]
+    for released, model in enumerate(models):
+        optimizer = AdamW(model.parameters(), gradient_release=bool(lenient and released))
+        if lenient and released:
+            prepare_for_gradient_release(model, optimizer)
+        elif released:
+            release_gradients(model, optimizer, accumulation="hold", sync=lambda: last[0])
+        for last[0] in (False, True):
+            optimizer.param_groups[0]["lr"] = 1e-1 if last[0] else 1e-3
+            reentrant(model[1], model[0](batches(1)[0])).pow(2).mean().backward()
+            if last[0] or (lenient and not released):
+                optimizer.step()
+                optimizer.zero_grad()
+    assert same_parameters(*models)
+
+
 def test_reentrant_checkpoints_of_a_layer_used_twice_raise_in_the_measuring_pass() -> None:
     model = layers(2)
     optimizer = AdamW(model.parameters())

@@ -9,6 +9,7 @@ import torch
 from tests.support.counting_backend import WIDTH, Counting, blocks, optimizer_of
 from tests.support.torch_models import batches, bits, gone, layers, loss_of, snapshot, train, unchanged
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from penstock.core.errors import InvalidArgumentError, PenstockError, RefusedError, UnsupportedTensorError
 from penstock.torch_frontend import AdamW, microbatch_blocks, release_gradients
@@ -107,6 +108,26 @@ def test_a_micro_batch_after_the_last_is_refused() -> None:
     loss_of(model, batches(1)[0]).backward()
     last[0] = False
     refused(model, lambda: loss_of(model, batches(1)[0]), match="already updated")
+
+
+@pytest.mark.parametrize("accumulation", [None, "hold"])
+def test_a_second_backward_is_refused_before_layers_that_only_it_uses_are_updated(accumulation: str | None) -> None:
+    """Behind a reentrant checkpoint their gradients come first, and from a pass of their own."""
+    model = released(layers(3), accumulation=accumulation, sync=None if accumulation is None else lambda: True)
+
+    def loss(count: int) -> Tensor:
+        x = model[0](batches(1)[0])
+        for layer in model[1:count]:
+            x = checkpoint(layer, x, use_reentrant=True)
+        return x.pow(2).mean()
+
+    loss(3).backward()
+    model.released.optimizer.step()
+    loss(2).backward()
+    refused(model, lambda: loss(3), match=r"'2\.0\.\w+': a second backward")
+    model.released.optimizer.zero_grad()
+    loss(3).backward()
+    model.released.optimizer.step()
 
 
 def test_a_setting_out_of_range_is_refused_until_it_is_repaired() -> None:
