@@ -127,6 +127,12 @@ class UsedSettings:
             changed = changed_settings(before, group)
             if not self._stepped:  # only micro-batches went into the moments so far
                 changed = [name for name in changed if name in self._by_moments]
+            if changed and not self._stepped:
+                raise RefusedError(
+                    f"{', '.join(changed)} of parameter group {number} changed after micro-batches had gone into the moments "
+                    "and before optimizer.step(): the new value came too late for this step. Set it back, and change it (and "
+                    "call scheduler.step()) after optimizer.step()."
+                )
             if changed:
                 raise RefusedError(
                     f"{', '.join(changed)} of parameter group {number} changed after the backward pass had updated the "

@@ -97,6 +97,12 @@ def _use_pending(pipeline: Pipeline, pending: dict[Tensor, Tensor | None]) -> No
             "the norm that the others were clipped by does not include. Let it come from the loss that release.guard() is "
             "given, or use accumulation='hold'; optimizer.zero_grad() discards it."
         )
+    if late is not None and not step.context.finite:
+        raise RefusedError(
+            f"{step.context.describe(id(late))}: a gradient is in `.grad`, set by hand or left by release.paused(), and the "
+            "gradient of the guarded backward in this step was not finite: without release their sum would not be, either. "
+            "optimizer.zero_grad() discards it."
+        )
     # As long as nothing was updated, non-finite gradients skip the whole step, as in a plain step().
     together = not step.released and all(step.is_held(p) for p in pending)
     by_device = together and bool(gradients) and optimizer._checks_on_device(gradients)

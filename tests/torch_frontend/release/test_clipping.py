@@ -210,6 +210,24 @@ def test_a_second_guarded_backward_is_refused_even_of_other_parameters() -> None
     optimizer.step()
 
 
+def test_a_gradient_beside_an_overflow_is_refused() -> None:
+    """Without release the sum of both would overflow, and the step be skipped."""
+    model = layers(2)
+    optimizer = AdamW(model.parameters())
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0)
+    release = release_gradients(model, optimizer, scaler=scaler)
+    scaler.scale(release.guard(loss_of(model, batches(1)[0]) * float("inf"))).backward()
+    with release.paused():
+        scaler.scale(loss_of(model, batches(1)[0])).backward()
+    before = snapshot(model, optimizer)
+    with pytest.raises(RefusedError, match=r"'0\.0\.weight'.*was not finite.*zero_grad"):
+        scaler.step(optimizer)
+    assert unchanged(before, snapshot(model, optimizer))
+    optimizer.zero_grad()
+    release.guard(loss_of(model, batches(1)[0])).backward()
+    optimizer.step()
+
+
 @pytest.mark.parametrize("how", ["by hand", "paused"])
 def test_a_gradient_that_the_norm_does_not_include_is_refused(how: str) -> None:
     model = parts()

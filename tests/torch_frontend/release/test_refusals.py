@@ -91,5 +91,7 @@ def test_betas_changed_between_micro_batches_raise() -> None:
     optimizer.step()
     loss_of(model, batches(1)[0]).backward()
     optimizer.param_groups[0]["betas"] = (0.5, 0.5)
-    with pytest.raises(RefusedError, match="betas of parameter group 0"):
+    with pytest.raises(RefusedError, match=r"betas of parameter group 0.*Set it back"):
         optimizer.step()
+    optimizer.param_groups[0]["betas"] = (0.9, 0.999)
+    optimizer.step()
