@@ -149,7 +149,7 @@ class Step:
                 self.optimizer._opt_called = True
         keeps = measures or measured or (self.policy is Policy.HOLD and not self.last)  # and so no part is used as the whole
         self.in_parts = set() if keeps else self._partial.find(nested=nested)
-        if nested and not keeps and self._one_update and self.released and self._partial.in_another:
+        if not keeps and self._one_update and self.released and self._partial.in_another:
             raise self._second_backward(parameter)
         self.pass_id = now
         self._latest = max(self._latest, now or 0)

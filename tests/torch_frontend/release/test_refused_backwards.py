@@ -130,6 +130,23 @@ def test_a_second_backward_is_refused_before_layers_that_only_it_uses_are_update
     model.released.optimizer.step()
 
 
+def test_a_backward_after_a_failed_one_behind_a_reentrant_checkpoint_is_refused() -> None:
+    """Which has updated a layer that the other one's graph is computed with."""
+    model = released(layers(2))
+
+    def fail(gradient: Tensor) -> None:
+        raise MemoryError("planted")
+
+    x = model[0](batches(1)[0])
+    x.register_hook(fail)
+    with pytest.raises(MemoryError, match="planted"):
+        checkpoint(model[1], x, use_reentrant=True).pow(2).mean().backward()
+    model[1].requires_grad_(False)
+    refused(model, lambda: loss_of(model, batches(1)[0]), match=r"'0\.0\.\w+': a second backward")
+    model.released.optimizer.zero_grad()
+    train(model, model.released.optimizer, batches(1))
+
+
 def test_a_setting_out_of_range_is_refused_until_it_is_repaired() -> None:
     """At the first gradient, guarded or not, and again until it is repaired."""
     for options in ({}, {"max_norm": 1.0}, {"accumulation": "state"}):
