@@ -1,0 +1,103 @@
+"""Calls and live tensors stay as they are, however long a run is and however often its adapters are swapped."""
+
+from __future__ import annotations
+
+import gc
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from tests.support.torch_models import batches, layers, loss_of
+from torch import nn
+
+from penstock.torch_frontend import AdamW, prepare_for_gradient_release, release_gradients
+
+MODES: dict[str, dict[str, Any]] = {
+    "release": {},
+    "guard": {"max_norm": 1.0},
+    "hold": {"accumulation": "hold"},
+    "state": {"accumulation": "state"},
+    "per tensor": {"max_norm": 1.0, "clipping": "per_tensor"},
+    "lenient": {"lenient": True},
+}
+STEPS, SWAPS = 2000, 20
+BETWEEN = 1920
+"""Steps between the two counts: whole rounds of the cache of each group's scalars, which is emptied when it has 96 entries."""
+
+
+def released_with(model: nn.Module, *, lenient: bool = False, **arguments: Any) -> tuple[AdamW, Any]:
+    optimizer = AdamW(model.parameters(), lr=1e-2, gradient_release=lenient)
+    if lenient:
+        prepare_for_gradient_release(model, optimizer)
+    else:
+        release_gradients(model, optimizer, **arguments)
+    return optimizer, optimizer.release
+
+
+def alive() -> tuple[int, int]:
+    """The number of live tensors, and their bytes."""
+    gc.collect()
+    tensors = [x for x in gc.get_objects() if issubclass(type(x), torch.Tensor)]
+    return len(tensors), sum(x.numel() * x.element_size() for x in tensors)
+
+
+def calls_of(step: Callable[[], None]) -> int:
+    """Python calls in penstock during one step."""
+    counted = 0
+
+    def count(frame: Any, event: str, _: Any) -> None:
+        nonlocal counted
+        counted += event == "call" and "penstock" in frame.f_globals.get("__name__", "")
+
+    sys.setprofile(count)
+    try:
+        step()
+    finally:
+        sys.setprofile(None)
+    return counted
+
+
+@pytest.mark.parametrize("arguments", MODES.values(), ids=MODES)
+def test_a_long_run_does_not_grow(arguments: dict[str, Any]) -> None:
+    model, (batch,) = layers(1, 4), batches(1, 4)
+    optimizer, release = released_with(model, **arguments)
+
+    def step() -> None:
+        release.guard(loss_of(model, batch)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    counts = []
+    for number in range(STEPS):
+        if number in (STEPS - 1 - BETWEEN, STEPS - 1):
+            counts.append((*alive(), calls_of(step)))
+        else:
+            step()
+    assert counts[0] == counts[1]
+
+
+@pytest.mark.parametrize("arguments", MODES.values(), ids=MODES)
+def test_swapped_adapters_do_not_pile_up(arguments: dict[str, Any]) -> None:
+    """Each is put on, trained and taken off again; the base model stays, frozen."""
+    base, (batch,) = layers(1, 4).requires_grad_(False), batches(1, 4)
+    model = nn.Sequential(base, nn.Identity())
+    counts = []
+    for number in range(SWAPS):
+        model[1] = nn.Linear(4, 4)
+        optimizer, release = released_with(model, **arguments)
+
+        def step(optimizer: Any = optimizer, release: Any = release) -> None:
+            release.guard(loss_of(model, batch)).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+        step()
+        calls = calls_of(step)
+        release.remove()
+        model[1] = nn.Identity()
+        del optimizer, release, step
+        if number in (1, SWAPS - 1):
+            counts.append((*alive(), calls))
+    assert counts[0] == counts[1]
