@@ -118,6 +118,13 @@ def slot_of(optimizer: Any, parameter: Tensor) -> Any:
     return optimizer._slot(parameter)
 
 
+def perform_all(optimizer: Any, tasks: list[tuple[Tensor, Tensor | None, Any]]) -> None:
+    """Perform (parameter, gradient, action) for each task, without a release."""
+    with torch.no_grad():
+        optimizer._refresh()
+        optimizer._perform_all(tasks)
+
+
 def all_parameters(optimizer: torch.optim.Optimizer) -> list[Any]:
     return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
