@@ -79,18 +79,18 @@ def transformation(rule: Rule, arguments: Arguments) -> RuleTransformation:
 
     def init(params: PyTree) -> AnyAdamState:
         treedef: Any = jax.tree.structure(params)
-        mu, nu, kept = [], [], []
+        exp_avg, exp_avg_sq, kept = [], [], []
         for path, leaf in jax.tree_util.tree_leaves_with_path(params):
             dtype = jax_ops.dtype_name(leaf)
             check_parameter_dtype(dtype, f"params{jax.tree_util.keystr(path)}")
             dtypes = arguments.dtypes(dtype)
-            mu.append(jax_ops.zeros_like(leaf, dtypes.exp_avg))
-            nu.append(jax_ops.zeros_like(leaf, dtypes.exp_avg_sq))
+            exp_avg.append(jax_ops.zeros_like(leaf, dtypes.exp_avg))
+            exp_avg_sq.append(jax_ops.zeros_like(leaf, dtypes.exp_avg_sq))
             kept.append(initial_leaf(arguments.compensation, leaf))
         state = AdamState(
             count=jnp.zeros([], jnp.int32),
-            mu=treedef.unflatten(mu),
-            nu=treedef.unflatten(nu),
+            exp_avg=treedef.unflatten(exp_avg),
+            exp_avg_sq=treedef.unflatten(exp_avg_sq),
             compensation=initial_compensation(params, kept),
         )
         if not arguments.betas_may_change:
@@ -111,22 +111,22 @@ def transformation(rule: Rule, arguments: Arguments) -> RuleTransformation:
         count, treedef, leaves = leaves_of(rule, arguments, updates, state, params)
         paths = [path for path, _ in jax.tree_util.tree_leaves_with_path(updates, is_leaf=lambda x: x is None)]
         given = [None] * len(leaves) if params is None else treedef.flatten_up_to(params)
-        kept = zip(*(treedef.flatten_up_to(field) for field in (state.mu, state.nu, state.compensation)), strict=True)
+        kept = zip(*(treedef.flatten_up_to(field) for field in state[1:4]), strict=True)
         results: list[tuple[Any, ...]] = []
-        for path, parameter, leaf, (mu, nu, compensation) in zip(paths, given, leaves, kept, strict=True):
+        for path, parameter, leaf, old in zip(paths, given, leaves, kept, strict=True):
             if leaf is None:  # without a gradient the state stays as it is
                 increment, new = None, parameter
-                results.append((None, mu, nu, compensation))
+                results.append((None, *old))
             else:
                 increment, new, *state_of_leaf = _update_leaf(rule, leaf, arguments.scales_only, direct=record is not None)
                 results.append((increment, *state_of_leaf))
             if record is not None:
                 decays = leaf is not None and not is_zero(leaf.hyperparameters.weight_decay)
                 source = Source(rule, arguments, decays)
-                record(Record(path, parameter, increment, new, compensation is not None, source))
+                record(Record(path, parameter, increment, new, old[-1] is not None, source))
         columns = zip(*results, strict=True) if results else ((), (), (), ())
-        updates, mu, nu, compensation = (treedef.unflatten(column) for column in columns)
-        return updates, state._replace(count=count, mu=mu, nu=nu, compensation=compensation)
+        updates, *fields = (treedef.unflatten(column) for column in columns)
+        return updates, state._replace(count=count, **dict(zip(AdamState._fields[1:], fields, strict=True)))
 
     made = RuleTransformation(init, update)
     made.rule, made.arguments = rule, arguments
@@ -151,7 +151,8 @@ def under_betas(arguments: Arguments, state: AnyAdamState) -> AnyAdamState:
     def of(moments: PyTree, before: Array, after: Array) -> PyTree:
         return jax.tree.map(lambda x: specification.rebiased(jax_ops, x, state.count, before, after), moments)
 
-    return state._replace(mu=of(state.mu, state.b1, b1), nu=of(state.nu, state.b2, b2), b1=b1, b2=b2)
+    exp_avg, exp_avg_sq = of(state.exp_avg, state.b1, b1), of(state.exp_avg_sq, state.b2, b2)
+    return state._replace(exp_avg=exp_avg, exp_avg_sq=exp_avg_sq, b1=b1, b2=b2)
 
 
 def leaves_of(
@@ -173,7 +174,7 @@ def leaves_of(
         decays_of = [True] * len(grads)
     else:
         decays_of = treedef.flatten_up_to(decayed(arguments.mask, params))
-    states = [_flatten_like(treedef, field, "the optimizer state") for field in (state.mu, state.nu, state.compensation)]
+    states = [_flatten_like(treedef, field, "the optimizer state") for field in state[1:]]
     by_dtype: dict[str, _Numbers] = {}
     leaves: list[Leaf | None] = []
     for (path, gradient), parameter, decays, *kept in zip(grads, parameters, decays_of, *states, strict=True):
@@ -216,14 +217,14 @@ def _check_without_params(rule: Rule, arguments: Arguments, state: AnyAdamState)
         raise InvalidArgumentError(params_needed(rule.name, why))
 
 
-def _check_gradient(gradient: Array, mu: Array, path: Any) -> None:
+def _check_gradient(gradient: Array, exp_avg: Array, path: Any) -> None:
     name = f"the gradient of params{jax.tree_util.keystr(path)}"
     dtype = jax_ops.dtype_name(gradient)
     if not jnp.issubdtype(dtype, jnp.floating):
         raise UnsupportedTensorError(f"{name} has dtype {dtype}; it must be a floating-point array.")
-    if jnp.shape(gradient) != jnp.shape(mu):
+    if jnp.shape(gradient) != jnp.shape(exp_avg):
         raise InvalidArgumentError(
-            f"{name} has shape {jnp.shape(gradient)}, but its state has {jnp.shape(mu)}; they must be equal."
+            f"{name} has shape {jnp.shape(gradient)}, but its state has {jnp.shape(exp_avg)}; they must be equal."
         )
 
 
@@ -238,7 +239,7 @@ def _check_compensation(compensation: str, kept: Array | None, parameter: Array,
 
 
 def _update_leaf(rule: Rule, leaf: Leaf, scales_only: bool, *, direct: bool) -> tuple[Any, ...]:
-    """Return (increment, new parameter, mu, nu, compensation) of one parameter; no new parameter where scales_only."""
+    """Return (increment, new parameter, *fields of its new state); no new parameter where scales_only."""
     hyperparameters, corrections, compensation, parameter, gradient, state = leaf
     value = compensations.load(jax_ops, compensation, Stored(parameter, state.compensation))
     added, state = specification.increment(jax_ops, rule, hyperparameters, corrections, value, gradient, state)

@@ -25,8 +25,8 @@ def _replicated(params: PyTree) -> NamedSharding | None:
 def init_sharded_like(init: Callable[[PyTree], PyTree], params: PyTree, model: PyTree) -> PyTree:
     """Return init(params) with every array that belongs to a parameter sharded as that is, and all others replicated.
 
-    An array belongs to the parameter whose path its own path ends with, as in state.mu["w"] and params["w"], if it has that
-    parameter's shape. It is made where it stays: no device has to hold the whole of it.
+    An array belongs to the parameter whose path its own path ends with, as in state.exp_avg["w"] and params["w"], if it has
+    that parameter's shape. It is made where it stays: no device has to hold the whole of it.
 
     Args:
         init: can be traced.

@@ -11,11 +11,14 @@ PyTree = Any
 
 
 class AdamState(NamedTuple):
-    """State of `stable_adamw`, `adamw`, `adam` and `scale_by_stable_adam`."""
+    """State of `stable_adamw`, `adamw`, `adam` and `scale_by_stable_adam`.
+
+    Its moments are debiased already: what reads Optax's mu and nu, and debiases them, must not find these.
+    """
 
     count: jax.Array  # type: ignore[assignment]  # shape=(), dtype=int32: updates so far
-    mu: PyTree  # like params: debiased mean of the gradients, parameter's dtype unless mu_dtype
-    nu: PyTree  # like params: debiased mean of their squares, parameter's dtype unless nu_dtype or too low
+    exp_avg: PyTree  # like params: debiased mean of the gradients, parameter's dtype unless mu_dtype
+    exp_avg_sq: PyTree  # like params: debiased mean of their squares, parameter's dtype unless nu_dtype or too low
     compensation: PyTree  # like params: int16 (split) or the parameter's dtype (kahan); None where not compensated
 
 
@@ -23,11 +26,11 @@ class AdamStateWithBetas(NamedTuple):
     """`AdamState` where b1 or b2 is an array, which may be another one in the next update (`optax.inject_hyperparams`)."""
 
     count: jax.Array  # type: ignore[assignment]
-    mu: PyTree
-    nu: PyTree
+    exp_avg: PyTree
+    exp_avg_sq: PyTree
     compensation: PyTree
-    b1: jax.Array  # shape=(): that mu is debiased under, of the last update
-    b2: jax.Array  # shape=(): that nu is debiased under
+    b1: jax.Array  # shape=(): that exp_avg is debiased under, of the last update
+    b2: jax.Array  # shape=(): that exp_avg_sq is debiased under
 
 
 ADAM_STATES = (AdamState, AdamStateWithBetas)

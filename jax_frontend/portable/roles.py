@@ -157,7 +157,8 @@ def roles_of(part: Part, state: PyTree) -> PyTree:
 def _names(part: Part, node: PyTree) -> tuple[str, ...]:
     """Return the names of the parameters whose moments are in a node, or below it."""
     states = [found for found in jax.tree.leaves(node, is_leaf=is_adam) if is_adam(found)]
-    return tuple(part.name(path) for found in states for path, _ in jax.tree_util.tree_leaves_with_path(found.mu))
+    firsts = [found.mu if isinstance(found, optax.ScaleByAdamState) else found.exp_avg for found in states]
+    return tuple(part.name(path) for first in firsts for path, _ in jax.tree_util.tree_leaves_with_path(first))
 
 
 def _roles(part: Part, node: PyTree, scope: tuple[str, ...], where: str) -> PyTree:
@@ -174,17 +175,14 @@ def _roles(part: Part, node: PyTree, scope: tuple[str, ...], where: str) -> PyTr
         return jax.tree.map(lambda _: Role(kind, scope, f"{where}.{field}", isinstance(node, optax.ScaleByAdamState)), tree)
 
     if is_adam(node):
-        found = {
-            "count": all_of(Kind.COUNT, node.count, "count"),
-            "mu": each(Kind.EXP_AVG, node.mu, "mu"),
-            "nu": each(Kind.EXP_AVG_SQ, node.nu, "nu"),
-        }
-        if isinstance(node, ADAM_STATES):
-            found["compensation"] = each(Kind.COMPENSATION, node.compensation, "compensation")
+        kinds = {"exp_avg": Kind.EXP_AVG, "exp_avg_sq": Kind.EXP_AVG_SQ, "compensation": Kind.COMPENSATION}
+        if isinstance(node, optax.ScaleByAdamState):
+            kinds = {"mu": Kind.EXP_AVG, "nu": Kind.EXP_AVG_SQ}
+        found = {field: each(kind, getattr(node, field), field) for field, kind in kinds.items()}
         for field, beta in zip(("b1", "b2"), BETAS, strict=True):
             if hasattr(node, field):
                 found[field] = all_of(beta, getattr(node, field), field)
-        return node._replace(**found)
+        return node._replace(count=all_of(Kind.COUNT, node.count, "count"), **found)
     if isinstance(node, CompensatedState):
         inner = _roles(part, node.inner_state, scope, f"{where}.inner_state")
         return CompensatedState(inner, each(Kind.COMPENSATION, node.compensation, "compensation"))

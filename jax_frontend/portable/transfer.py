@@ -73,9 +73,9 @@ def export_state(
     opened = _opened(tx, state, rule, betas, parameters)
     entries = {}
     for name, slot in opened.slots.items():
-        mu, nu, step = to_host(slot.arrays[Kind.EXP_AVG]), to_host(slot.arrays[Kind.EXP_AVG_SQ]), slot.step
-        dtypes = StateDtypes(mu.dtype.name, nu.dtype.name)
-        moments = without_bias(Moments(mu, nu), opened.betas, step, dtypes) if opened.betas and slot.biased else Moments(mu, nu)
+        moments, step = Moments(to_host(slot.arrays[Kind.EXP_AVG]), to_host(slot.arrays[Kind.EXP_AVG_SQ])), slot.step
+        if opened.betas and slot.biased:
+            moments = without_bias(moments, opened.betas, step, StateDtypes(*(moment.dtype.name for moment in moments)))
         kept = slot.arrays.get(Kind.COMPENSATION)
         expected = slot.expected
         entries[name] = ParameterState(

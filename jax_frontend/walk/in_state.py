@@ -24,8 +24,8 @@ from .passes import Arrays, backward, forward, head
 from .stacked import at
 from .step_settings import StepSettings, joined_state, split_state
 
-_MOMENTS = ("mu", "nu", "mean_square")
-_UPDATED = ("params", "mu", "nu", "compensation")
+_MOMENTS = ("exp_avg", "exp_avg_sq", "mean_square")
+_UPDATED = ("params", "exp_avg", "exp_avg_sq", "compensation")
 _BETAS = ("b1", "b2")
 """Where the state keeps them: they change before the first micro-batch, and stay for the others."""
 
@@ -100,8 +100,8 @@ def accumulate(tx: Any, arrays: Arrays, grads: PyTree, *, first: bool) -> Arrays
 
     Args:
         tx: one of penstock's transforms.
-        arrays: "params", "count", "compensation", and what changes: "mu", "nu" and "mean_square", the sum over the
-            micro-batches so far.
+        arrays: "params", "count", "compensation", and what changes: "exp_avg", "exp_avg_sq" and "mean_square", the sum
+            over the micro-batches so far.
         grads: of the layer.
         first: this is the first micro-batch, which decays the moments.
     """
@@ -131,7 +131,7 @@ def _columns(treedef: Any, rows: list[tuple[Any, ...]], names: tuple[str, ...]) 
 
 
 def _leaves(tx: RuleTransformation, arrays: Arrays, grads: PyTree) -> tuple[jax.Array, Any, list[Leaf | None]]:
-    state = AdamState(arrays["count"], arrays["mu"], arrays["nu"], arrays["compensation"])
+    _, state = _pair(arrays)
     count, treedef, leaves = leaves_of(tx.rule, tx.arguments, grads, state, arrays["params"])
     sums = treedef.flatten_up_to(arrays["mean_square"])
 
@@ -151,7 +151,7 @@ def _split(state: AnyAdamState, params: PyTree, stacked: bool) -> tuple[Arrays, 
     def zero(leaf: jax.Array) -> jax.Array:
         return jnp.zeros(leaf.shape[:1] if stacked else (), jax.eval_shape(upcast, leaf).dtype)
 
-    moments = {"mu": state.mu, "nu": state.nu, "mean_square": jax.tree.map(zero, params)}
+    moments = {"exp_avg": state.exp_avg, "exp_avg_sq": state.exp_avg_sq, "mean_square": jax.tree.map(zero, params)}
     return moments, {"params": params, **{name: x for name, x in state._asdict().items() if name not in moments}}
 
 

@@ -116,10 +116,10 @@ def arrays_of(parameters: Mapping[str, Any], state: Any) -> dict[str, dict[str, 
     """Return JAX arrays of parameters and transform state, by tensor, then by field of `Held`."""
     found = {}
     for adam in _adam_states(state):
-        for name, exp_avg in adam.mu.items():
+        for name, exp_avg in adam.exp_avg.items():
             if hasattr(exp_avg, "dtype"):  # the others are masked: another group's
                 kept = None if adam.compensation is None else adam.compensation[name]
-                found[name] = {"compensation": kept, "exp_avg": exp_avg, "exp_avg_sq": adam.nu[name]}
+                found[name] = {"compensation": kept, "exp_avg": exp_avg, "exp_avg_sq": adam.exp_avg_sq[name]}
     return {name: {"parameter": parameter, **found[name]} for name, parameter in parameters.items()}
 
 
@@ -130,7 +130,7 @@ def held_of(parameters: Mapping[str, Any], state: Any) -> dict[str, Held]:
 
 def _adam_states(state: Any) -> Iterator[Any]:
     """The states of penstock's transforms: one alone or inside a chain, or one for each group, where others are masked."""
-    if hasattr(state, "mu"):
+    if hasattr(state, "exp_avg"):
         yield state
     elif isinstance(state, tuple | dict):
         for part in state.values() if isinstance(state, dict) else state:

@@ -154,7 +154,7 @@ class JaxSide:
     def held(self) -> dict[str, Held]:
         params = self.state.params["layers"]
         state = self.state.opt_state.layers if self.stacked else self.state.opt_state
-        trees = {"parameter": params, "compensation": state.compensation, "exp_avg": state.mu, "exp_avg_sq": state.nu}
+        trees = {"parameter": params, **{field: getattr(state, field) for field in ("exp_avg", "exp_avg_sq", "compensation")}}
 
         def array(tree: Any, layer: int, name: str) -> Any:
             if self.stacked:

@@ -14,7 +14,16 @@ import pytest
 from tests.support.jax_training import TRANSFORMS, assert_close, assert_equal, float64, gradients, train, train_directly, tree
 
 from penstock.core.errors import InvalidArgumentError, RefusedError
-from penstock.jax_frontend import AdamState, AdamStateWithBetas, adam, adamw, make_update, scale_by_stable_adam, stable_adamw
+from penstock.jax_frontend import (
+    AdamState,
+    AdamStateWithBetas,
+    adam,
+    adamw,
+    init_train_state,
+    make_update,
+    scale_by_stable_adam,
+    stable_adamw,
+)
 from penstock.jax_frontend.direct import apply_directly
 
 WAYS = pytest.mark.parametrize("way", [train, train_directly])
@@ -160,7 +169,7 @@ def test_apply_if_finite_skips_only_what_is_not_finite(rule, way, dtype) -> None
     after, state = way(optax.apply_if_finite(tx, 3), params, [grads[0], bad, *grads[1:]])
     expected, expected_state = train(tx, params, grads)
     assert_close(after, expected, rtol=1e-6 if dtype == "float32" else 2**-7)
-    assert_close(state.inner_state.mu, expected_state.mu, rtol=1e-6 if dtype == "float32" else 2**-6, atol=1e-6)
+    assert_close(state.inner_state.exp_avg, expected_state.exp_avg, rtol=1e-6 if dtype == "float32" else 2**-6, atol=1e-6)
     assert state.inner_state.count == len(grads)
 
 
@@ -220,14 +229,22 @@ def test_schedule_free_converges(rule, way) -> None:
     np.testing.assert_allclose(trained(jnp.zeros(4)), target, atol=0.05)
 
 
+@pytest.mark.parametrize("field", ["mu", "nu"])
+def test_debiased_moments_are_not_found_under_the_names_of_biased_ones(field) -> None:
+    """Code that reads Optax's mu and nu divides them by 1-b^t, which would correct these a second time."""
+    for layered in (False, True):
+        params = {"outer": {"w": jnp.ones(2)}, "layers": {"w": jnp.ones((2, 3))}}
+        assert optax.tree_utils.tree_get(init_train_state(adamw(1e-3), params, layered=layered), field) is None
+
+
 @CASES
 def test_tree_map_params_finds_the_fields_like_parameters(rule, dtype) -> None:
     params = {"w": jnp.ones((3, 2), dtype), "b": jnp.ones(2, dtype)}
     state = TRANSFORMS[rule](1e-3).init(params)
     specs = {"w": "spec of w", "b": "spec of b"}
     mapped = optax.tree_map_params(TRANSFORMS[rule](1e-3), lambda _, spec: spec, state, specs)
-    assert mapped.mu == specs
-    assert mapped.nu == specs
+    assert mapped.exp_avg == specs
+    assert mapped.exp_avg_sq == specs
     assert mapped.count == 0
 
 

@@ -104,7 +104,7 @@ def test_a_constant_gradient_gives_a_direction_of_one(rule) -> None:
         tx = TRANSFORMS[rule](1e-9, eps=1e-12, weight_decay=0.0)
         _, state = scanned(tx, jax.tree.map(jnp.zeros_like, sizes), sizes, 300, False)
         for dtype in DTYPES:
-            mu, nu = (np.asarray(moments[dtype], np.float64) for moments in (state.mu, state.nu))
+            mu, nu = (np.asarray(moments[dtype], np.float64) for moments in (state.exp_avg, state.exp_avg_sq))
             np.testing.assert_allclose(np.abs(mu / (np.sqrt(nu) + 1e-12)), 1.0, atol=0.01, err_msg=dtype)
 
 
@@ -139,7 +139,7 @@ def test_scale_by_stable_adam_in_a_chain_equals_stable_adamw() -> None:
     ours, state = train(chained, params, grads)
     expected, expected_state = train(stable_adamw(lambda count: 1e-2 / (1 + count), weight_decay=0.1, mask=MASK), params, grads)
     assert_close(ours, expected, rtol=2e-6, atol=1e-7)
-    assert_equal(state[0].nu, expected_state.nu)
+    assert_equal(state[0].exp_avg_sq, expected_state.exp_avg_sq)
 
 
 @pytest.mark.parametrize("way", [train, train_directly])

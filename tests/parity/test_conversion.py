@@ -93,9 +93,9 @@ def altered(state: TrainState, field: str, change: Callable[[jax.Array], jax.Arr
 FAULTS: dict[str, tuple[str, Callable[[jax.Array], jax.Array], set[str]]] = {
     "step counted once more": ("count", lambda step: step + 1, {"file", "parameter"}),
     "compensation left behind": ("compensation", jnp.zeros_like, {"file", "compensation, there", "compensation, back"}),
-    "moment debiased twice": ("mu", lambda m: m * 2, {"file", "exp_avg, there", "exp_avg, back"}),
+    "moment debiased twice": ("exp_avg", lambda m: m * 2, {"file", "exp_avg, there", "exp_avg, back"}),
     "second moment negligently rounded": (
-        "nu",
+        "exp_avg_sq",
         lambda v: v.astype("float16").astype(v.dtype),
         {"file", "exp_avg_sq, there", "exp_avg_sq, back"},
     ),

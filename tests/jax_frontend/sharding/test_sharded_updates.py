@@ -108,11 +108,11 @@ def test_a_state_is_sharded_as_its_parameters(name: str, layered: bool) -> None:
     state, up = init_train_state(TRANSFORMS[name], params, layered=layered), params["layers"]["up"]
     assert_lies_like(state.params, params)
     assert {leaf.sharding.device_set == up.sharding.device_set for leaf in jax.tree.leaves(state)} == {True}
-    for field in ("mu", "nu"):
+    for field in ("exp_avg", "exp_avg_sq"):
         (moment,) = (
             leaf
             for path, leaf in jax.tree_util.tree_leaves_with_path(state.opt_state)
-            if f".{field}" in (text := jax.tree_util.keystr(path)) and text.endswith("['up']")
+            if f".{field}[" in (text := jax.tree_util.keystr(path)) and text.endswith("['up']")
         )
         assert_lies_like(moment, up)
         assert moment.addressable_shards[0].data.size * len(moment.devices()) == moment.size
