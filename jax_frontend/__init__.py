@@ -23,7 +23,8 @@ for _package in ("jax", "optax"):
 from .compensation import compensated  # noqa: E402  (only after the check)
 from .loss_scaling import LossScale, dynamic_loss_scale  # noqa: E402
 from .portable import export_state, import_state  # noqa: E402
-from .release_layers import ReleasedLayers, release_layers  # noqa: E402
+from .release_layers import release_layers  # noqa: E402
+from .released_layers import ReleasedLayers  # noqa: E402
 from .separability import check_separable  # noqa: E402
 from .state import AdamState, AdamStateWithBetas, CompensatedState  # noqa: E402
 from .train_state import LayeredState, TrainState, init_train_state  # noqa: E402

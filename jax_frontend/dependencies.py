@@ -20,20 +20,29 @@ Marks = int
 
 
 def flow(jaxpr: jaxpr_types.Jaxpr, given: Sequence[Marks]) -> list[Marks]:
-    """Return for every output of a jaxpr the marks of all inputs that it depends on.
+    """Return for every output of a jaxpr the marks of all inputs that it depends on, through references, too.
 
     Args:
         jaxpr: with constants unmarked.
         given: the marks of the inputs.
     """
+    return _flow(jaxpr, given)[0]
+
+
+def _flow(jaxpr: jaxpr_types.Jaxpr, given: Sequence[Marks]) -> tuple[list[Marks], list[Marks]]:
+    """Return the marks of the outputs, and those of the inputs at the end: only those of references change."""
     marks: dict[Any, Marks] = dict(zip(jaxpr.invars, given, strict=True))
 
     def of(atom: Any) -> Marks:
         return 0 if isinstance(atom, jaxpr_types.Literal) else marks.get(atom, 0)
 
     for equation in jaxpr.eqns:
-        marks.update(zip(equation.outvars, _through(equation, [of(atom) for atom in equation.invars]), strict=True))
-    return [of(atom) for atom in jaxpr.outvars]
+        outputs, inputs = _through(equation, [of(atom) for atom in equation.invars])
+        marks.update(zip(equation.outvars, outputs, strict=True))
+        for atom, after in zip(equation.invars, inputs, strict=True):
+            if not isinstance(atom, jaxpr_types.Literal):
+                marks[atom] = of(atom) | after
+    return [of(atom) for atom in jaxpr.outvars], [of(atom) for atom in jaxpr.invars]
 
 
 def _union(marks: Iterable[Marks]) -> Marks:
@@ -47,43 +56,59 @@ def _open(jaxpr: Any) -> Any:
     return jaxpr.jaxpr if isinstance(jaxpr, jaxpr_types.ClosedJaxpr) else jaxpr
 
 
-def _through(equation: jaxpr_types.JaxprEqn, given: list[Marks]) -> list[Marks]:
-    """Return the marks of an equation's outputs; those of an unknown primitive depend on all its operands."""
+def _through(equation: jaxpr_types.JaxprEqn, given: list[Marks]) -> tuple[list[Marks], list[Marks]]:
+    """Return the marks of an equation's outputs, and those of its operands afterwards.
+
+    The outputs of an unknown primitive, and the references that it is given, depend on all its operands.
+    """
     name, parameters = equation.primitive.name, equation.params
     if name in _CALLS:
         kinds = (jaxpr_types.Jaxpr, jaxpr_types.ClosedJaxpr)
         inner = [_open(value) for value in parameters.values() if isinstance(value, kinds)]
         if len(inner) == 1 and len(inner[0].invars) == len(given):
-            return flow(inner[0], given)
+            return _flow(inner[0], given)
     if name == "cond":
         predicate, *operands = given
-        branches = [flow(_open(branch), operands) for branch in parameters["branches"]]
-        return [_union((predicate, *marks)) for marks in zip(*branches, strict=True)]
+        branches = [_flow(_open(branch), operands) for branch in parameters["branches"]]
+        outputs = [_union((predicate, *marks)) for marks in zip(*(out for out, _ in branches), strict=True)]
+        after = [_union(marks) for marks in zip(*(written for _, written in branches), strict=True)]
+        return outputs, [predicate, *(new if new == old else new | predicate for old, new in zip(operands, after, strict=True))]
     if name == "scan":
         constants, carried = parameters["num_consts"], parameters["num_carry"]
-        return _looped(
-            lambda carry: flow(_open(parameters["jaxpr"]), [*given[:constants], *carry, *given[constants + carried :]]),
-            given[constants : constants + carried],
-        )
+        split = constants + carried
+
+        def iteration(state: list[Marks]) -> tuple[list[Marks], list[Marks]]:
+            outputs, inputs = _flow(_open(parameters["jaxpr"]), [*state, *given[split:]])
+            return [*inputs[:constants], *outputs[:carried]], outputs[carried:]
+
+        state, ys = _looped(iteration, given[:split])
+        return [*state[constants:], *ys], [*state[:constants], *given[constants:]]
     if name == "while":
         constants, body_constants = parameters["cond_nconsts"], parameters["body_nconsts"]
         split = constants + body_constants
 
-        def body(carry: list[Marks]) -> list[Marks]:
-            (condition,) = flow(_open(parameters["cond_jaxpr"]), [*given[:constants], *carry])
-            return [condition | each for each in flow(_open(parameters["body_jaxpr"]), [*given[constants:split], *carry])]
+        def body(state: list[Marks]) -> tuple[list[Marks], list[Marks]]:
+            (condition,), _ = _flow(_open(parameters["cond_jaxpr"]), [*given[:constants], *state[body_constants:]])
+            outputs, inputs = _flow(_open(parameters["body_jaxpr"]), state)
+            written = [new if new == old else new | condition for old, new in zip(state, inputs, strict=True)]
+            return [*written[:body_constants], *(condition | each for each in outputs)], []
 
-        return _looped(body, given[split:])
+        state, _ = _looped(body, given[constants:])
+        return state[body_constants:], [*given[:constants], *state[:body_constants], *given[split:]]
     if name == "optimization_barrier":
-        return given
-    return [_union(given)] * len(equation.outvars)
+        return given, given
+    union = _union(given)
+    is_reference = [hasattr(atom.aval, "inner_aval") and name != "get" for atom in equation.invars]
+    return [union] * len(equation.outvars), [union if each else old for each, old in zip(is_reference, given, strict=True)]
 
 
-def _looped(body: Callable[[list[Marks]], list[Marks]], carry: list[Marks]) -> list[Marks]:
-    """Return the marks of a loop's outputs after any number of rounds: those of the first carry to which a round adds none."""
+def _looped(
+    body: Callable[[list[Marks]], tuple[list[Marks], list[Marks]]], state: list[Marks]
+) -> tuple[list[Marks], list[Marks]]:
+    """Return what `body` returns, (state, other outputs), from the first state on to which a round adds nothing."""
     while True:
-        out = body(carry)
-        grown = [before | after for before, after in zip(carry, out, strict=False)]
-        if grown == carry:
-            return [*grown, *out[len(carry) :]]
-        carry = grown
+        new, others = body(state)
+        grown = [before | after for before, after in zip(state, new, strict=True)]
+        if grown == state:
+            return grown, others
+        state = grown

@@ -35,6 +35,15 @@ def test_dependencies_are_followed_through_control_flow() -> None:
 
     assert marks_of(repeated, (), (), ()) == [0b011, 0b111]
 
+    if hasattr(jax, "new_ref"):
+
+        def referred(a, b, c):
+            written, read = jax.new_ref(a), jax.new_ref(a)
+            lax.fori_loop(0, 3, lambda i, x: (written.__setitem__(..., x * 2), x + read[...] * b)[1], c)
+            return written[...], read[...]
+
+        assert marks_of(referred, (), (), ()) == [0b111, 0b001]
+
     def called(a, b):
         return jax.jit(lambda x, y: (jax.nn.relu(x), jax.checkpoint(jnp.sin)(y)))(a, b)
 

@@ -121,6 +121,20 @@ def test_a_loop_in_any_order_with_more_inputs_and_outputs_equals_the_plain_step(
 
 
 @needs_references
+def test_a_layer_may_be_read_before_its_update_under_stop_gradient() -> None:
+    """Outside of jax.checkpoint nothing is read again; inside, a call that comes before the trained one is read before it."""
+
+    def frozen_too(outer, layers, batch):
+        x = embed(outer, batch)
+        x = x + jax.lax.stop_gradient(layers(3, x))
+        x = x + jax.checkpoint(lambda x: jax.lax.stop_gradient(layers(0, x)))(x)
+        return loss({"embedding": outer["embedding"] + jnp.mean(x)}, layers, batch)
+
+    with float64():
+        compare(frozen_too, layer, tokens())
+
+
+@needs_references
 def test_layers_are_updated_whatever_else_is_differentiated() -> None:
     def frozen(outer, layers, batch):
         return loss(jax.lax.stop_gradient(outer), layers, batch)
@@ -187,6 +201,17 @@ def one_more(index):
     return scanned(lambda layers, i, x, _: layers(i, x), lambda indices, _: jnp.append(indices, index))
 
 
+def of_the_input(outer, layers, batch) -> jax.Array:
+    """The derivative by what enters the layers, which depends on no parameter outside of them."""
+    x = jax.nn.one_hot(batch, WIDTH)
+    return jax.grad(lambda x: jnp.sum(jax.lax.scan(lambda x, i: (layers(i, x), None), x, layers.indices)[0]))(x)
+
+
+def adversarial(outer, layers, batch) -> jax.Array:
+    x = jax.nn.one_hot(batch, WIDTH) + 0.1 * jnp.sign(of_the_input(outer, layers, batch))
+    return head(outer, jax.lax.scan(lambda x, i: (layers(i, x), None), x, layers.indices)[0], batch)
+
+
 REFUSED = {
     "twice": (scanned(lambda layers, i, x, _: layers(jnp.minimum(i, 2), x)), "reaches layer 2 2 times"),
     "tied": (scanned(lambda layers, i, x, _: layers(i, layers(i, x))), "reaches layer 0 2 times"),
@@ -201,7 +226,31 @@ REFUSED = {
     "chosen": (scanned(lambda layers, i, x, _: layers(i, x), lambda indices, batch: indices + batch[0]), "batch decides"),
     "skipped": (
         scanned(lambda layers, i, x, b: jax.lax.cond(b[0] > i, lambda: layers(i, x), lambda: x)),
-        "batch decides which layers",
+        "inside of lax.cond.* multiply what it adds by 0",
+    ),
+    "in both branches": (
+        scanned(lambda layers, i, x, _: jax.lax.cond(i > 1, lambda: layers(i, x), lambda: layers(i, 2 * x))),
+        "inside of lax.cond",
+    ),
+    "differentiated by the loss": (
+        lambda outer, layers, batch: adversarial(outer, layers, batch),
+        "differentiates layer 0 itself",
+    ),
+    "differentiated by the loss alone": (
+        lambda outer, layers, batch: jnp.sum(outer["embedding"]) * jnp.sum(of_the_input(outer, layers, batch)),
+        "differentiates layer 0 itself.*from state.params",
+    ),
+    "forward mode": (
+        lambda outer, layers, batch: jax.jvp(
+            lambda x: loss({"embedding": outer["embedding"] + x}, layers, batch), (0.0,), (1.0,)
+        )[1],
+        "jax.jvp",
+    ),
+    "read under stop_gradient in a checkpoint after its update": (
+        scanned(
+            jax.checkpoint(lambda layers, i, x, _: layers(i, x + jax.lax.stop_gradient(layers(3 - i, x))), static_argnums=0)
+        ),
+        "reads layer 2 again after its update",
     ),
     "chosen by a parameter": (
         lambda outer, layers, batch: jnp.mean(layers(jnp.int32(outer["embedding"][0, 0] > 0), embed(outer, batch))),
