@@ -22,6 +22,7 @@ for _package in ("jax", "optax"):
 
 from .compensation import compensated  # noqa: E402  (only after the check)
 from .loss_scaling import LossScale, dynamic_loss_scale  # noqa: E402
+from .losses import WeightedMean  # noqa: E402
 from .portable import export_state, import_state  # noqa: E402
 from .release_layers import release_layers  # noqa: E402
 from .released_layers import ReleasedLayers  # noqa: E402
@@ -44,6 +45,7 @@ __all__ = [
     "LossScale",
     "ReleasedLayers",
     "TrainState",
+    "WeightedMean",
     "adam",
     "adamw",
     "check_separable",

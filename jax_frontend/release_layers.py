@@ -19,7 +19,7 @@ import optax
 from ..core.errors import InvalidArgumentError, MissingDependencyError
 from .direct import apply_directly, as_transformation
 from .donation import DonatingFunction
-from .losses import scaled_loss
+from .losses import scaled_loss, with_aux
 from .norms import global_norm, norm_dtype
 from .released_layers import ReleasedLayers, check_counts, count_visits, one_hot
 from .separability import check_separable
@@ -35,6 +35,7 @@ def release_layers(
     tx: optax.GradientTransformation,
     *,
     fence: str = "auto",
+    has_aux: bool = False,
 ) -> DonatingFunction:
     r"""Return a jitted training step (state, batch) -> (state, metrics) for a loss function with its own loop over layers.
 
@@ -56,6 +57,8 @@ def release_layers(
         layer: (layer_params, *inputs) -> any tree.
         tx: an Optax transform that can be applied layer by layer (`check_separable`).
         fence: what separates reads of old slices from writes of new ones, as for `make_release_step`.
+        has_aux: loss_fn returns (loss, aux), as for jax.grad, and the metrics have "aux": any tree of arrays, which is not
+            differentiated.
 
     Returns:
         A jitted function, with .lower and .trace, that donates its state, which comes from `init_train_state`. metrics are
@@ -85,12 +88,12 @@ def release_layers(
     def step(state: TrainState, batch: PyTree) -> tuple[TrainState, dict[str, jax.Array]]:
         outer, layers = _checked(tx, state)
         count, dtype = number_of_layers(layers), norm_dtype(state.params)
-        check_counts(count_visits(loss_fn, layer, outer, layers, batch))
+        check_counts(count_visits(scaled_loss(loss_fn, has_aux), layer, outer, layers, batch))
         references = jax.tree.map(jax.new_ref, (layers, state.opt_state.layers))
 
         def loss(outer: PyTree, norms: jax.Array) -> Any:
             call = functools.partial(_released(layer, tx, references, resolve_fence(fence)), norms)
-            return scaled_loss(loss_fn)(outer, ReleasedLayers(call, count), batch)
+            return scaled_loss(loss_fn, has_aux)(outer, ReleasedLayers(call, count), batch)
 
         # The derivative with respect to `norms` is the norm of each layer's gradient, from the layers' own backward passes.
         # Asking for it makes these run, whatever else is differentiated.
@@ -98,12 +101,13 @@ def release_layers(
         (_, returned), (g, norms) = gradient(outer, jnp.zeros(count, dtype))
         if returned.weight is not None:
             raise InvalidArgumentError(
-                "loss_fn returned a tuple; it must return the mean loss, a scalar: divide by the weight in it."
+                "loss_fn returned a WeightedMean; it must return the mean loss, a scalar: divide by the weight in it."
             )
         new_layers, new_states = jax.tree.map(lambda reference: reference[...], references)
         new_outer, outer_state = apply_directly(tx, g, state.opt_state.outer, outer)
         metrics = {"loss": returned.total, "grad_norm": global_norm((g, norms)), "skipped": jnp.asarray(False)}
-        return TrainState({"outer": new_outer, "layers": new_layers}, LayeredState(outer_state, new_states)), metrics
+        new = TrainState({"outer": new_outer, "layers": new_layers}, LayeredState(outer_state, new_states))
+        return new, with_aux(metrics, has_aux, returned.aux)
 
     return DonatingFunction(step, "state")
 

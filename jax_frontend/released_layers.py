@@ -20,7 +20,6 @@ from jax.extend import core as jaxpr_types
 
 from ..core.errors import InvalidArgumentError, RefusedError
 from .dependencies import flow
-from .losses import scaled_loss
 from .state import PyTree
 from .walk.layer_stack import number_of_layers
 
@@ -108,6 +107,10 @@ def count_visits(
 ) -> Counts:
     """Return the counts of one step.
 
+    Args:
+        loss_fn: of `scaled_loss`.
+        layer, outer, layers, batch: of the step.
+
     Raises:
         RefusedError: they depend on the parameters or the batch.
     """
@@ -119,7 +122,7 @@ def count_visits(
 
         def loss(visits: jax.Array) -> jax.Array:
             call = functools.partial(_counted(layer, layers), references, visits)
-            return scaled_loss(loss_fn)(outer, ReleasedLayers(call, count), batch)[0]
+            return loss_fn(outer, ReleasedLayers(call, count), batch)[0]
 
         return jax.grad(loss)(none), *(reference[...] for reference in references)
 

@@ -174,7 +174,7 @@ def leaves_of(
         decays_of = [True] * len(grads)
     else:
         decays_of = treedef.flatten_up_to(decayed(arguments.mask, params))
-    states = [_flatten_like(treedef, field, "the optimizer state") for field in state[1:]]
+    states = [_flatten_like(treedef, field, "the optimizer state") for field in state[1:4]]
     by_dtype: dict[str, _Numbers] = {}
     leaves: list[Leaf | None] = []
     for (path, gradient), parameter, decays, *kept in zip(grads, parameters, decays_of, *states, strict=True):

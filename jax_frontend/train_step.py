@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any
 
 import jax
@@ -14,7 +14,8 @@ from ..core.errors import InvalidArgumentError
 from .array_ops import upcast
 from .direct import apply_directly, as_transformation
 from .donation import DonatingFunction
-from .losses import check_microbatches, chunks, divided, scaled_loss
+from .losses import divided, scaled_loss, with_aux
+from .microbatches import check_microbatches, chunks
 from .norms import check_max_norm, clipped, global_norm
 from .state import PyTree
 from .train_state import TrainState, check_unstacked
@@ -29,6 +30,8 @@ def make_train_step(
     microbatches: int = 1,
     max_norm: float | None = None,
     clip_passes: int | None = None,
+    has_aux: bool = False,
+    whole: Collection[str] = (),
 ) -> DonatingFunction:
     r"""Return a jitted training step (state, batch) -> (state, metrics) that donates its state.
 
@@ -38,13 +41,12 @@ def make_train_step(
     alive at any time, with max_norm too. With micro-batches the sum of all gradients is alive. Both are exact.
 
     Args:
-        loss_fn: (params, batch) -> the mean loss, a floating-point scalar; or -> (sum, weight), two scalars: the loss
-            is then sum/weight over the *whole* batch, however the weight (the number of tokens) is spread over the
-            micro-batches. The weight is a constant: it is not differentiated.
+        loss_fn: (params, batch) -> the mean loss, a floating-point scalar; or -> `WeightedMean(sum, weight)`, whose mean is
+            over the *whole* batch.
         tx: any Optax transform.
         microbatches: number of equal chunks into which the leading axis of every leaf of the batch is split: n chunks of
-            every n-th row, so that rows sharded over devices stay there. They run one after the other; their gradients are
-            averaged in float32 (float64 for float64 parameters).
+            every n-th row, so that rows sharded over devices stay there. A single typed PRNG key is split. They run one after
+            the other; their gradients are averaged in float32 (float64 for float64 parameters).
         max_norm: largest global norm of the gradient, in (0, inf); None: no clipping. The norm of finite gradients is
             finite wherever float32 can hold it. What is not finite propagates: a NaN makes all gradients NaN, an
             infinity becomes NaN and the others 0.
@@ -52,10 +54,13 @@ def make_train_step(
             and once more for the update, on the activations of the one forward pass: up to two thirds more arithmetic.
             1: once, and all gradients wait for their norm: as many bytes more as the parameters have. None: 2, but 1 with
             micro-batches, whose gradients wait for each other anyway.
+        has_aux: loss_fn returns (loss, aux), as for jax.grad, and the metrics have "aux": any tree of arrays, which is not
+            differentiated; with micro-batches those of each, with a leading axis of micro-batches.
+        whole: names in the batch ("positions", or "context.mask") of what every micro-batch is given as it is, not split.
 
     Returns:
         A jitted function, with .lower and .trace. metrics are 0-d arrays: "loss", before the update; "grad_norm", the global
-        norm before clipping; "skipped", a boolean: True when loss_fn gave (sum, weight) with a total weight that is not
+        norm before clipping; "skipped", a boolean: True when loss_fn gave a WeightedMean with a total weight that is not
         positive (0, NaN), so that there was no mean to descend; state is then unchanged. An update that a wrapper inside
         tx drops (optax.apply_if_finite) is counted in that wrapper's state, not here.
 
@@ -74,17 +79,18 @@ def make_train_step(
     if not callable(loss_fn):
         raise InvalidArgumentError(f"loss_fn={loss_fn!r} is not callable.")
     as_transformation(tx)  # raises
-    check_microbatches(microbatches)
+    check_microbatches(microbatches, whole)
     check_max_norm(max_norm)
     twice = _clips_twice(clip_passes, microbatches) and max_norm is not None
 
     def step(state: TrainState, batch: PyTree) -> tuple[TrainState, dict[str, jax.Array]]:
         check_unstacked(tx, state)
         if microbatches > 1:
-            loss, weight, grads = _mean_gradient(loss_fn, state.params, batch, microbatches)
+            parts = chunks(batch, microbatches, whole)
+            loss, weight, aux, grads = _mean_gradient(scaled_loss(loss_fn, has_aux), state.params, parts, microbatches)
             norm = global_norm(grads)
         else:
-            loss, weight, backward = _backward(loss_fn, state.params, batch)
+            loss, weight, aux, backward = _backward(scaled_loss(loss_fn, has_aux), state.params, batch)
             grads = backward(1.0)
             norm = global_norm(grads)
             if twice:
@@ -97,7 +103,7 @@ def make_train_step(
         if weight is not None:
             skipped = ~(weight > 0)  # true of NaN
             new = jax.tree.map(lambda old, updated: jnp.where(skipped, old, updated), state, new)
-        return new, {"loss": loss, "grad_norm": norm, "skipped": skipped}
+        return new, with_aux({"loss": loss, "grad_norm": norm, "skipped": skipped}, has_aux, aux)
 
     return DonatingFunction(step, "state")
 
@@ -117,34 +123,46 @@ def _clips_twice(clip_passes: Any, microbatches: int) -> bool:
 
 def _backward(
     loss_fn: LossFunction, params: PyTree, batch: PyTree
-) -> tuple[jax.Array, jax.Array | None, Callable[[Any], PyTree]]:
-    """Return the loss, the weight (None for a mean), and a function from a factor to the gradient times it."""
-    scaled, pull_back, loss = jax.vjp(lambda p: scaled_loss(loss_fn)(p, batch), params, has_aux=True)
+) -> tuple[jax.Array, jax.Array | None, PyTree, Callable[[Any], PyTree]]:
+    """Return the loss, the weight (None for a mean), aux, and a function from a factor to the gradient times it.
+
+    Args:
+        loss_fn: of `scaled_loss`.
+        params, batch: its arguments.
+    """
+    scaled, pull_back, loss = jax.vjp(lambda p: loss_fn(p, batch), params, has_aux=True)
 
     def backward(seed: Any) -> PyTree:
         (grads,) = pull_back(jnp.asarray(seed, scaled.dtype))
         return grads if loss.weight is None or loss.scale is None else divided(grads, loss.weight / loss.scale, params)
 
-    return loss.total if loss.weight is None else loss.total / loss.weight, loss.weight, backward
+    return loss.total if loss.weight is None else loss.total / loss.weight, loss.weight, loss.aux, backward
 
 
 def _mean_gradient(
-    loss_fn: LossFunction, params: PyTree, batch: PyTree, microbatches: int
-) -> tuple[jax.Array, jax.Array | None, PyTree]:
-    """Return the mean loss over the whole batch, the total weight (None for a mean), and the gradient of the mean."""
-    value_and_grad = jax.value_and_grad(scaled_loss(loss_fn), has_aux=True)
+    loss_fn: LossFunction, params: PyTree, parts: PyTree, microbatches: int
+) -> tuple[jax.Array, jax.Array | None, PyTree, PyTree]:
+    """Return the mean loss over the whole batch, the total weight (None for a mean), aux, and the gradient of the mean.
 
-    def of_chunk(chunk: PyTree) -> PyTree:
+    Args:
+        loss_fn: of `scaled_loss`.
+        params: the parameters.
+        parts: of `chunks`.
+        microbatches: their number.
+    """
+    value_and_grad = jax.value_and_grad(loss_fn, has_aux=True)
+
+    def of_chunk(chunk: PyTree) -> tuple[PyTree, PyTree]:
         (_, loss), grads = value_and_grad(params, chunk)
         grads = jax.tree.map(lambda g: upcast(g) if loss.scale is None else upcast(g) * loss.scale, grads)
-        return (loss.total, loss.weight), grads
+        return (loss.total, loss.weight, grads), loss.aux
 
-    def accumulate(sums: PyTree, chunk: PyTree) -> tuple[PyTree, None]:
-        return jax.tree.map(lambda total, value: total + value.astype(total.dtype), sums, of_chunk(chunk)), None
+    def accumulate(sums: PyTree, chunk: PyTree) -> tuple[PyTree, PyTree]:
+        values, aux = of_chunk(chunk)
+        return jax.tree.map(lambda total, value: total + value.astype(total.dtype), sums, values), aux
 
-    parts = chunks(batch, microbatches)
-    kinds = jax.eval_shape(of_chunk, jax.tree.map(lambda leaf: leaf[0], parts))
+    kinds, _ = jax.eval_shape(of_chunk, jax.tree.map(lambda leaf: leaf[0], parts))
     zeros = jax.tree.map(lambda kind: jnp.zeros(kind.shape, kind.dtype), kinds)
-    ((total, weight), grads), _ = lax.scan(accumulate, zeros, parts)
+    (total, weight, grads), aux = lax.scan(accumulate, zeros, parts)
     denominator = microbatches if weight is None else weight
-    return total / denominator, weight, divided(grads, denominator, params)
+    return total / denominator, weight, aux, divided(grads, denominator, params)

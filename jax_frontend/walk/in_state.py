@@ -7,6 +7,7 @@ functions of `core.update`, for the tensors of one layer.
 from __future__ import annotations
 
 import functools
+import operator
 from typing import Any, cast
 
 import jax
@@ -17,6 +18,7 @@ from jax import lax
 from ...core import update as specification
 from ...core.errors import RefusedError
 from ..array_ops import jax_ops, upcast
+from ..losses import with_aux
 from ..rule_transform import Leaf, RuleTransformation, leaves_of, under_betas
 from ..state import AdamState, AdamStateWithBetas, AnyAdamState, PyTree
 from ..train_state import TrainState
@@ -54,22 +56,22 @@ def in_state_step(settings: StepSettings, state: TrainState, batch: PyTree) -> t
     model, tx = settings.model, cast("RuleTransformation", settings.tx)  # `check_in_state` has passed
     outer, layers, states = split_state(model, state)
 
-    def walk(chunk: PyTree, update: Any, written: PyTree, read: PyTree) -> tuple[jax.Array, PyTree, PyTree]:
-        """Return the micro-batch's share of the mean loss, the outer gradient, and what was written."""
+    def walk(chunk: PyTree, update: Any, written: PyTree, read: PyTree) -> tuple[tuple[jax.Array, PyTree], PyTree, PyTree]:
+        """Return (the micro-batch's share of the mean loss, aux), the outer gradient, and what was written."""
         chunk = jax.tree.map(lambda leaf: leaf[None], chunk)
         passed = forward(model, state.params, chunk, settings.save_residuals)
-        start = head(model, outer, passed, chunk, settings.microbatches, 1.0)
+        start = head(model, outer, passed, chunk, settings.microbatches, 1.0, settings.has_aux)
         if start.weight is not None:
             raise RefusedError(
                 "accumulation='state' needs the weight of the whole batch before the first gradient, so the loss cannot "
-                "be (sum, weight); return the mean, or leave accumulation out."
+                "be a WeightedMean; return the mean, or leave accumulation out."
             )
 
         def rounded_update(arrays: Arrays, g: PyTree) -> Arrays:
             return update(tx, arrays, settings.ready(g, arrays["params"]))
 
         g, written, _ = backward(model, outer, chunk, passed, start, written, read, update=rounded_update, fence=settings.fence)
-        return start.loss, settings.ready(g, outer), written
+        return (start.loss, start.aux), settings.ready(g, outer), written
 
     of_layer = functools.partial(under_betas, tx.arguments)
     outer_moments, outer_read = _split(of_layer(state.opt_state.outer), outer, stacked=False)
@@ -77,22 +79,26 @@ def in_state_step(settings: StepSettings, state: TrainState, batch: PyTree) -> t
     for name in layers:
         moments[name], read[name] = _split(jax.vmap(of_layer)(states[name]), layers[name], stacked=True)
 
-    def one_microbatch(sums: PyTree, chunk: PyTree, first: bool = False) -> tuple[PyTree, jax.Array]:
+    def one_microbatch(sums: PyTree, chunk: PyTree, first: bool = False) -> tuple[PyTree, tuple[jax.Array, PyTree]]:
         of_outer, of_layers = sums
-        loss, g, of_layers = walk(chunk, functools.partial(accumulate, first=first), of_layers, read)
-        return (accumulate(tx, of_outer | outer_read, g, first=first), of_layers), loss
+        returned, g, of_layers = walk(chunk, functools.partial(accumulate, first=first), of_layers, read)
+        return (accumulate(tx, of_outer | outer_read, g, first=first), of_layers), returned
 
-    sums, loss = one_microbatch((outer_moments, moments), at(batch, 0), first=True)
+    sums, returned = one_microbatch((outer_moments, moments), at(batch, 0), first=True)
+    losses, auxes = [returned[0]], [returned[1]]
     if settings.microbatches > 2:
-        sums, losses = lax.scan(one_microbatch, sums, jax.tree.map(lambda leaf: leaf[1:-1], batch))
-        loss += jnp.sum(losses)
+        sums, (of_each, aux) = lax.scan(one_microbatch, sums, jax.tree.map(lambda leaf: leaf[1:-1], batch))
+        losses.append(jnp.sum(of_each))
+        auxes.append(jax.tree.map(lambda leaf: jnp.reshape(leaf, (-1, *leaf.shape[2:])), aux))
     outer_moments, moments = sums
     mean_squares = {name: {"mean_square": moments[name].pop("mean_square")} for name in layers}
     written = {name: moments[name] | read[name] for name in layers}
-    last, g, new = walk(at(batch, -1), update_last, written, mean_squares)
+    returned, g, new = walk(at(batch, -1), update_last, written, mean_squares)
     new_outer = update_last(tx, outer_moments | outer_read, g)
     new_state = joined_state(model, _pair(new_outer), {name: _pair(arrays) for name, arrays in new.items()}, None)
-    return new_state, {"loss": loss + last, "skipped": jnp.asarray(False)}
+    loss = functools.reduce(operator.add, [*losses, returned[0]])
+    aux = jax.tree.map(lambda *leaves: jnp.concatenate(leaves), *auxes, returned[1])
+    return new_state, with_aux({"loss": loss, "skipped": jnp.asarray(False)}, settings.has_aux, aux)
 
 
 def accumulate(tx: Any, arrays: Arrays, grads: PyTree, *, first: bool) -> Arrays:

@@ -119,9 +119,8 @@ class LayerStack:
         embed: (outer, batch) -> x, a tree of floating-point arrays.
         layer: (layer_params, x) -> x; or `Layers`, where a layer has more inputs or outputs; or {name: one of both}, several
             stacks that follow each other in this order. params["layers"] is then {name: stacked layers}.
-        loss: (outer, x, batch) -> the mean loss, a floating-point scalar; or -> (sum, weight), two scalars: the loss is then
-            sum/weight over the *whole* batch, however the weight (the number of tokens) is spread over the micro-batches. The
-            weight is a constant: it is not differentiated.
+        loss: (outer, x, batch) -> the mean loss, a floating-point scalar; or -> `WeightedMean(sum, weight)`, whose mean is over
+            the *whole* batch; with has_aux=True of the step a tuple (one of both, aux).
             Where layers have auxiliary outputs: (outer, x, batch, auxiliary); with several stacks {name: auxiliary}.
 
     Raises:

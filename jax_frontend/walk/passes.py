@@ -56,6 +56,7 @@ class Head(NamedTuple):
 
     loss: jax.Array  # the mean
     weight: jax.Array | None  # the total; None for a loss that is a mean
+    aux: PyTree  # [micro-batches, ...]: what the loss function returned besides; None unless has_aux
     outer: PyTree  # gradient so far, in compute dtypes
     x: PyTree  # [micro-batches, ...]
     auxiliary: dict[str, PyTree]  # [layers, micro-batches, ...]
@@ -114,7 +115,15 @@ def _forward_stack(
     return StackForward(layer_pass, count, entering, context, inputs, saved), x, auxiliary
 
 
-def head(model: LayerStack, outer: PyTree, passed: Forward, batch: PyTree, chunks: int, seed: jax.Array | float) -> Head:
+def head(
+    model: LayerStack,
+    outer: PyTree,
+    passed: Forward,
+    batch: PyTree,
+    chunks: int,
+    seed: jax.Array | float,
+    has_aux: bool,
+) -> Head:
     """Return the mean loss, and its derivatives times seed.
 
     Args:
@@ -122,8 +131,9 @@ def head(model: LayerStack, outer: PyTree, passed: Forward, batch: PyTree, chunk
         batch: with a leading axis of micro-batches, all of them or some.
         chunks: how many micro-batches the mean is over.
         seed: the loss scale, or 1.
+        has_aux: the loss function returns (loss, aux).
     """
-    loss_fn = scaled_loss(lambda *args: model_loss(model, *args))
+    loss_fn = scaled_loss(lambda *args: model_loss(model, *args), has_aux)
 
     def one_microbatch(sums: PyTree, chunk: PyTree) -> tuple[PyTree, PyTree]:
         x, auxiliary, batch = chunk
@@ -133,19 +143,19 @@ def head(model: LayerStack, outer: PyTree, passed: Forward, batch: PyTree, chunk
 
         value, pullback, loss = jax.vjp(loss_of, outer, x, auxiliary, has_aux=True)
         g, dx, d_auxiliary = pullback(jnp.asarray(seed / chunks, value.dtype))
-        total, weight, scale = loss
+        total, weight, scale, aux = loss
         g = jax.tree.map(lambda leaf: upcast(leaf) if scale is None else upcast(leaf) * scale * chunks, g)
         sums = (total, weight, g) if sums is None else add(sums, (total, weight, g))
-        return sums, (dx, d_auxiliary, scale)
+        return sums, (dx, d_auxiliary, scale, aux)
 
     chunk = (passed.x, swap_leading_axes(passed.auxiliary), batch)
     zeros = None
     if length(batch) > 1:
         kinds = jax.eval_shape(lambda chunk: one_microbatch(None, at(chunk, 0))[0], chunk)
         zeros = jax.tree.map(lambda kind: jnp.zeros(kind.shape, kind.dtype), kinds)
-    (total, weight, g), (dx, d_auxiliary, scales) = scan_microbatches(one_microbatch, zeros, chunk, length(batch))
+    (total, weight, g), (dx, d_auxiliary, scales, aux) = scan_microbatches(one_microbatch, zeros, chunk, length(batch))
     if weight is None:
-        return Head(total / chunks, None, g, dx, swap_leading_axes(d_auxiliary))
+        return Head(total / chunks, None, aux, g, dx, swap_leading_axes(d_auxiliary))
     # The total weight is only known now: every micro-batch's cotangents are multiplied by scale*chunks/weight, about 1.
     share = scales * chunks / weight
 
@@ -153,7 +163,7 @@ def head(model: LayerStack, outer: PyTree, passed: Forward, batch: PyTree, chunk
         return (upcast(leaf) * share.reshape(share.shape + (1,) * (leaf.ndim - 1))).astype(leaf.dtype)
 
     dx, d_auxiliary = jax.tree.map(reweighted, (dx, d_auxiliary))
-    return Head(total / weight, weight, jax.tree.map(lambda leaf: leaf / weight, g), dx, swap_leading_axes(d_auxiliary))
+    return Head(total / weight, weight, aux, jax.tree.map(lambda leaf: leaf / weight, g), dx, swap_leading_axes(d_auxiliary))
 
 
 def backward(

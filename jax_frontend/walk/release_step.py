@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 
 import jax
 import jax.numpy as jnp
@@ -13,7 +13,8 @@ from ...core.errors import InvalidArgumentError, RefusedError
 from ..direct import apply_directly, as_transformation
 from ..donation import DonatingFunction
 from ..loss_scaling import after_step
-from ..losses import check_microbatches, chunks
+from ..losses import with_aux
+from ..microbatches import check_microbatches, chunks
 from ..norms import Squares, check_max_norm, no_squares, norm_dtype, squares
 from ..separability import check_separable
 from ..state import PyTree
@@ -22,6 +23,7 @@ from .fence import fenced, resolve_fence
 from .in_state import check_in_state, in_state_step
 from .layer_stack import LayerStack, by_name, check_parameters
 from .passes import Arrays, backward, forward, head
+from .stacked import at
 from .step_settings import StepSettings, joined_state, split_state
 
 _ACCUMULATIONS = (None, "state")
@@ -36,6 +38,8 @@ def make_release_step(
     accumulation: str | None = None,
     save_residuals: bool = False,
     fence: str = "auto",
+    has_aux: bool = False,
+    whole: Collection[str] = (),
 ) -> DonatingFunction:
     r"""Return a jitted training step (state, batch) -> (state, metrics) that releases gradients layer by layer.
 
@@ -62,6 +66,9 @@ def make_release_step(
             True: what its backward pass needs is saved.
         fence: what separates reads of old slices from writes of new ones: "auto" (by jax.default_backend() when traced),
             "conditional" (CPU), "barrier" (GPU, TPU) or "none".
+        has_aux: the stack's loss returns (loss, aux), as for jax.grad, and the metrics have "aux": any tree of arrays, which is
+            not differentiated; with micro-batches those of each, with a leading axis of micro-batches.
+        whole: names in the batch ("positions", or "context.mask") of what every micro-batch is given as it is, not split.
 
     Returns:
         A jitted function, with .lower and .trace. state comes from `init_train_state`. metrics are 0-d arrays: "loss", the mean
@@ -75,7 +82,7 @@ def make_release_step(
             layer axis, a layer that changes its x, a loss that is not a scalar, a batch that cannot be split evenly, a state
             without a layer axis or of another transform; at a step, an array that was deleted, or is to be donated twice.
         UnsupportedTensorError: when traced, parameters that are not floating-point.
-        RefusedError: accumulation="state" with max_norm, a loss scale, a (sum, weight) loss or another transform; when traced,
+        RefusedError: accumulation="state" with max_norm, a loss scale, a WeightedMean or another transform; when traced,
             a transform that is not separable, or changes the updates of a compensated one.
 
     Example:
@@ -89,7 +96,7 @@ def make_release_step(
     if not isinstance(stack, LayerStack):
         raise InvalidArgumentError(f"stack={stack!r} is not a LayerStack.")
     as_transformation(tx)  # raises
-    check_microbatches(microbatches)
+    check_microbatches(microbatches, whole)
     check_max_norm(max_norm)
     if accumulation not in _ACCUMULATIONS:
         raise InvalidArgumentError(f"accumulation={accumulation!r} is not known; it must be None (exact) or 'state'.")
@@ -105,9 +112,9 @@ def make_release_step(
 
     def step(state: TrainState, batch: PyTree) -> tuple[TrainState, dict[str, jax.Array]]:
         _check_state(stack, tx, state)
-        settings = StepSettings(stack, tx, microbatches, max_norm, save_residuals, resolve_fence(fence))
+        settings = StepSettings(stack, tx, microbatches, max_norm, save_residuals, resolve_fence(fence), has_aux)
         accumulates = accumulation == "state" and microbatches > 1
-        return (in_state_step if accumulates else exact_step)(settings, state, chunks(batch, microbatches))
+        return (in_state_step if accumulates else exact_step)(settings, state, chunks(batch, microbatches, whole))
 
     return DonatingFunction(step, "state")
 
@@ -145,7 +152,7 @@ def exact_step(settings: StepSettings, state: TrainState, batch: PyTree) -> tupl
     outer, layers, states = split_state(model, state)
     dtype, scale = norm_dtype(state.params), None if state.loss_scale is None else state.loss_scale.scale
     passed = forward(model, state.params, batch, settings.save_residuals)
-    start = head(model, outer, passed, batch, settings.microbatches, 1.0 if scale is None else scale)
+    start = head(model, outer, passed, batch, settings.microbatches, 1.0 if scale is None else scale, settings.has_aux)
     proceed = None if start.weight is None else start.weight > 0  # false of NaN
     walk = functools.partial(backward, model, outer, batch, passed, start, sums=no_squares(dtype), fence=fence)
     new_scale, outer_g, norm = state.loss_scale, None, None
@@ -185,4 +192,5 @@ def exact_step(settings: StepSettings, state: TrainState, batch: PyTree) -> tupl
     pairs = {name: (arrays["params"], arrays["opt_state"]) for name, arrays in new.items()}
     new_state = joined_state(model, (new_outer["params"], new_outer["opt_state"]), pairs, new_scale)
     skipped = jnp.asarray(False) if proceed is None else ~proceed
-    return new_state, {"loss": start.loss, "grad_norm": known, "skipped": skipped}
+    aux = start.aux if settings.microbatches > 1 else at(start.aux, 0)
+    return new_state, with_aux({"loss": start.loss, "grad_norm": known, "skipped": skipped}, settings.has_aux, aux)

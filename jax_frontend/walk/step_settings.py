@@ -27,6 +27,7 @@ class StepSettings:
     max_norm: float | None
     save_residuals: bool
     fence: str
+    has_aux: bool
 
     def ready(self, grads: PyTree, params: PyTree, scale: jax.Array | None = None, norm: jax.Array | None = None) -> PyTree:
         """Return gradients as the transform gets them: unscaled, clipped, in the parameters' dtypes.

@@ -20,6 +20,7 @@ from penstock.jax_frontend import (
     Layers,
     LayerStack,
     TrainState,
+    WeightedMean,
     adamw,
     dynamic_loss_scale,
     init_train_state,
@@ -109,6 +110,10 @@ MAKERS: dict[str, Row] = {
     **{
         f"microbatches={value!r}": (lambda value=value: make_train_step(loss, TX, microbatches=value), "microbatches")
         for value in (0, -1, 1.5, True, "two")
+    },
+    **{
+        f"whole={value!r}": (lambda value=value: make_train_step(loss, TX, microbatches=2, whole=value), "whole")
+        for value in ("mask", None, (1,))
     },
     **{
         f"clip_passes={value!r}": (
@@ -240,7 +245,19 @@ BATCHES: dict[str, Row] = {
     "not divisible, unrolled": (lambda: train(microbatches=3), r"microbatches=3 does not divide.*\['\w+'\].*\(8"),
     "of unequal rows": (
         lambda: train(data={**rows(), "mask": jnp.ones(4, bool)}, microbatches=2),
-        r"\['mask'\] has 4 rows .*belong together",
+        r"\['mask'\] 4; split into microbatches=2.*belong together.*whole=\('mask',\)",
+    ),
+    "of a row for each micro-batch": (
+        lambda: train(data={**rows(), "mask": jnp.ones(4, bool)}, microbatches=4),
+        r"\['x'\] has 8 rows and batch\['mask'\] 4; split into microbatches=4.*belong together",
+    ),
+    "of a row for each micro-batch, in the walk": (
+        lambda: release(data={**batch(), "mask": jnp.ones(4, bool)}, microbatches=4),
+        r"\['mask'\] 4.*whole=\('mask',\)",
+    ),
+    "without what is whole": (
+        lambda: train(microbatches=2, whole=("masks",)),
+        "'masks'; the batch has",
     ),
 }
 
@@ -275,10 +292,19 @@ MODELS: dict[str, Row] = {
         lambda: release(LayerStack(embed, Layers(lambda p, x, i: x, inputs=lambda batch: batch), mean_loss)),
         r"inputs\(batch\)\['\w+'\] has shape \(8, 6\).*3 layers.*context",
     ),
-    "a loss of each row": (lambda: release(LayerStack(embed, layer, each_loss)), r"shape \(8, 5\); it must return a scalar"),
+    "a loss of each row": (lambda: release(LayerStack(embed, layer, each_loss)), r"shape \(8, 5\) as the loss; it must return a scalar"),
     "an integer loss": (lambda: release(LayerStack(embed, layer, lambda o, x, b: jnp.sum(b["mask"]))), "dtype int32"),
     "a dict as loss": (lambda: train(lambda p, b: {"loss": loss(p, b)}), "must return a scalar"),
-    "three numbers as loss": (lambda: train(lambda p, b: (loss(p, b), 1, 2)), "must return a scalar"),
+    "three numbers as loss": (lambda: train(lambda p, b: [loss(p, b), 1, 2]), "must return a scalar"),
+    **{
+        f"a tuple as loss, {name}": (call, r"shape \(\(\), \(\)\).*has_aux=True.*WeightedMean\(sum, weight\)")
+        for name, call in {
+            "unrolled": lambda: train(lambda p, b: (loss(p, b), jnp.ones(()))),
+            "in the walk": lambda: release(LayerStack(embed, layer, lambda *given: (mean_loss(*given), 0.5))),
+            "in a loop": lambda: loop(lambda *given: (own_loop(*given), jnp.ones(()))),
+        }.items()
+    },
+    "no aux": (lambda: train(has_aux=True), r"has_aux=True the loss function must return a tuple \(loss, aux\)"),
     "a weight in state": (lambda: in_state(MASKED), r"weight of the whole batch.*return the mean", RefusedError),
     "a global norm": (lambda: release(tx=optax.chain(optax.clip_by_global_norm(1.0), TX)), "max_norm", RefusedError),
     "a transform after a compensated one": (lambda: release(tx=CHAINED, params=parameters("bfloat16")), "last", RefusedError),
@@ -302,7 +328,7 @@ LOOPS: dict[str, Row] = {
         r"index of shape \(3,\)",
     ),
     "a loss of each row": (lambda: loop(lambda outer, layers, data: embed(outer, data)), "must return a scalar"),
-    "a weight": (lambda: loop(lambda *given: (own_loop(*given), jnp.ones(()))), "divide by the weight"),
+    "a weight": (lambda: loop(lambda *given: WeightedMean(own_loop(*given), jnp.ones(()))), "divide by the weight"),
     "a state without a layer axis": (lambda: loop(state=init_train_state(TX, parameters(), layered=False)), "init_train_state"),
     "a state of another transform": (lambda: loop(state=init_train_state(SGD, parameters())), "not one of this transform"),
     "a global norm": (lambda: loop(tx=optax.chain(optax.clip_by_global_norm(1.0), TX)), "max_norm=", RefusedError),
@@ -357,7 +383,6 @@ def test_the_nearest_valid_calls_are_accepted() -> None:
         make(max_norm=jnp.ones(()))
     make_train_step(loss, TX, microbatches=4, max_norm=1.0, clip_passes=1)
     init_train_state(TX, changed(bias=jnp.ones(())), layered=False)
-    make_train_step(loss, TX, microbatches=2)(init_train_state(TX, PARAMS), {**rows(), "one row for each": jnp.ones((2, 3))})
 
 
 @pytest.mark.parametrize(

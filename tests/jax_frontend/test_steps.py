@@ -25,7 +25,15 @@ from tests.support.jax_walk import (
     reference,
 )
 
-from penstock.jax_frontend import LayerStack, TrainState, init_train_state, make_release_step, make_train_step, release_layers
+from penstock.jax_frontend import (
+    LayerStack,
+    TrainState,
+    WeightedMean,
+    init_train_state,
+    make_release_step,
+    make_train_step,
+    release_layers,
+)
 
 REFERENCES = hasattr(jax, "new_ref")
 UNROLLED, WALK, LOOP = STEPS = ("make_train_step", "make_release_step", "release_layers")
@@ -138,7 +146,7 @@ def test_a_step_learns_donates_and_compiles_once(kind: str, rule: str, dtype: st
     ],
 )
 def test_a_weight_that_is_not_positive_skips_the_update(kind: str, weight: float, options: dict[str, Any]) -> None:
-    stack = LayerStack(embed, layer, lambda o, x, b: (each_loss(o, x, b).sum(), b["weight"].sum()))
+    stack = LayerStack(embed, layer, lambda o, x, b: WeightedMean(each_loss(o, x, b).sum(), b["weight"].sum()))
     step, before = make(kind, stack, TX, **options), start(kind, TX, parameters())
     state, metrics = step(jax.tree.map(jnp.copy, before), {**batch(), "weight": jnp.full(8, weight, jnp.float32)})
     assert metrics["skipped"]

@@ -10,7 +10,7 @@ import pytest
 from benchmarks.jax_decoder import Decoder
 from tests.support.jax_training import assert_close, assert_equal
 
-from penstock.jax_frontend import TrainState, init_train_state, make_train_step, stable_adamw
+from penstock.jax_frontend import TrainState, WeightedMean, init_train_state, make_train_step, stable_adamw
 
 LAYERS, WIDTH, ROWS = 12, 256, 4
 TX = stable_adamw(1e-2)
@@ -24,8 +24,8 @@ def loss(params, batch) -> jax.Array:
     return jnp.mean(x**2)
 
 
-def loss_and_weight(params, batch) -> tuple[jax.Array, jax.Array]:
-    return ROWS * loss(params, batch), jnp.asarray(ROWS)
+def loss_and_weight(params, batch) -> WeightedMean:
+    return WeightedMean(ROWS * loss(params, batch), jnp.asarray(ROWS))
 
 
 PARAMS = [jax.ShapeDtypeStruct((WIDTH, WIDTH), jnp.float32)] * LAYERS
@@ -86,7 +86,7 @@ def test_two_passes_of_a_weighted_loss_hold_no_gradients() -> None:
 def test_the_sum_of_a_float16_loss_may_overflow(weight, microbatches) -> None:
     tx, size = optax.sgd(1.0), 6e4 * min(weight / 5e4, 1.0)
     data = jnp.full((2, 3), size, jnp.float16)
-    step = make_train_step(lambda p, b: (jnp.sum(2 * p * b), weight / microbatches), tx, microbatches=microbatches)
+    step = make_train_step(lambda p, b: WeightedMean(jnp.sum(2 * p * b), weight / microbatches), tx, microbatches=microbatches)
     state, metrics = step(init_train_state(tx, jnp.zeros(3, jnp.float16)), data)
     expected = 4 * size / weight
     np.testing.assert_allclose(np.asarray(state.params, np.float32), -expected, rtol=2e-3)

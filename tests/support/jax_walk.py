@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from penstock.jax_frontend import LayeredState, LayerStack, TrainState, stable_adamw
+from penstock.jax_frontend import LayeredState, LayerStack, TrainState, WeightedMean, stable_adamw
 from penstock.jax_frontend.direct import apply_directly
 from penstock.jax_frontend.walk.layer_stack import by_name, without_names
 
@@ -33,8 +33,8 @@ def mean_loss(outer: Any, x: jax.Array, batch: Any) -> jax.Array:
     return each_loss(outer, x, batch).mean()
 
 
-def masked_loss(outer: Any, x: jax.Array, batch: Any) -> tuple[jax.Array, jax.Array]:
-    return jnp.sum(each_loss(outer, x, batch) * batch["mask"][:, 1:]), jnp.sum(batch["mask"][:, 1:])
+def masked_loss(outer: Any, x: jax.Array, batch: Any) -> WeightedMean:
+    return WeightedMean(jnp.sum(each_loss(outer, x, batch) * batch["mask"][:, 1:]), jnp.sum(batch["mask"][:, 1:]))
 
 
 TX = stable_adamw(1e-2)
@@ -72,14 +72,14 @@ def reference(loss_fn: Any, tx: Any, max_norm: float | None = None) -> Any:
     """Return (state, batch) -> (state, loss, norm): the plain gradient, optax's clipping, and the plain update.
 
     Args:
-        loss_fn: (params, batch) -> the mean, or (sum, weight); a `LayerStack` for a state with a layer axis.
+        loss_fn: (params, batch) -> the mean, or a `WeightedMean`; a `LayerStack` for a state with a layer axis.
         tx: updates each layer by itself where the state has a layer axis.
         max_norm: largest global norm.
     """
 
     def mean(params: Any, batch: Any) -> jax.Array:
         loss = loss_fn(params, batch)
-        return loss[0] / loss[1] if isinstance(loss, tuple) else loss
+        return loss.sum / loss.weight if isinstance(loss, WeightedMean) else loss
 
     @jax.jit
     def step(state: TrainState, batch: Any) -> tuple[TrainState, jax.Array, jax.Array]:

@@ -11,7 +11,7 @@ import pytest
 from tests.support.jax_training import assert_close, float64
 from tests.support.jax_walk import TX, reference
 
-from penstock.jax_frontend import Layers, LayerStack, init_train_state, make_release_step
+from penstock.jax_frontend import Layers, LayerStack, WeightedMean, init_train_state, make_release_step
 
 LAYERS, WIDTH, ROWS, LENGTH = 3, 4, 4, 5
 
@@ -79,7 +79,7 @@ def translated() -> tuple[LayerStack, Any]:
         return x + weights @ memory, jnp.sum(x**2)
 
     def loss(outer, x, batch, auxiliary):
-        return square(outer, x, batch) + 1e-3 * auxiliary["decoder"].sum(), jnp.asarray(1.0)
+        return WeightedMean(square(outer, x, batch) + 1e-3 * auxiliary["decoder"].sum(), jnp.asarray(1.0))
 
     layers = {
         "encoder": encoder,
@@ -130,7 +130,7 @@ def mean_over_chunks(stack: LayerStack, microbatches: int) -> LayerStack:
 
         def __call__(self, params: Any, batch: Any) -> Any:
             losses = [stack(params, jax.tree.map(lambda leaf, i=i: leaf[i::microbatches], batch)) for i in range(microbatches)]
-            return sum(loss[0] if isinstance(loss, tuple) else loss for loss in losses) / microbatches
+            return sum(loss.sum if isinstance(loss, WeightedMean) else loss for loss in losses) / microbatches
 
     return Mean()
 
