@@ -51,6 +51,11 @@ NOT_TRAINED = "Give what the model reads and does not train as part of the batch
 """The remedy for integers, keys and quantized weights: no mask excludes them from what is differentiated."""
 
 
+def zeros_of(kinds: Any) -> Any:
+    """Return a tree of zeros of jax.ShapeDtypeStructs, sharded as these are on a mesh of explicit axes."""
+    return jax.tree.map(lambda kind: jnp.zeros(kind.shape, kind.dtype, device=kind.sharding), kinds)
+
+
 def upcast(x: Array) -> Array:
     """Return x in its compute dtype."""
     return jax_ops.cast(x, compute_dtype(jax_ops.dtype_name(x)))

@@ -8,13 +8,15 @@ transform for the very parameter of the record: then nothing has changed it sinc
 
 from __future__ import annotations
 
+import re
+from collections.abc import Sequence
 from typing import Any
 
 import jax
 import optax
 
-from ..core.errors import InvalidArgumentError, RefusedError
-from .records import ARGUMENT, Record
+from ..core.errors import InvalidArgumentError, PenstockError, RefusedError
+from .records import ARGUMENT, Recorder
 from .state import ADAM_STATES, CompensatedState, PyTree, compensated_leaves
 
 
@@ -72,8 +74,30 @@ def as_transformation(tx: Any) -> optax.GradientTransformationExtraArgs:
     return optax.with_extra_args_support(tx)
 
 
+_NOT_TAKEN = re.compile(f"{ARGUMENT}|unexpected keyword argument|vmap was requested to map")
+"""In the errors of what does not take an extra argument, or passes all of them to jax.jit or jax.vmap."""
+
+
+def _updated(tx: Any, grads: PyTree, state: PyTree, params: PyTree, extras: Sequence[dict[str, Any]]) -> tuple[PyTree, PyTree]:
+    """Return tx.update with the first of several sets of extra arguments that it takes."""
+    *others, last = extras
+    for extra_args in others:
+        try:
+            return as_transformation(tx).update(grads, state, params, **extra_args)
+        except (TypeError, ValueError) as error:
+            if isinstance(error, PenstockError) or not _NOT_TAKEN.search(str(error)):
+                raise
+    return as_transformation(tx).update(grads, state, params, **last)
+
+
 def apply_directly(
-    tx: optax.GradientTransformation, grads: PyTree, state: PyTree, params: PyTree, **extra_args: Any
+    tx: optax.GradientTransformation,
+    grads: PyTree,
+    state: PyTree,
+    params: PyTree,
+    *,
+    offered: dict[str, Any] | None = None,
+    **extra_args: Any,
 ) -> tuple[PyTree, PyTree]:
     """Update the parameters: tx.update and optax.apply_updates in one, with penstock's transforms exact.
 
@@ -88,6 +112,7 @@ def apply_directly(
         grads: like params; any floating-point dtypes.
         state: of tx.
         params: the parameters.
+        offered: extra arguments that are passed to tx.update if it takes them.
         extra_args: passed to tx.update.
 
     Returns:
@@ -99,13 +124,13 @@ def apply_directly(
     decides = _contains(state, _DECIDING_STATES)
     if decides and not _compensates_last(state):
         raise RefusedError(_NOT_LAST)
-    records: list[Record] = []
-    passed = extra_args if decides else {**extra_args, ARGUMENT: records.append}
-    updates, new_state = as_transformation(tx).update(grads, state, params, **passed)
+    recorder, told = Recorder(), {**(offered or {}), **extra_args}
+    extras = [told, extra_args] if decides else [{**told, ARGUMENT: recorder}, told, extra_args]
+    updates, new_state = _updated(tx, grads, state, params, extras)
     treedef: Any
     old, treedef = jax.tree.flatten(params, is_leaf=lambda x: x is None)
-    # By parameter and increment: no wrapper can have given either to another one. `records` keeps both, and so their ids.
-    exact = {(id(record.parameter), id(record.increment)): record for record in records if record.new is not None}
+    # By parameter and increment: no wrapper can have given either to another one. The records keep both, and so their ids.
+    exact = {(id(record.parameter), id(record.increment)): record for record in recorder.records if record.new is not None}
     new, taken = [], 0
     for parameter, increment in zip(old, treedef.flatten_up_to(updates), strict=True):
         record = exact.get((id(parameter), id(increment)))

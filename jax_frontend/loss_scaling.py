@@ -7,8 +7,7 @@ The scale lives in the training state, so that it is saved and restored with it.
 
 from __future__ import annotations
 
-import dataclasses
-import functools
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -17,18 +16,13 @@ from ..core.errors import InvalidArgumentError
 from ..core.hyperparameters import Range, check_number
 
 
-@functools.partial(jax.tree_util.register_dataclass, data_fields=["scale", "finite_steps"], meta_fields=["period", "factor"])
-@dataclasses.dataclass(frozen=True)
-class LossScale:
-    """The factor by which the loss is multiplied before it is differentiated; `dynamic_loss_scale` makes one.
+class LossScale(NamedTuple):
+    """The factor by which the loss is multiplied before it is differentiated; `dynamic_loss_scale` makes one."""
 
-    scale: 0-d float32. finite_steps: 0-d int32, updates since the scale last changed. period: None for a fixed scale.
-    """
-
-    scale: jax.Array
-    finite_steps: jax.Array
-    period: int | None
-    factor: float
+    scale: jax.Array  # shape=(), dtype=float32
+    finite_steps: jax.Array  # shape=(), dtype=int32: updates since the scale last changed
+    period: jax.Array | None  # shape=(), dtype=int32; None for a fixed scale
+    factor: jax.Array | None  # shape=(), dtype=float32; None for a fixed scale
 
 
 def dynamic_loss_scale(initial: float = 2.0**15, *, period: int = 2000, factor: float = 2.0) -> LossScale:
@@ -45,7 +39,8 @@ def dynamic_loss_scale(initial: float = 2.0**15, *, period: int = 2000, factor: 
     check_number("factor", factor, Range(1.0, low_included=False))
     if isinstance(period, bool) or not isinstance(period, int) or period < 1:
         raise InvalidArgumentError(f"period={period!r} is not possible; it must be an integer in [1, inf).")
-    return LossScale(_initial("initial", initial), jnp.zeros([], jnp.int32), period, float(factor))
+    every, by = jnp.asarray(period, jnp.int32), jnp.asarray(factor, jnp.float32)
+    return LossScale(_initial("initial", initial), jnp.zeros([], jnp.int32), every, by)
 
 
 def after_step(loss_scale: LossScale, finite: jax.Array, tried: jax.Array | bool = True) -> LossScale:
@@ -56,7 +51,7 @@ def after_step(loss_scale: LossScale, finite: jax.Array, tried: jax.Array | bool
         finite: 0-d boolean: all gradients of this step were finite.
         tried: 0-d boolean: False for a step that was skipped for another reason.
     """
-    if loss_scale.period is None:
+    if loss_scale.period is None or loss_scale.factor is None:
         return loss_scale
     steps = jnp.where(finite, loss_scale.finite_steps + 1, 0)
     grows = steps >= loss_scale.period
@@ -64,8 +59,7 @@ def after_step(loss_scale: LossScale, finite: jax.Array, tried: jax.Array | bool
     lowered = jnp.maximum(loss_scale.scale / loss_scale.factor, 1.0)
     scale = jnp.where(finite, jnp.where(grows, raised, loss_scale.scale), lowered)
     steps = jnp.where(grows, 0, steps)
-    return dataclasses.replace(
-        loss_scale,
+    return loss_scale._replace(
         scale=jnp.where(tried, scale, loss_scale.scale),
         finite_steps=jnp.where(tried, steps, loss_scale.finite_steps).astype(jnp.int32),
     )
@@ -79,7 +73,7 @@ def as_loss_scale(given: LossScale | float | None) -> LossScale | None:
     """
     if given is None or isinstance(given, LossScale):
         return given
-    return LossScale(_initial("loss_scale", given), jnp.zeros([], jnp.int32), None, 1.0)
+    return LossScale(_initial("loss_scale", given), jnp.zeros([], jnp.int32), None, None)
 
 
 def _initial(name: str, value: float) -> jax.Array:

@@ -45,7 +45,8 @@ def check_max_norm(max_norm: Any) -> None:
 
 def norm_dtype(tree: PyTree) -> jnp.dtype:
     """Return the compute dtype of a tree: float64 where it has float64 leaves, otherwise float32."""
-    return jnp.result_type(jnp.float32, *(jax.eval_shape(upcast, leaf).dtype for leaf in jax.tree.leaves(tree)))
+    dtypes = {jax.eval_shape(upcast, leaf).dtype for leaf in jax.tree.leaves(tree)}
+    return jnp.dtype(jnp.float64 if jnp.dtype(jnp.float64) in dtypes else jnp.float32)
 
 
 def no_squares(dtype: Any) -> Squares:

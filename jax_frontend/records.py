@@ -18,6 +18,20 @@ ARGUMENT = "penstock_record"
 """Name of the extra argument with the function."""
 
 
+class Recorder:
+    """The function: it keeps the records."""
+
+    def __init__(self) -> None:
+        self.records: list[Record] = []
+
+    def __call__(self, record: Record) -> None:
+        """Keep a record."""
+        self.records.append(record)
+
+    def __repr__(self) -> str:
+        return ARGUMENT  # in the errors of what does not take it
+
+
 class Source(NamedTuple):
     """The transform that a record comes from."""
 

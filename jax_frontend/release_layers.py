@@ -16,13 +16,14 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from ..core.errors import InvalidArgumentError, MissingDependencyError
+from ..core.errors import InvalidArgumentError, MissingDependencyError, RefusedError
 from .direct import apply_directly, as_transformation
 from .donation import DonatingFunction
 from .losses import scaled_loss, with_aux
 from .norms import global_norm, norm_dtype
 from .released_layers import ReleasedLayers, check_counts, count_visits, one_hot
 from .separability import check_separable
+from .sharding import sharded_like
 from .state import PyTree
 from .train_state import LayeredState, TrainState, check_made_by, check_train_state
 from .walk.fence import fenced, resolve_fence
@@ -69,10 +70,10 @@ def release_layers(
         InvalidArgumentError: something is not callable, or tx is not a transform; when traced, a state without a layer axis or
             of another transform, or a loss that is not a scalar; at a step, an array that was deleted, or is to be donated
             twice.
-        RefusedError: when traced, a transform that is not separable; a layer that the backward pass reaches more than once or
-            never (not used, or before jax.lax.stop_gradient), that does not exist, is chosen by the data, called under
-            jax.vmap, differentiated by loss_fn itself, or read again after its update (under jax.lax.stop_gradient inside of
-            jax.checkpoint).
+        RefusedError: when traced, a transform that is not separable; layers that are sharded over explicit mesh axes; a layer
+            that the backward pass reaches more than once or never (not used, or before jax.lax.stop_gradient), that does not
+            exist, is chosen by the data, called under jax.vmap, differentiated by loss_fn itself, or read again after its
+            update (under jax.lax.stop_gradient inside of jax.checkpoint).
     """
     if not hasattr(jax, "new_ref"):
         raise MissingDependencyError(
@@ -107,7 +108,7 @@ def release_layers(
         new_outer, outer_state = apply_directly(tx, g, state.opt_state.outer, outer)
         metrics = {"loss": returned.total, "grad_norm": global_norm((g, norms)), "skipped": jnp.asarray(False)}
         new = TrainState({"outer": new_outer, "layers": new_layers}, LayeredState(outer_state, new_states))
-        return new, with_aux(metrics, has_aux, returned.aux)
+        return sharded_like(new, state), with_aux(metrics, has_aux, returned.aux)
 
     return DonatingFunction(step, "state")
 
@@ -122,6 +123,11 @@ def _checked(tx: optax.GradientTransformation, state: TrainState) -> tuple[PyTre
             "release_layers takes one stack of layers."
         )
     check_layer_axis(params["layers"])
+    if any(any(jax.typeof(leaf).sharding.spec) for leaf in jax.tree.leaves(params["layers"])):
+        raise RefusedError(
+            "the layers are sharded over explicit mesh axes, and jax cannot read one layer from a reference that is sharded "
+            "so; use a mesh of AxisType.Auto, or make_release_step."
+        )
     one = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype), params["layers"])
     outer = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), params["outer"])
     for tree, opt_state in ((one, state.opt_state.layers), (outer, state.opt_state.outer)):

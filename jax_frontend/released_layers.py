@@ -19,6 +19,7 @@ from jax.custom_batching import custom_vmap
 from jax.extend import core as jaxpr_types
 
 from ..core.errors import InvalidArgumentError, RefusedError
+from .array_ops import zeros_of
 from .dependencies import flow
 from .state import PyTree
 from .walk.layer_stack import number_of_layers
@@ -81,7 +82,7 @@ def _counted(layer: Callable[..., PyTree], layers: PyTree) -> Callable[..., PyTr
     one = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype), layers)
 
     def output(*inputs: PyTree) -> PyTree:
-        return jax.tree.map(lambda kind: jnp.zeros(kind.shape, kind.dtype), jax.eval_shape(layer, one, *inputs))
+        return zeros_of(jax.eval_shape(layer, one, *inputs))
 
     @jax.custom_vjp
     def call(references: Any, visits: jax.Array, index: jax.Array, inputs: tuple[PyTree, ...]) -> PyTree:

@@ -21,6 +21,7 @@ import numpy as np
 import optax
 from jax import lax
 
+from ..core.dtypes import compute_dtype
 from ..core.errors import InvalidArgumentError, PenstockError, RefusedError
 from .array_ops import check_floating
 from .dependencies import flow
@@ -61,11 +62,12 @@ def check_takes(tx: optax.GradientTransformation, params: PyTree) -> None:
     except _MASK_ERRORS as error:
         raise RefusedError(
             "tx.init fails on a part of the parameters: where each layer is updated by itself, a transform gets the tree of "
-            f"one layer, or the outer parameters, and a mask or labels for all of them do not fit ({_line(error)}). {_MASKS}"
+            "one layer, or the outer parameters, and a mask or labels for all of them do not fit "
+            f"({error_line(error)}). {_MASKS}"
         ) from error
 
 
-def _line(error: Exception) -> str:
+def error_line(error: Exception) -> str:
     """Return the text of an error in one line of at most 300 characters."""
     text = " ".join(str(error).split())
     return text if len(text) <= 300 else f"{text[:300]}..."
@@ -96,10 +98,18 @@ def check_separable(tx: optax.GradientTransformation, params: PyTree, **extra_ar
     kinds = tuple((jnp.shape(leaf), jnp.result_type(leaf)) for leaf in leaves)
     if not leaves:
         return
-    if extra_args:
+    if extra_args or not _hashable(tx):
         _check(tx, treedef, kinds, extra_args)
     else:
         _check_once(tx, treedef, kinds)
+
+
+def _hashable(tx: Any) -> bool:
+    try:
+        hash(tx)
+    except TypeError:
+        return False
+    return True
 
 
 def _check(tx: Any, treedef: Any, kinds: tuple[tuple[tuple[int, ...], Any], ...], extra_args: dict[str, Any]) -> None:
@@ -164,7 +174,7 @@ def _check_update(tx: optax.GradientTransformation, layer: PyTree, extra_args: d
         raise
     except (TypeError, ValueError) as error:
         given = ", ".join(("the gradient, the state and the parameters", *extra_args))
-        raise RefusedError(_refusal(f"its update fails when it is given {given} ({_line(error)})")) from error
+        raise RefusedError(_refusal(f"its update fails when it is given {given} ({error_line(error)})")) from error
     shapes = [jax.tree.map(jnp.shape, state) for state in (before, after)]
     if shapes[0] != shapes[1]:
         raise InvalidArgumentError("tx.update returns a state of another structure, or with other shapes, than tx.init made.")
@@ -233,10 +243,10 @@ def _like(new: Any, old: Any) -> Any:
 
 def _distance(together: jax.Array, alone: jax.Array) -> jax.Array:
     """Return the largest difference relative to the largest number of the same step, in units of sqrt(eps)."""
-    compute_dtype = jnp.promote_types(alone.dtype, jnp.float32)
+    wide = compute_dtype(alone.dtype.name)
     digits = float(jnp.finfo(alone.dtype).eps) ** 0.5
-    a, b = (jnp.reshape(each, (_STEPS, -1)).astype(compute_dtype) for each in (together, alone))
+    a, b = (jnp.reshape(each, (_STEPS, -1)).astype(wide) for each in (together, alone))
     same = (a == b) | (jnp.isnan(a) & jnp.isnan(b))
-    largest = jnp.maximum(jnp.max(jnp.abs(b), axis=1, keepdims=True, initial=0.0), jnp.finfo(compute_dtype).tiny)
+    largest = jnp.maximum(jnp.max(jnp.abs(b), axis=1, keepdims=True, initial=0.0), jnp.finfo(wide).tiny)
     ratio = jnp.abs(a - b) / largest / digits  # in this order: the smallest number times digits is zero
-    return jnp.max(jnp.where(same, 0.0, ratio), initial=0.0)
+    return jnp.max(jnp.where(same, 0.0, ratio), initial=0.0).astype(jnp.float32)

@@ -15,7 +15,7 @@ from .buffers import buffers, check_alive, is_array_like, strong
 from .direct import as_transformation
 from .loss_scaling import LossScale, as_loss_scale
 from .separability import check_takes
-from .sharding import init_sharded_like, replicate
+from .sharding import as_jit_returns, init_sharded_like, replicate
 from .state import PyTree
 from .walk.layer_stack import LayerStack, check_layer_axis, check_outer_and_layers, check_parameters, looks_stacked
 
@@ -82,7 +82,7 @@ def init_train_state(
     _check_parameters(params)
     scale = as_loss_scale(loss_scale)
     layered = _check_layered(stack, layered, params)
-    copied = jax.tree.map(lambda leaf: strong(jnp.copy(leaf)), params)
+    copied = jax.tree.map(lambda leaf: as_jit_returns(strong(jnp.copy(leaf))), params)
     init = as_transformation(tx).init
 
     def init_part(part: PyTree, vectorized: bool) -> PyTree:
@@ -104,6 +104,8 @@ def init_train_state(
         found = buffers(leaf)
         shared = not used.isdisjoint(found)
         used.update(found)
+        # A PRNG key is often the transform's own, which tx.init returns each time.
+        shared |= jnp.issubdtype(jnp.result_type(leaf), jax.dtypes.prng_key)
         return jnp.copy(leaf) if shared else strong(leaf)
 
     return jax.tree.map(unshared, TrainState(copied, opt_state, replicate(jax.tree.map(jnp.copy, scale), copied)))
@@ -147,12 +149,21 @@ def check_made_by(tx: optax.GradientTransformation, params: PyTree, opt_state: P
         params: arrays or jax.ShapeDtypeStructs.
     """
     found: Any = jax.tree.structure(opt_state)
-    expected: Any = jax.tree.structure(jax.eval_shape(as_transformation(tx).init, params))
-    if found != expected:
+    made = jax.eval_shape(as_transformation(tx).init, params)
+    expected: Any = jax.tree.structure(made)
+    if found != expected and found != _structure_after_an_update(tx, made, params):
         raise InvalidArgumentError(
             f"the optimizer state is not one of this transform: it is {found}, and tx.init makes {expected}. Make "
             "the state with init_train_state and the transform of the step."
         )
+
+
+def _structure_after_an_update(tx: optax.GradientTransformation, made: PyTree, params: PyTree) -> Any:
+    """Return the structure of the state that an update returns, or None: optax.monitor begins without its measures."""
+    try:
+        return jax.tree.structure(jax.eval_shape(as_transformation(tx).update, params, made, params)[1])
+    except (AttributeError, TypeError, ValueError):
+        return None
 
 
 def check_unstacked(tx: optax.GradientTransformation, state: TrainState) -> None:

@@ -10,13 +10,15 @@ import jax.numpy as jnp
 import optax
 from jax import lax
 
-from ..core.errors import InvalidArgumentError
-from .array_ops import upcast
+from ..core.errors import InvalidArgumentError, PenstockError
+from .array_ops import upcast, zeros_of
 from .direct import apply_directly, as_transformation
 from .donation import DonatingFunction
 from .losses import divided, scaled_loss, with_aux
 from .microbatches import check_microbatches, chunks
 from .norms import check_max_norm, clipped, global_norm
+from .separability import error_line
+from .sharding import sharded_like
 from .state import PyTree
 from .train_state import TrainState, check_unstacked
 
@@ -43,7 +45,7 @@ def make_train_step(
     Args:
         loss_fn: (params, batch) -> the mean loss, a floating-point scalar; or -> `WeightedMean(sum, weight)`, whose mean is
             over the *whole* batch.
-        tx: any Optax transform.
+        tx: any Optax transform; it is given value=, the loss, if it takes that (optax.contrib.reduce_on_plateau).
         microbatches: number of equal chunks into which the leading axis of every leaf of the batch is split: n chunks of
             every n-th row, so that rows sharded over devices stay there. A single typed PRNG key is split. They run one after
             the other; their gradients are averaged in float32 (float64 for float64 parameters).
@@ -98,14 +100,27 @@ def make_train_step(
                 # gives, at its end: 1, or the norm where that is NaN.
                 grads = backward(jnp.where(norm >= 0, 1.0, norm))
         grads = clipped(grads, norm, max_norm)
-        new = TrainState(*apply_directly(tx, grads, state.opt_state, state.params))
+        new = _updated(tx, grads, state, loss)
         skipped = jnp.asarray(False)
         if weight is not None:
             skipped = ~(weight > 0)  # true of NaN
             new = jax.tree.map(lambda old, updated: jnp.where(skipped, old, updated), state, new)
-        return new, with_aux({"loss": loss, "grad_norm": norm, "skipped": skipped}, has_aux, aux)
+        return sharded_like(new, state), with_aux({"loss": loss, "grad_norm": norm, "skipped": skipped}, has_aux, aux)
 
     return DonatingFunction(step, "state")
+
+
+def _updated(tx: optax.GradientTransformation, grads: PyTree, state: TrainState, loss: jax.Array) -> TrainState:
+    try:
+        return TrainState(*apply_directly(tx, grads, state.opt_state, state.params, offered={"value": loss}))
+    except PenstockError:
+        raise
+    except (AttributeError, TypeError, ValueError) as error:
+        raise InvalidArgumentError(
+            "tx.update fails when it is given the gradients of all parameters, the state, the parameters and value, the loss "
+            f"({error_line(error)}). What needs more (optax.lbfgs), or other gradients (optax.lookahead), gets them from "
+            "make_update: update(grads, state, params, **extra_args)."
+        ) from error
 
 
 def _clips_twice(clip_passes: Any, microbatches: int) -> bool:
@@ -162,7 +177,6 @@ def _mean_gradient(
         return jax.tree.map(lambda total, value: total + value.astype(total.dtype), sums, values), aux
 
     kinds, _ = jax.eval_shape(of_chunk, jax.tree.map(lambda leaf: leaf[0], parts))
-    zeros = jax.tree.map(lambda kind: jnp.zeros(kind.shape, kind.dtype), kinds)
-    (total, weight, grads), aux = lax.scan(accumulate, zeros, parts)
+    (total, weight, grads), aux = lax.scan(accumulate, zeros_of(kinds), parts)
     denominator = microbatches if weight is None else weight
     return total / denominator, weight, aux, divided(grads, denominator, params)

@@ -11,6 +11,7 @@ from jax.core import Tracer
 from .buffers import strong, typed_like
 from .direct import apply_directly, as_transformation
 from .donation import DonatingFunction
+from .sharding import sharded_like
 from .state import PyTree
 
 
@@ -26,7 +27,8 @@ class Update(DonatingFunction):
 
         def update(grads: PyTree, state: PyTree, params: PyTree, **extra_args: Any) -> tuple[PyTree, PyTree]:
             new_params, new_state = apply_directly(tx, *jax.tree.map(strong, (grads, state, params)), **extra_args)
-            return typed_like(state, new_state), typed_like(params, new_params)
+            new = typed_like(state, new_state), typed_like(params, new_params)
+            return sharded_like(new, (state, params))
 
         super().__init__(update, "state", "params", keep_unused=True)
 
@@ -58,7 +60,8 @@ def make_update(tx: optax.GradientTransformation) -> Update:
         update(grads, state, params, **extra_args) -> (params, state), with the methods `lower` and `trace` of jax.jit.
         grads and params have the same structure and shapes; grads may have another floating-point dtype. state and params
         are donated, so no array of them may be given twice; grads are deleted. tx.init never aliases params in penstock's
-        own transforms. State and parameters keep their types, weak ones too, so that all updates share one compilation.
+        own transforms; `init_train_state` copies what others return, such as the key of optax.noisy_sgd. State and parameters
+        keep their types, weak ones too, and their shardings, so that all updates share one compilation.
 
     Raises:
         InvalidArgumentError: tx is not a transform; at an update, an array that was deleted, or that is to be donated twice.

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from ..array_ops import upcast
+from ..array_ops import upcast, zeros_of
 from ..dependencies import flow
 from ..state import PyTree
 from .layer_stack import Layers, apply_layer
@@ -78,8 +78,7 @@ class Saved(Recomputed):
     def backward(
         self, layer: PyTree, saved: PyTree, arguments: LayerArguments, dx: PyTree, d_auxiliary: PyTree
     ) -> tuple[PyTree, PyTree, PyTree]:
-        any_x = jax.tree.map(lambda kind: jnp.zeros(kind.shape, kind.dtype), self._x)
-        _, _, recomputed = self._residuals(layer, any_x, arguments)
+        _, _, recomputed = self._residuals(layer, zeros_of(self._x), arguments)
         kept = iter(saved)
         residuals = [next(kept) if is_saved else leaf for leaf, is_saved in zip(recomputed, self._is_saved, strict=True)]
         return jax.tree.unflatten(self._pullback, residuals)((dx, d_auxiliary))

@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from ..array_ops import upcast
+from ..array_ops import upcast, zeros_of
 from ..losses import scaled_loss
 from ..state import PyTree
 from .fence import fenced
@@ -152,7 +152,7 @@ def head(
     zeros = None
     if length(batch) > 1:
         kinds = jax.eval_shape(lambda chunk: one_microbatch(None, at(chunk, 0))[0], chunk)
-        zeros = jax.tree.map(lambda kind: jnp.zeros(kind.shape, kind.dtype), kinds)
+        zeros = zeros_of(kinds)
     (total, weight, g), (dx, d_auxiliary, scales, aux) = scan_microbatches(one_microbatch, zeros, chunk, length(batch))
     if weight is None:
         return Head(total / chunks, None, aux, g, dx, swap_leading_axes(d_auxiliary))

@@ -17,6 +17,7 @@ from ..losses import with_aux
 from ..microbatches import check_microbatches, chunks
 from ..norms import Squares, check_max_norm, no_squares, norm_dtype, squares
 from ..separability import check_separable
+from ..sharding import sharded_like
 from ..state import PyTree
 from ..train_state import LayeredState, TrainState, check_made_by, check_train_state
 from .fence import fenced, resolve_fence
@@ -114,7 +115,9 @@ def make_release_step(
         _check_state(stack, tx, state)
         settings = StepSettings(stack, tx, microbatches, max_norm, save_residuals, resolve_fence(fence), has_aux)
         accumulates = accumulation == "state" and microbatches > 1
-        return (in_state_step if accumulates else exact_step)(settings, state, chunks(batch, microbatches, whole))
+        run = in_state_step if accumulates else exact_step
+        new, metrics = run(settings, state, chunks(batch, microbatches, whole))
+        return sharded_like(new, state), metrics
 
     return DonatingFunction(step, "state")
 

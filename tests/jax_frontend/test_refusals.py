@@ -292,7 +292,10 @@ MODELS: dict[str, Row] = {
         lambda: release(LayerStack(embed, Layers(lambda p, x, i: x, inputs=lambda batch: batch), mean_loss)),
         r"inputs\(batch\)\['\w+'\] has shape \(8, 6\).*3 layers.*context",
     ),
-    "a loss of each row": (lambda: release(LayerStack(embed, layer, each_loss)), r"shape \(8, 5\) as the loss; it must return a scalar"),
+    "a loss of each row": (
+        lambda: release(LayerStack(embed, layer, each_loss)),
+        r"shape \(8, 5\) as the loss; it must return a scalar",
+    ),
     "an integer loss": (lambda: release(LayerStack(embed, layer, lambda o, x, b: jnp.sum(b["mask"]))), "dtype int32"),
     "a dict as loss": (lambda: train(lambda p, b: {"loss": loss(p, b)}), "must return a scalar"),
     "three numbers as loss": (lambda: train(lambda p, b: [loss(p, b), 1, 2]), "must return a scalar"),

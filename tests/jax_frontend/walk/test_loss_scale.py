@@ -83,3 +83,12 @@ def test_a_step_without_weight_does_not_change_the_scale() -> None:
     state, metrics = make_release_step(MASKED, tx)(state, data)
     assert metrics["skipped"]
     assert (state.loss_scale.scale, state.loss_scale.finite_steps) == (8.0, 0)
+
+
+@pytest.mark.parametrize("scale", [dynamic_loss_scale(8.0, period=3, factor=4.0), 16.0])
+def test_a_loss_scale_is_serialized_by_flax(scale) -> None:
+    serialization = pytest.importorskip("flax.serialization")
+    state = init_train_state(TX, parameters(), loss_scale=scale)
+    fresh = init_train_state(TX, parameters(), loss_scale=dynamic_loss_scale() if scale != 16.0 else 2.0)
+    found = serialization.from_bytes(fresh, serialization.to_bytes(state))
+    assert_equal(found.loss_scale, state.loss_scale)
