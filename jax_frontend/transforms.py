@@ -41,7 +41,8 @@ def stable_adamw(
         eta = learning_rate / max(1, sqrt(mean(g*g / max(v, eps^2))))
         p <- p - eta*(m/(sqrt(v)+eps) + weight_decay*p)
 
-    The mean is over one leaf of the tree. A leaf that stacks several layers is one tensor here; vmap init and update
+    The defaults are those of the PyTorch frontend: weight_decay is 1e-2, where `adamw` and optax.adamw have 1e-4. The mean is
+    over one leaf of the tree. A leaf that stacks several layers is one tensor here; vmap init and update
     over the layer axis to clip each layer by itself.
 
     Args:
@@ -109,7 +110,7 @@ def adamw(
     b2: Scalar = 0.999,
     eps: Scalar = 1e-8,
     *,
-    weight_decay: ScalarOrSchedule = 1e-2,
+    weight_decay: ScalarOrSchedule = 1e-4,
     mask: Mask = None,
     mu_dtype: Any = None,
     nu_dtype: Any = None,
@@ -122,7 +123,8 @@ def adamw(
         m += c1*(g-m)    v += c2*(g*g-v)            c = (1-b)/(1-b^t)
         p <- p - learning_rate*(m/(sqrt(v)+eps) + weight_decay*p)
 
-    The defaults are PyTorch's; optax.adamw has weight_decay=1e-4.
+    The defaults are those of optax.adamw; PyTorch's AdamW, and that of the PyTorch frontend, have weight_decay=1e-2. There is
+    no eps_root and no nesterov; all arguments after eps are given by name.
 
     Args:
         learning_rate: step size, in [0, inf): a number, a 0-d array, or a schedule of the 0-based count of updates.
@@ -157,7 +159,7 @@ def adamw(
         UnsupportedTensorError: at init, a parameter is not a floating-point array; at an update, a gradient is not.
 
     Example:
-        tx = adamw(1e-3, weight_decay=1e-2)
+        tx = adamw(1e-3, weight_decay=1e-4)
         state = tx.init(params)
         update = make_update(tx)  # jitted, donates its arguments
         params, state = update(grads, state, params)

@@ -143,9 +143,9 @@ def test_the_groups_of_a_file_have_the_hyperparameters_of_the_transforms(path: P
     export_state(path, tx, trained(tx))
     common = {"beta1": 0.9, "beta2": 0.999, "eps": 1e-8, "decouple_lr": False, "max_lr": None, "maximize": False}
     groups = {name: dict(group.hyperparameters) for group in describe(path).groups for name in group.parameters}
-    assert groups["blocks.1.matrix"] == {**common, "learning_rate": 1e-2, "weight_decay": 1e-2}
+    assert groups["blocks.1.matrix"] == {**common, "learning_rate": 1e-2, "weight_decay": 1e-4}
     assert groups["blocks.1.scalar"] == {**common, "learning_rate": 1e-2, "weight_decay": 0.0}
-    assert groups["blocks.1.vector"] == {**common, "weight_decay": 1e-2}  # a schedule is not a number
+    assert groups["blocks.1.vector"] == {**common, "weight_decay": 1e-4}  # a schedule is not a number
     tx = adamw(jnp.asarray(0.25), decouple_lr=True, weight_decay=1e-5, max_lr=0.5)
     export_state(path, tx, trained(tx))
     (group,) = describe(path).groups
