@@ -192,9 +192,20 @@ def leaves_of(
         if dtype not in by_dtype:
             by_dtype[dtype] = _Numbers.of(hyperparameters, count, dtype)
         numbers_ = by_dtype[dtype]
+        gradient = with_finite_square(jax_ops.cast(gradient, dtype))
         chosen = numbers_.decaying if decays else numbers_.plain
         leaves.append(Leaf(chosen, numbers_.corrections, compensation, parameter, gradient, specification.TensorState(*kept)))
     return count, treedef, leaves
+
+
+def with_finite_square(gradient: jax.Array) -> jax.Array:
+    """Return a gradient with finite elements whose square would overflow (from 1.8e19 on in float32) reduced to the largest.
+
+    The infinite square would make their second moment NaN. Infinities stay.
+    """
+    info = jnp.finfo(gradient.dtype)
+    largest = 2.0 ** (info.maxexp // 2) * (1.0 - float(info.eps) / 2)
+    return jnp.where(jnp.isinf(gradient), gradient, jnp.clip(gradient, -largest, largest))
 
 
 def _flatten_like(gradients: Any, tree: PyTree, name: str) -> list[Any]:

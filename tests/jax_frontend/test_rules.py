@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import inspect
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -25,6 +27,7 @@ from penstock.core.moments import corrected_one_minus_beta
 from penstock.core.reference import EndOfStep, Gradient, Reference, Settings
 from penstock.core.rules import RULES
 from penstock.jax_frontend import adam, adamw, scale_by_stable_adam, stable_adamw
+from penstock.jax_frontend.rule_transform import with_finite_square
 
 STEPS = 50
 MASK = {"matrix": True, "scalar": False, "empty": True, "none": None}
@@ -156,3 +159,41 @@ def test_a_learning_rate_of_zero_freezes_after_training(way) -> None:
     params, grads = tree(3, "bfloat16")["matrix"], [tree(seed, "bfloat16")["matrix"] for seed in range(4, 10)]
     switched = stable_adamw(lambda count: jnp.where(count < 3, 1e-2, 0.0))
     assert_equal(way(switched, params, grads)[0], way(stable_adamw(1e-2), params, grads[:3])[0])
+
+
+@pytest.mark.parametrize("way", [train, train_directly])
+@pytest.mark.parametrize("rule", TRANSFORMS)
+@pytest.mark.parametrize("size", [1.9e19, 1e20, -3e38])
+def test_a_finite_gradient_whose_square_overflows_leaves_finite_parameters(rule, way, size) -> None:
+    """And a step of the learning rate at most, times the moments' share; later steps go on."""
+    params = {"w": jnp.asarray([1.0, 2.0, 3.0])}
+    grads = [{"w": jnp.asarray([first, 1.0, 1.0])} for first in (1.0, size, 1.0, 1.0)]
+    for steps in range(1, len(grads) + 1):
+        after, _ = way(TRANSFORMS[rule](0.1, weight_decay=0.0), params, grads[:steps])
+        assert np.all(np.isfinite(after["w"]))
+        assert np.all(np.abs(after["w"] - params["w"]) < 1.0 * steps)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+def test_the_largest_square_is_finite_and_smaller_gradients_keep_their_bits(dtype) -> None:
+    with float64():
+        root = float(np.sqrt(np.finfo(dtype).max))
+        values = jnp.asarray([root * 0.999, -root * 0.999, 1.0, -0.0, root * 2, np.finfo(dtype).max, np.inf, np.nan], dtype)
+        reduced = np.asarray(with_finite_square(values))
+        assert_equal(reduced[:4], values[:4])
+        assert np.all(np.isfinite(np.square(reduced[4:6])))
+        assert np.all(reduced[4:6] > root * 0.999)
+        assert reduced[6] == np.inf
+        assert np.isnan(reduced[7])
+
+
+def test_defaults_are_those_of_optax() -> None:
+    """Where Optax has an argument; it is at Optax's position, or given by name."""
+    for ours, theirs in ((adamw, optax.adamw), (adam, optax.adam)):
+        mine, optaxs = (list(inspect.signature(each).parameters.values()) for each in (ours, theirs))
+        by_name = {parameter.name: (index, parameter) for index, parameter in enumerate(optaxs)}
+        for index, parameter in enumerate(mine):
+            if parameter.name in by_name:
+                position, same = by_name[parameter.name]
+                assert parameter.default == same.default
+                assert index == position or parameter.kind is inspect.Parameter.KEYWORD_ONLY
