@@ -314,3 +314,32 @@ def test_a_moment_under_a_new_beta_is_the_same_on_every_kind_of_array(dtype: str
             ]
             same = rebiased(ops, array, *scalars)
             assert np.array_equal(np.asarray(ops.cast(same, "float32")), np.asarray(moment, np.float32))
+
+
+STEP_LENGTHS = {  # rule, micro-gradients: (in step 1, in step 100) with the sum of the gradients, and one by one
+    (ADAMW, "noise"): ((1.0e-2, 2.3e-3), (1.0e-2, 2.3e-3)),
+    (ADAMW, "equal"): ((1.0e-2, 1.0e-2), (2.0e-2, 2.0e-2)),
+    (STABLE_ADAMW, "noise"): ((1.0e-2, 2.3e-3), (0.7e-2, 2.3e-3)),
+    (STABLE_ADAMW, "equal"): ((1.0e-2, 1.0e-2), (1.4e-2, 2.0e-2)),
+}
+"""Root mean squares of a step with 4 micro-batches, as the guides have them."""
+
+
+@pytest.mark.parametrize(("rule", "regime"), STEP_LENGTHS)
+def test_micro_batches_in_the_moments_step_as_far_as_their_sum_where_they_are_noise(rule: Rule, regime: str) -> None:
+    """And sqrt(4) times as far where they agree."""
+    given, count, size = hyperparameters(rule, weight_decay=0.0, eps=1e-12), 4, 10000
+    for one_by_one, (first, last) in zip((False, True), STEP_LENGTHS[rule, regime], strict=True):
+        generator = np.random.default_rng(0)
+        p, state, lengths = np.zeros(size), TensorState(np.zeros(size), np.zeros(size), None), {}
+        for step in range(1, 101):
+            corrections = bias_corrections(given, step, np)
+            shares = (generator.normal(size=(count, size)) if regime == "noise" else np.ones((count, size))) / count
+            parts = list(shares) if one_by_one else [shares.sum(0)]
+            for index, share in enumerate(parts[:-1]):
+                state = accumulate(numpy_ops, rule, given, corrections, "none", p, share, state, first=index == 0)
+            old, one = p, len(parts) == 1
+            p, state = update(numpy_ops, rule, given, corrections, "none", p, parts[-1], state, first=one)
+            lengths[step] = np.sqrt(np.mean((p - old) ** 2))
+        # Two digits; the root mean square of 10000 numbers is known to about a percent.
+        np.testing.assert_allclose([lengths[1], lengths[100]], [first, last], rtol=0.03)

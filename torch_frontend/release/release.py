@@ -238,8 +238,10 @@ def release_gradients(
         clipping: "exact", or "per_tensor": clip each gradient by its own norm, in one pass.
         accumulation: what to do with micro-batches, the backwards between two step() calls. None: one backward a step; a second
             one raises. "hold": add up gradients in `.grad`: exact, with all gradients alive. "state": put each into the
-            moments, with one alive: an approximation (AdamA, https://arxiv.org/abs/2305.19982). Gradients of micro-batches are
-            summed: divide the loss.
+            moments, with one alive: an approximation (AdamA, https://arxiv.org/abs/2305.19982) that squares the K shares g/K
+            one by one. AdamW's steps are as long as with "hold" where micro-batches are noise (2.3e-3 for 2.3e-3 after 100
+            steps at lr 1e-2), and sqrt(K) times as long where they agree (2.0e-2 for 1.0e-2 with K = 4). Gradients of
+            micro-batches are summed: divide the loss.
         sync: function without arguments, called inside each backward, that returns whether this is the last micro-batch: its
             backward then releases the gradients. Without `sync`, step() does. With max_norm and "hold", step() always does,
             and over a process group `sync` says when to average.
