@@ -17,7 +17,7 @@ MODELS = examples("jax_models.md")
 
 
 def test_there_is_an_example_for_every_kind_of_model() -> None:
-    assert set(MODELS) == {"Plain pytrees", "flax.linen", "flax.nnx", "equinox"}
+    assert set(MODELS) == {"Plain pytrees", "flax.linen", "flax.nnx", "equinox", "Several stacks"}
 
 
 @pytest.mark.parametrize("heading", MODELS)
@@ -25,10 +25,10 @@ def test_an_example_trains_as_with_the_plain_gradient(heading: str, monkeypatch:
     """It is run in float64, and what it gives its step is given to the plain one, too."""
     initial, batches, walk, init = [], [], frontend.make_release_step, frontend.init_train_state
 
-    def init_in_float64(tx: Any, params: Any) -> Any:
+    def init_in_float64(tx: Any, params: Any, **given: Any) -> Any:
         wide = jax.tree.map(lambda leaf: jnp.asarray(leaf, jnp.float64), params)
-        initial.append(init(tx, wide))
-        return init(tx, wide)
+        initial.append(init(tx, wide, **given))
+        return init(tx, wide, **given)
 
     def recorded(stack: Any, tx: Any) -> Any:
         step = walk(stack, tx)
