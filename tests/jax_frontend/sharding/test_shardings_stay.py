@@ -75,8 +75,8 @@ class Placed:
         sizes, self.specs = LAYOUTS[layout]
         devices = mesh().devices.reshape(sizes)
         self.mesh = Mesh(devices, ("data", "model"), axis_types=(AxisType.Explicit if explicit else AxisType.Auto,) * 2)
-        rows = {"out_sharding": PartitionSpec("data")} if explicit else {}
-        hidden = {"out_sharding": PartitionSpec("data", "model")} if explicit else {}
+        rows: dict[str, Any] = {"out_sharding": PartitionSpec("data")} if explicit else {}
+        hidden: dict[str, Any] = {"out_sharding": PartitionSpec("data", "model")} if explicit else {}
 
         def layer(params: Any, x: jax.Array) -> jax.Array:
             up = jnp.tanh(jnp.einsum("ij,jk->ik", x, params["up"], **hidden))
