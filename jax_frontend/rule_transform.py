@@ -192,20 +192,19 @@ def leaves_of(
         if dtype not in by_dtype:
             by_dtype[dtype] = _Numbers.of(hyperparameters, count, dtype)
         numbers_ = by_dtype[dtype]
-        gradient = with_finite_square(jax_ops.cast(gradient, dtype))
         chosen = numbers_.decaying if decays else numbers_.plain
+        kept[1] = finite(kept[1])
         leaves.append(Leaf(chosen, numbers_.corrections, compensation, parameter, gradient, specification.TensorState(*kept)))
     return count, treedef, leaves
 
 
-def with_finite_square(gradient: jax.Array) -> jax.Array:
-    """Return a gradient with finite elements whose square would overflow (from 1.8e19 on in float32) reduced to the largest.
+def finite(exp_avg_sq: jax.Array) -> jax.Array:
+    """Return a second moment with infinities as the largest number of its dtype.
 
-    The infinite square would make their second moment NaN. Infinities stay.
+    The square of a finite gradient may overflow (from 1.8e19 on in float32), and in the next update inf - inf would be NaN.
+    Done where a moment is read: where it is written, XLA would keep another copy.
     """
-    info = jnp.finfo(gradient.dtype)
-    largest = 2.0 ** (info.maxexp // 2) * (1.0 - float(info.eps) / 2)
-    return jnp.where(jnp.isinf(gradient), gradient, jnp.clip(gradient, -largest, largest))
+    return jnp.minimum(exp_avg_sq, jnp.finfo(exp_avg_sq.dtype).max)
 
 
 def _flatten_like(gradients: Any, tree: PyTree, name: str) -> list[Any]:
