@@ -22,6 +22,7 @@ class Decoder:
 
     layers, width, heads: of the transformer; the width of the feed-forward layers is 4 * width.
     context, vocabulary: number of tokens in a sequence, and of different tokens.
+    dtype: of the parameters.
     """
 
     layers: int = 16
@@ -29,9 +30,11 @@ class Decoder:
     heads: int = 8
     context: int = 16
     vocabulary: int = 256
+    dtype: str = "float32"
 
-    def params(self, key: Array, *, stacked: bool = True, dtype: Any = jnp.float32) -> Params:
+    def params(self, key: Array, *, stacked: bool = True, dtype: Any = None) -> Params:
         """Return initial parameters {"outer": ..., "layers": ...}: layers stacked along a leading axis, or a list of them."""
+        dtype = self.dtype if dtype is None else dtype
         outer, layers = jax.random.split(key)
         embedding = jax.random.normal(outer, (self.vocabulary, self.width), dtype) * self.width**-0.5
         keys = jax.random.split(layers, self.layers)

@@ -85,6 +85,21 @@ def accumulated(loss: Callable[..., Any], tx: optax.GradientTransformation) -> S
     return jax.jit(step, donate_argnums=0)
 
 
+def into_references(loss: Callable[..., Any], tx: optax.GradientTransformation) -> Step:
+    """Return a step whose backward pass adds the gradient to references, by `with_refs` of jax.vjp."""
+
+    def step(state: Any, batch: Any) -> Any:
+        params, opt_state, _ = state
+        value, pullback = jax.vjp(lambda params: loss(params, batch), params)
+        references = jax.tree.map(lambda leaf: jax.new_ref(jnp.zeros_like(leaf)), params)
+        pullback.with_refs(references)(jnp.ones_like(value))
+        grads = jax.tree.map(jax.freeze, references)
+        updates, opt_state = tx.update(grads, opt_state, params)
+        return state._replace(params=optax.apply_updates(params, updates), opt_state=opt_state), value
+
+    return jax.jit(step, donate_argnums=0)
+
+
 def clipping(tx: optax.GradientTransformation, clip: Callable[[Any], Any]) -> optax.GradientTransformation:
     """Return `tx` applied to clipped gradients, with the state of `tx`."""
     return optax.GradientTransformation(tx.init, lambda grads, state, params: tx.update(clip(grads), state, params))
@@ -118,6 +133,8 @@ METHODS = (
     Method("scan, not donated", lambda tx, model: plain(model.stack, tx, donated=False)),
     Method("scan, optax.MultiSteps", lambda tx, model: plain(model.stack, tx), every=MICROBATCHES),
     Method("scan, gradients accumulated in a loop", lambda tx, model: accumulated(model.stack, tx), rows=MICROBATCHES),
+    Method("scan, with_refs", lambda tx, model: into_references(model.rematerialised, tx)),
+    Method("unrolled", lambda tx, model: plain(model.unrolled, tx), stacked=False),
     Method("unrolled, not donated", lambda tx, model: plain(model.unrolled, tx, donated=False), stacked=False),
     Method(
         "unrolled, optax.clip_by_global_norm", lambda tx, model: plain(model.unrolled, clipping(tx, by_optax)), stacked=False
@@ -151,6 +168,17 @@ METHODS = (
     ),
     Method("release_layers", own_loop, layered=True),
 )
+
+
+OF_SIZES = ("scan, remat", "scan, with_refs", "make_release_step")
+"""The methods of the models of SIZES."""
+
+SIZES = {
+    f"{layers} layers, {dtype}": Decoder(layers=layers, vocabulary=32768, dtype=dtype)
+    for dtype in ("float32", "bfloat16")
+    for layers in (1, 2, 12, 24)
+}
+"""Models with a vocabulary as language models have it: for few layers most parameters are outside of them."""
 
 
 def bytes_of(tree: Any) -> int:

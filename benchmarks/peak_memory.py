@@ -3,6 +3,8 @@
     python -m benchmarks.peak_memory --framework jax [--layers 16] [--width 512] [--devices 1] [--method PATTERN]
 
 Without --output, the result of all methods on the default model is written to benchmarks/results/peak_memory_jax.json.
+--sizes measures the steps of `jax_memory.OF_SIZES` for models with a large vocabulary instead, of few and of many layers, in
+float32 and bfloat16, and writes benchmarks/results/peak_memory_jax_sizes.json.
 Parameters and Adam's two moments are the floor, 3.00. With several (virtual) devices, parameters, moments and the batch are
 sharded over all of them as in FSDP, and the figures are those of one device and its share of the parameters.
 """
@@ -34,6 +36,17 @@ def measure_jax(model: Any, patterns: list[str]) -> dict[str, dict[str, dict[str
     return found
 
 
+def measure_sizes() -> dict[str, dict[str, dict[str, float]]]:
+    """Return "size: method" -> optimizer -> figures."""
+    from benchmarks.jax_memory import OF_SIZES, SIZES
+
+    return {
+        f"{size}: {method}": by_optimizer
+        for size, model in SIZES.items()
+        for method, by_optimizer in measure_jax(model, list(OF_SIZES)).items()
+    }
+
+
 def main() -> None:
     """Measure, print a table, write the figures."""
     parser = parser_of(__doc__)
@@ -44,6 +57,7 @@ def main() -> None:
     parser.add_argument(
         "--method", action="append", metavar="PATTERN", help="only methods whose names match, as 'scan*'; may be repeated"
     )
+    parser.add_argument("--sizes", action="store_true", help="models of several sizes with a vocabulary of 32768")
     parser.add_argument("--output", type=Path)
     arguments = parser.parse_args()
 
@@ -53,7 +67,7 @@ def main() -> None:
     from benchmarks.jax_memory import ShardedDecoder
 
     model = (ShardedDecoder if arguments.devices > 1 else Decoder)(layers=arguments.layers, width=arguments.width)
-    figures = measure_jax(model, arguments.method or ["*"])
+    figures = measure_sizes() if arguments.sizes else measure_jax(model, arguments.method or ["*"])
     optimizers = list(dict.fromkeys(name for by_optimizer in figures.values() for name in by_optimizer))
     table = Table("step", *optimizers, title=f"peak bytes / parameter bytes, {model.layers} layers of width {model.width}")
     for name, by_optimizer in figures.items():
@@ -62,7 +76,7 @@ def main() -> None:
     print_tables([table])
     output = arguments.output
     if output is None and arguments.method is None and model == Decoder():  # equal only to its own class
-        output = RESULTS / f"peak_memory_{arguments.framework}.json"
+        output = RESULTS / f"peak_memory_{arguments.framework}{'_sizes' * arguments.sizes}.json"
     if output is not None:
         write_result(output, {"settings": {**vars(model), "devices": arguments.devices}, "figures": figures})
 
