@@ -17,9 +17,9 @@ parity: $(VENV)/.installed-parity
 test: $(VENV)/.installed-test
 	$(BIN)/python -m pytest -q -n 2 --dist loadgroup $(ARGS)
 
-# Also what `make test` deselects: the rows that are marked exhaustive.
+# Also what `make test` deselects: the rows that are marked exhaustive. XLA compiles as it does for users, and not fast.
 test-all: $(VENV)/.installed-test
-	$(BIN)/python -m pytest -q -n 2 --dist loadgroup -m "" $(ARGS)
+	XLA_FLAGS=--xla_force_host_platform_device_count=8 $(BIN)/python -m pytest -q -n 2 --dist loadgroup -m "" $(ARGS)
 
 # The specification and both frontends with the oldest supported versions.
 OLDEST_TESTS ?= tests/core tests/torch_frontend tests/jax_frontend

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import os
 
-# Eight devices for the tests of sharding. The rest is about machine code only: nearly all time of a JAX test is LLVM's, and
-# the programs that LLVM is given, with all their memory, stay the same.
+# Eight devices for the tests of sharding. The rest is about machine code only, which takes nearly all time of a JAX test: XLA's
+# programs, with all their memory, stay the same. (`make test-all` compiles as users do.)
 XLA_FLAGS = (
     "--xla_force_host_platform_device_count=8",
     "--xla_backend_optimization_level=0",
     "--xla_llvm_disable_expensive_passes=true",
+    "--xla_cpu_use_fusion_emitters=false",
 )
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
