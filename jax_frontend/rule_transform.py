@@ -193,18 +193,8 @@ def leaves_of(
             by_dtype[dtype] = _Numbers.of(hyperparameters, count, dtype)
         numbers_ = by_dtype[dtype]
         chosen = numbers_.decaying if decays else numbers_.plain
-        kept[1] = finite(kept[1])
         leaves.append(Leaf(chosen, numbers_.corrections, compensation, parameter, gradient, specification.TensorState(*kept)))
     return count, treedef, leaves
-
-
-def finite(exp_avg_sq: jax.Array) -> jax.Array:
-    """Return a second moment with infinities as the largest number of its dtype.
-
-    The square of a finite gradient may overflow (from 1.8e19 on in float32), and in the next update inf - inf would be NaN.
-    Done where a moment is read: where it is written, XLA would keep another copy.
-    """
-    return jnp.minimum(exp_avg_sq, jnp.finfo(exp_avg_sq.dtype).max)
 
 
 def _flatten_like(gradients: Any, tree: PyTree, name: str) -> list[Any]:
