@@ -147,7 +147,7 @@ def test_gradients_of_other_dtypes_or_shapes_are_refused(with_params) -> None:
 def test_high_fully_decoupled_decay_warns_once() -> None:
     for optimizer in (stable_adamw, adamw):
         with pytest.warns(UserWarning, match=r"weight_decay=0.01.*decouple_lr=True") as caught:
-            tx = optimizer(1e-3, decouple_lr=True)
+            tx = optimizer(1e-3, weight_decay=1e-2, decouple_lr=True)
         tx.update(jnp.ones(2), tx.init(jnp.ones(2)), jnp.ones(2))  # a warning here would be an error
         assert len(caught) == 1
         assert caught[0].filename == __file__

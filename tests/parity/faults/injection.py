@@ -203,29 +203,33 @@ def put(run: Any, name: str, value: np.ndarray) -> None:
     else:
         import torch
 
-        with torch.no_grad():
-            old.copy_(torch.from_numpy(np.asarray(value)))
+        old.data.copy_(torch.from_numpy(np.asarray(value)))  # unseen by release, which refuses a write before step()
 
 
 def kept(run: Any, name: str, field: str) -> np.ndarray:
     """What a run keeps for a parameter, float64."""
     if hasattr(run, "states"):
         return np.asarray(getattr(run.states[name], field), np.float64)
-    return np.asarray(_array(run.optimizer.state[run.parameters[name]][field]), np.float64)
+    return np.asarray(_array(_state(run, name)[field]), np.float64)
+
+
+def _state(run: Any, name: str) -> dict[str, Any]:
+    from penstock.parity.backends.torch_arguments import kept_by
+
+    parameter = run.parameters[name]
+    return run.optimizer.state[parameter] | kept_by(run.optimizer, parameter)
 
 
 def change_kept(run: Any, field: str, change: Callable[[Any], Any], *names: str) -> None:
     """Replace what a run keeps for some parameters, or for all."""
-    from penstock.parity.backends.torch_arguments import kept_by
-
     for name in names or tuple(run.parameters):
         if hasattr(run, "states"):
             old = getattr(run.states[name], field)
             run.states[name] = run.states[name]._replace(**{field: np.asarray(change(old)).astype(old.dtype)})
         else:
-            kept = kept_by(run.optimizer, run.parameters[name])
-            if field in kept:
-                kept[field].copy_(change(kept[field].clone()))
+            state = _state(run, name)
+            if field in state:
+                state[field].copy_(change(state[field].clone()))
 
 
 def _array(value: Any) -> Any:
