@@ -1,1 +1,1 @@
-"""Checks and measurements that need a GPU: correctness, determinism and speed of the Triton kernels, in one run."""
+"""Checks and measurements that need a GPU, in seven stages: README.md says what each one decides."""

@@ -1,10 +1,11 @@
-"""JAX on the device: memory, compiled programs and time of the reverse walk and of other steps."""
+"""Stage 6: JAX on the device: memory, compiled programs and time of the reverse walk and of other steps."""
 
 from __future__ import annotations
 
 import re
 import statistics
 import time
+from collections.abc import Iterator
 from typing import Any
 
 from benchmarks.support import failure
@@ -16,54 +17,48 @@ MODEL = {"layers": 12, "width": 1024, "heads": 16, "context": 256}
 SCHEDULER = "xla_gpu_enable_latency_hiding_scheduler"
 
 
-def jax_steps(setting: Setting) -> dict[str, Any]:
+def jax_steps(setting: Setting) -> Iterator[dict[str, Any]]:
     """Measure every step of `benchmarks.jax_memory` in two dtypes, the walk's fences, and XLA's scheduler on and off.
 
     For each: the peak by XLA's analysis, relative to the parameters' bytes (the floor with Adam's moments is 3); the numbers
     of copies of whole stacks and of conditionals, each of which waits for the host, in the compiled program; the milliseconds
-    of a step. The allocator's peak never decreases within a process, so the steps run in the order of their peaks, and a
-    figure that an earlier step exceeded is left out.
+    of a step. The allocator's peak never decreases within a process, so the steps of a dtype are compiled first and run in the
+    order of their peaks, and a figure that an earlier step exceeded is left out.
     """
     import jax.numpy as jnp
 
     from benchmarks.jax_decoder import Decoder
-    from benchmarks.jax_memory import METHODS
-    from penstock.jax_frontend import make_release_step
 
-    sizes: dict[str, int] = {"layers": 2, "width": 16, "heads": 2, "context": 4} if setting.dry else MODEL
-    model = Decoder(**sizes)
-    dtypes = [jnp.float32] if setting.dry else [jnp.float32, jnp.bfloat16]
-    rows, left_out = [], []
-    for dtype in dtypes:
-        jobs: list[dict[str, Any]] = []
-        for fence in ("none", "barrier", "conditional"):
-            method = _like("make_release_step", lambda tx, model, fence=fence: make_release_step(model.stack, tx, fence=fence))
-            jobs.append({"step": f"make_release_step, fence={fence}", "method": method})
-        jobs.append({"step": "unrolled, two passes with a barrier", "method": _like("unrolled, clipped by hand", two_passes)})
-        for on in (False, True):
-            method = _like("make_train_step, unrolled")
-            jobs.append({"step": f"make_train_step, unrolled, scheduler={on}", "method": method, "options": {SCHEDULER: on}})
-        jobs += [{"step": method.name, "method": method} for method in METHODS]
+    model = Decoder(**({"layers": 1, "width": 8, "heads": 1, "context": 2} if setting.dry else MODEL))
+    for dtype in (jnp.float32,) if setting.dry else (jnp.bfloat16, jnp.float32):
         compiled = []
-        for job in [job for job in jobs if "options" in job][:1] if setting.dry else jobs:
-            if setting.out_of_time:
-                left_out.append(job["step"])
-                continue
-            row = {"step": job["step"], "dtype": dtype.__name__}
+        for job in setting.first(reversed(_jobs()) if setting.dry else _jobs()):
+            row: dict[str, Any] = {"step": job["step"], "dtype": dtype.__name__}
             try:
                 made, found = _compiled(job["method"], model, dtype, job.get("options", {}))
                 compiled.append((made, job["method"], row | found))
+                yield {"compiled": job["step"], **row, **found}
             except Exception as error:  # a compiler may not know an option
-                rows.append(row | {"failed": failure(error)})
+                yield row | {"failed": failure(error)} | ({} if "options" in job else {"holds": False})
         for made, method, row in sorted(compiled, key=lambda entry: entry[2]["peak"]):
-            rows.append(row | _run(made, method, model, dtype, setting.few(ROUNDS)))
+            yield row | _run(made, method, model, dtype, setting.few(ROUNDS))
             setting.clean_up()
-    return {
-        "holds": not any("failed" in row and "scheduler" not in row["step"] for row in rows),
-        "model": sizes,
-        "rows": rows,
-        "left_out": left_out,
-    }
+
+
+def _jobs() -> list[dict[str, Any]]:
+    """Return the steps to measure: the walk with each fence, unrolled steps, and all of `benchmarks.jax_memory`."""
+    from benchmarks.jax_memory import METHODS
+    from penstock.jax_frontend import make_release_step
+
+    jobs: list[dict[str, Any]] = []
+    for fence in ("none", "barrier", "conditional"):
+        method = _like("make_release_step", lambda tx, model, fence=fence: make_release_step(model.stack, tx, fence=fence))
+        jobs.append({"step": f"make_release_step, fence={fence}", "method": method})
+    jobs.append({"step": "unrolled, two passes with a barrier", "method": _like("unrolled, clipped by hand", two_passes)})
+    for on in (False, True):
+        method = _like("make_train_step, unrolled")
+        jobs.append({"step": f"make_train_step, unrolled, scheduler={on}", "method": method, "options": {SCHEDULER: on}})
+    return jobs + [{"step": method.name, "method": method} for method in reversed(METHODS)]  # the plain scan last
 
 
 def two_passes(tx: Any, model: Any) -> Any:

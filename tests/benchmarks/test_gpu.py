@@ -1,78 +1,121 @@
-"""The GPU script runs where there is no GPU, small: nothing of it is untried when there is one for a few minutes."""
+"""The GPU stages run where there is no GPU, small: nothing of them is untried when there is one for a few minutes."""
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
-from benchmarks.gpu.__main__ import main
+import torch
+from benchmarks.gpu.__main__ import FAILED, main, path_of, run_stages, work
+from benchmarks.gpu.setting import Setting
 
 ROOT = Path(__file__).resolve().parents[2]
+PEERS = {
+    "torch AdamW(fused=True)",
+    "optimi StableAdamW",
+    "FlashOptim FlashAdamW",
+    "torchao AdamW8bit",
+    "bitsandbytes AdamW8bit",
+}
 
 
-def run(*arguments: str) -> subprocess.CompletedProcess[str]:
-    environment = os.environ | {"PYTHONPATH": str(ROOT / "src")}
-    command = [sys.executable, "-m", "benchmarks.gpu", *arguments]
-    return subprocess.run(command, capture_output=True, text=True, env=environment, cwd=ROOT, check=False)
-
-
-def dry(directory: Path, *sections: str) -> dict[str, Any]:
+def test_every_stage_runs_dry(tmp_path: Path) -> None:
     pytest.importorskip("triton")
-    done = run("--out", str(directory), "--dry", *(("--sections", *sections) if sections else ()))
+    environment = os.environ | {"PYTHONPATH": str(ROOT / "src")}
+    command = [sys.executable, "-m", "benchmarks.gpu", "--stage", *"1234567", "--out", str(tmp_path), "--dry"]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=ROOT, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
-    result = json.loads((directory / "gpu.json").read_text())
-    assert {"versions", "device", "command"} <= set(result)
-    assert result["failed"] == {}
-    assert set(result["seconds"]) == set(result["sections"])
-    assert all(section.get("holds", True) for section in result["sections"].values())
-    return result
-
-
-def test_chosen_sections_run_dry(tmp_path: Path) -> None:
-    """Those that the pretended device leaves out."""
-    assert set(dry(tmp_path, "one_tensor", "jax")["sections"]) == {"one_tensor", "jax"}
-
-
-@pytest.mark.exhaustive
-def test_every_section_runs_dry(tmp_path: Path) -> None:
-    sections = dry(tmp_path)["sections"]
-    assert {"soak", "one_tensor", "step_time", "graph", "release", "parity"} <= set(sections)
-    assert all("ratio_to_floor" in row for row in sections["step_time"]["rows"])
-    assert set(sections["step_time"]["goals"]) >= {"1B fp32", "124M bf16+split"}
+    results = {stage: json.loads(path_of(tmp_path, stage).read_text()) for stage in range(1, 8)}
+    rows = {(stage, name): found["rows"] for stage in results for name, found in results[stage]["sections"].items()}
+    assert all({"versions", "device", "command", "date"} <= set(result) for result in results.values())
+    assert all(rows.values())
+    failed = [row for found in rows.values() for row in found if "failed" in row]
+    assert not failed
+    assert {row["way"] for row in rows[2, "ways"]} >= {"ticketed", "pair", "measure only", "write only", "AdamW", "capturable"}
+    for section in ("models", "optimizers"):  # never left out silently
+        assert {row["optimizer"] for row in rows[4, section]} >= PEERS
 
 
 def test_without_a_device_it_says_so(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    for name in ("XLA_PYTHON_CLIENT_PREALLOCATE", "CUBLAS_WORKSPACE_CONFIG"):
-        monkeypatch.setenv(name, "")  # set by the script, for its own process
+    monkeypatch.setenv("XLA_PYTHON_CLIENT_PREALLOCATE", "")  # set by the script, for its own process
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
-    with pytest.raises(SystemExit) as raised:
-        main(["--out", str(tmp_path)])
-    assert raised.value.code == 2
+    assert work([1], tmp_path, dry=False) == 2
     assert "--dry" in capsys.readouterr().err
 
 
-def test_every_section_runs_as_on_a_device() -> None:
-    """Not one of the lines that a dry run leaves out is tried for the first time on a device that is lent for minutes."""
+def stage(*names: str, seconds: int = 60, stops: bool = False, holds: bool = True) -> Any:
+    def rows(setting: Any) -> Iterator[dict[str, Any]]:
+        yield {"holds": holds}
+        yield {}
+
+    sections = {name: SimpleNamespace(run=rows, stuck=60) for name in names}
+    return SimpleNamespace(seconds=seconds, stops=stops, sections=sections)
+
+
+HERE = mock.Mock(spec=Setting, dry=True, description=dict)
+
+
+def test_a_process_goes_on_after_the_section_in_which_the_last_one_hung(tmp_path: Path) -> None:
+    run_stages({2: stage("first")}, tmp_path, HERE)
+    found = json.loads(path_of(tmp_path, 2).read_text())
+    found["sections"]["hung"] = {"finished": False, "seconds": 60.0, "rows": [{"figure": 1}]}
+    path_of(tmp_path, 2).write_text(json.dumps(found))
+    assert run_stages({2: stage("first", "hung", "next")}, tmp_path, HERE) == FAILED
+    sections = json.loads(path_of(tmp_path, 2).read_text())["sections"]
+    assert sections["hung"]["rows"] == [{"figure": 1}]
+    assert {name: "failed" in section for name, section in sections.items()} == {"first": False, "hung": True, "next": False}
+
+
+def test_a_wrong_result_of_the_first_stage_ends_the_run_and_a_stage_ends_in_time(tmp_path: Path) -> None:
+    assert run_stages({1: stage("steps", stops=True, holds=False), 2: stage("ways")}, tmp_path, HERE) == FAILED
+    assert not path_of(tmp_path, 2).exists()
+    assert run_stages({2: stage("ways", seconds=-1)}, tmp_path, HERE) == 0
+    section = json.loads(path_of(tmp_path, 2).read_text())["sections"]["ways"]
+    assert len(section["rows"]) == 1
+    assert "left_out" in section
+
+
+def test_a_run_is_repeated_until_it_comes_to_its_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    statuses = iter([1, -9, FAILED])
+    monkeypatch.setattr(subprocess, "run", lambda command, check: SimpleNamespace(returncode=next(statuses)))
+    assert main(["--stage", "1", "--out", str(tmp_path)]) == 1
+    assert next(statuses, None) is None
+
+
+def test_the_lines_that_a_dry_run_leaves_out_call_torch_cuda_as_it_is() -> None:
+    """Each attribute of torch.cuda exists, and is called with arguments that it takes."""
+    fake = mock.create_autospec(torch.cuda)
+    fake.Event.return_value.elapsed_time.return_value = 1.0
+    fake.stream = fake.graph = lambda _: contextlib.nullcontext()
+    setting = Setting(dry=False)
+    with mock.patch.object(torch, "cuda", fake), mock.patch.object(Setting, "device", "cpu"):
+        with mock.patch("benchmarks.gpu.setting.FILLER_BYTES", 1):
+            assert setting.device_ms(int, 2) == 1.0
+        assert setting.wall_ms(int)["host_ms"] >= 0
+        assert setting.captured(int) is fake.CUDAGraph.return_value.replay
+        with setting.another_stream():
+            pass
+        setting.reset_peak()
+        assert {"capability", "cache_bytes"} <= set(setting.description())
+        assert "peak_reserved_bytes" in setting.peak()
+
+
+def test_a_table_of_ncu_is_read() -> None:
     pytest.importorskip("triton")
-    environment = os.environ | {"PYTHONPATH": str(ROOT / "src"), "TRITON_INTERPRET": "1"}
-    command = [sys.executable, "-m", "tests.benchmarks.fake_device"]
-    done = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=ROOT, check=False)
-    assert done.returncode == 0, done.stdout + done.stderr
-    results = json.loads(done.stdout.splitlines()[-1])
-    assert all(section.get("holds", True) for section in results.values()), results
-    assert results["device"]["cache_bytes"] == 2**16
-    assert {"launched", "replayed"} <= set(results["graph"])
-    assert results["release"]["released"]["peak_bytes"] == 1
-    changes = [set(row["change"]) for row in results["configurations"]["rows"]]
-    assert {"registers", "programs"} in changes
-    step_time = results["step_time"]
-    assert not any("failed" in row for row in step_time["rows"] if "optimi" not in row["optimizer"])
-    named = {row["optimizer"] for row in step_time["rows"]} | set(step_time["absent"])
-    assert {"optimi StableAdamW", "FlashOptim AdamW", "torchao AdamW8bit", "torch AdamW(fused=True)"} <= named
+    from benchmarks.gpu.ratios import METRICS, metrics
+
+    names, units = (",".join(f'"{cell}"' for cell in row) for row in (("ID", *METRICS), ("", "Gbyte", "Gbyte", "%", "us")))
+    found = metrics(f'==PROF== Connected\n{names}\n{units}\n"0","1","2","3","4"\n"1","5","6","7","8"\n')
+    assert found == dict(zip(METRICS, ("5 Gbyte", "6 Gbyte", "7 %", "8 us"), strict=True))
+    assert metrics("==ERROR== no counters") == {}
