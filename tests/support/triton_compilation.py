@@ -71,6 +71,8 @@ class Audit:
     registers: of a thread.
     spilled: bytes and instructions of a thread that go to local memory.
     loads, stores: of global memory, how many of each width in bytes.
+    in_flight: bytes that a thread has asked for at once, at most, in each innermost loop with wide loads, in the order of the
+        code; NVIDIA only.
     assembly: PTX, or AMD's.
     arguments: names of the parameters of the compiled function, in order.
     """
@@ -80,6 +82,7 @@ class Audit:
     loads: Counter[int]
     stores: Counter[int]
     assembly: str
+    in_flight: tuple[int, ...] = ()
     arguments: tuple[str, ...] = ()
 
 
@@ -145,6 +148,7 @@ def _audited(
     names = kernel.arg_names
     given = given | dict.fromkeys(SCALARS, "fp32")
     constants = constants | {"TILES": chosen.tiles, "BLOCK": chosen.block, "TAIL": chosen.tail}
+    constants |= {"UNROLL": 1 if constants["L2"] else chosen.unroll, "STAGES": chosen.stages}
     constants |= {name: None for name in OPTIONAL if name in names and name not in present}
     signature = {name: "constexpr" if name in constants else given[name] for name in names}
     source = _source(kernel, signature, constants, aligned)
@@ -176,7 +180,37 @@ def _nvidia(binary: bytes, ptx: str) -> Audit:
     registers, stack, local = (int(group) for group in found.groups())
     spills = len(re.findall(r"\b(?:LDL|STL)\b", assembly))
     loads, stores = (Counter(map(_width, re.findall(rf"\b{kind}(\.[A-Z0-9.x]+)", assembly))) for kind in ("LDG", "STG"))
-    return Audit(registers, stack + local + spills, loads, stores, ptx)
+    return Audit(registers, stack + local + spills, loads, stores, ptx, _in_flight(assembly))
+
+
+def _in_flight(assembly: str) -> tuple[int, ...]:
+    """What the loops ask for before they use it: an instruction that reads a register waits for the load that fills it."""
+    code, labels, loops = [], {}, []
+    for line in assembly.splitlines():
+        if found := re.match(r"(\.L_x_\d+):", line):
+            labels[found.group(1)] = len(code)
+        elif found := re.match(r"\s+/\*\w+\*/\s+(.*);", line):
+            code.append(found.group(1))
+            target = re.search(r"\bBRA\b.*?(\.L_x_\d+)", line)
+            if target and target.group(1) in labels:
+                loops.append((labels[target.group(1)], len(code)))
+    innermost = [(a, b) for a, b in loops if not any((a, b) != (c, d) and a <= c and d <= b for c, d in loops)]
+    return tuple(most for a, b in innermost if (most := _outstanding(code[a:b])) > 0)
+
+
+def _outstanding(body: list[str]) -> int:
+    """The most bytes of wide loads that are outstanding, in two turns of a loop."""
+    waiting: dict[int, set[int]] = {}  # the registers that a load fills, by its number
+    most = 0
+    for number, text in enumerate(body * 2):
+        operation, _, operands = re.sub(r"^@!?U?P\d+\s+", "", text).partition(" ")
+        registers = [int(register) for register in re.findall(r"\bR(\d+)", operands)]
+        touched = set(registers)
+        waiting = {load: filled for load, filled in waiting.items() if not filled & touched}
+        if re.search(r"\bLDG\b.*\.128\b", operation):
+            waiting[number] = set(range(registers[0], registers[0] + 4))
+            most = max(most, 16 * len(waiting))
+    return most
 
 
 def _width(modifiers: str) -> int:

@@ -2,7 +2,8 @@
 
 Tuning would have to run kernels that write in place on the user's parameters, and sizes that depend on timings would make
 the order of sums, and so the bits, depend on them. The figures are computed, not measured: an item is long enough to hide
-the latency of its ticket; a tile gives every thread 16 bytes of the narrowest array; the registers are the fewest with which
+the latency of its ticket; a tile gives every thread 16 bytes of the narrowest array, and two tiles of two such arrays are the
+48 KB in flight that a multiprocessor of an H200 needs; the registers are the fewest with which
 no kernel spills on any of sm_80, sm_90 and sm_100 (a test audits this); the number of programs is what these registers leave
 room for; a wave is a quarter of the second-level cache, so that two waves and the data being written use about half of it.
 """
@@ -23,6 +24,8 @@ class Configuration:
         block: elements of a tile, a power of two.
         tiles: tiles of an item.
         tail: elements of a masked tile, a power of two of at most `block`.
+        unroll: tiles that the measure phase loads before it uses the first one, all in registers.
+        stages: tiles that it copies ahead to shared memory (cp.async), which takes no registers and no cache hints; 1: none.
         warps: warps of a program.
         registers: largest number of registers of a thread; 0 leaves it to the compiler.
         programs: programs on each multiprocessor in a launch with tickets.
@@ -31,8 +34,10 @@ class Configuration:
     """
 
     block: int = 1024
-    tiles: int = 8
+    tiles: int = 16
     tail: int = 128
+    unroll: int = 2
+    stages: int = 1
     warps: int = 4
     registers: int = 72
     programs: int = 7
@@ -45,10 +50,10 @@ class Configuration:
         return self.block * self.tiles
 
 
-INTERPRETER = Configuration(block=128, tiles=8, tail=64, warps=1, registers=0, programs=2, wave_bytes=2**14)
+INTERPRETER = Configuration(block=128, tiles=8, tail=64, unroll=1, warps=1, registers=0, programs=2, wave_bytes=2**14)
 """For Triton's interpreter, where a program takes milliseconds and the time of a tile hardly depends on its size."""
 
-FLOAT64 = Configuration(block=512, tiles=8, registers=96, programs=5)
+FLOAT64 = Configuration(block=512, unroll=1, registers=96, programs=5)
 """For float64 arithmetic, which needs twice the registers per element."""
 
 AMD = Configuration(warps=2, registers=0)

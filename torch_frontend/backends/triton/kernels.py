@@ -47,7 +47,7 @@ def update_group(
     L2: tl.constexpr, MAXIMIZE: tl.constexpr, COMPENSATION: tl.constexpr,
     EACH: tl.constexpr, STEP_ON_DEVICE: tl.constexpr, ALIGNMENT: tl.constexpr, HINTS: tl.constexpr,
     G: tl.constexpr, M: tl.constexpr, V: tl.constexpr, P: tl.constexpr, K: tl.constexpr, COMPUTE: tl.constexpr,
-    TILES: tl.constexpr, BLOCK: tl.constexpr, TAIL: tl.constexpr,
+    TILES: tl.constexpr, BLOCK: tl.constexpr, TAIL: tl.constexpr, UNROLL: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     r"""Update every tensor of a table: `core.update.update` with first=True.
 
@@ -105,7 +105,7 @@ def update_group(
                 count = tl.load(row + 8).to(tl.int32)
                 partial = measured_item(
                     g_ptr, v_ptr, p_ptr, k_ptr, base, n, flag_ptr, c2, floor, decay,
-                    True, ZERO2, L2, MAXIMIZE, COMPENSATION, COMPUTE, KEEP, TILES, BLOCK, TAIL,
+                    True, ZERO2, L2, MAXIMIZE, COMPENSATION, COMPUTE, KEEP, TILES, BLOCK, TAIL, UNROLL, STAGES,
                 )  # fmt: skip
                 if CLIP:
                     last, square = arrive(partials + slot, item, count, partial, arrived, n, COMPUTE)
@@ -154,7 +154,7 @@ def update_tensor(
     L2: tl.constexpr, MAXIMIZE: tl.constexpr,
     COMPENSATION: tl.constexpr, ALIGNMENT: tl.constexpr, HINTS: tl.constexpr,
     G: tl.constexpr, M: tl.constexpr, V: tl.constexpr, P: tl.constexpr, K: tl.constexpr, COMPUTE: tl.constexpr,
-    TILES: tl.constexpr, BLOCK: tl.constexpr, TAIL: tl.constexpr,
+    TILES: tl.constexpr, BLOCK: tl.constexpr, TAIL: tl.constexpr, UNROLL: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     r"""Update, accumulate or apply for one tensor, by ACTION, as in `core.update`; the mathematics is that of `update_group`.
 
@@ -209,7 +209,7 @@ def update_tensor(
         if measures:
             partial = measured_item(
                 g_ptr, v_ptr, p_ptr, k_ptr, ticket.to(tl.int64) * (TILES * BLOCK), n, applied_ptr,
-                c2, floor, decay, FIRST, ZERO2, L2, MAXIMIZE, COMPENSATION, COMPUTE, KEEP, TILES, BLOCK, TAIL,
+                c2, floor, decay, FIRST, ZERO2, L2, MAXIMIZE, COMPENSATION, COMPUTE, KEEP, TILES, BLOCK, TAIL, UNROLL, STAGES,
             )  # fmt: skip
             last, square = arrive(partials, ticket, item_count, partial, counters + 2, n, COMPUTE)
             if last:

@@ -67,12 +67,13 @@ def measured_item(
     FIRST: tl.constexpr, ZERO2: tl.constexpr,
     L2: tl.constexpr, MAXIMIZE: tl.constexpr, COMPENSATION: tl.constexpr, COMPUTE: tl.constexpr,
     KEEP: tl.constexpr, TILES: tl.constexpr, BLOCK: tl.constexpr, TAIL: tl.constexpr,
+    UNROLL: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """Return the partial sum of one item; store 0 at `applied_ptr`, if given, when a gradient is not finite."""
     blocks = tl.minimum((n - base) // BLOCK, TILES).to(tl.int32)
     ratios = tl.zeros((BLOCK,), COMPUTE)
     checks = tl.zeros((BLOCK,), COMPUTE)
-    for tile in range(blocks):
+    for tile in tl.range(0, blocks, num_stages=STAGES, loop_unroll_factor=UNROLL):
         at = base + tile * BLOCK
         ratio, check = _measured_tile(
             g_ptr + at, v_ptr + at, p_ptr + at, k_ptr + at, BLOCK, c2, floor, decay,

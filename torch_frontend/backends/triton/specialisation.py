@@ -74,6 +74,8 @@ class Specialisation(NamedTuple):
             "TILES": chosen.tiles,
             "BLOCK": chosen.block,
             "TAIL": chosen.tail,
+            "UNROLL": 1 if self.l2 else chosen.unroll,  # with L2 measuring reads p and k as well
+            "STAGES": chosen.stages,
             "num_warps": chosen.warps,
             "enable_fp_fusion": False,  # so that the two kernels, of release and of step(), give the same bits
         }

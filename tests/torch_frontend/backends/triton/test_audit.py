@@ -36,6 +36,9 @@ TARGETS = {
     "gfx942": GPUTarget("hip", "gfx942", 64),
 }
 HOPPER = TARGETS["sm_90"]
+IN_FLIGHT, IN_FLIGHT_OF_AMPERE = 48_000, 40_000
+"""Bytes on each multiprocessor: an H200 has twice the bandwidth of an A100. Float64 arithmetic has no registers for more."""
+
 AMD_REGISTERS = 128
 """Four waves of 64 threads then fit on each of a compute unit's four processors."""
 
@@ -84,6 +87,12 @@ def float_atomics(assembly: str) -> list[str]:
     return [atomic for atomic in atomics if re.search(r"[._]b?f(?:16|32|64)", atomic)]
 
 
+def loaded(target: GPUTarget, storage: Storage) -> list[torch.dtype]:
+    """What a launch with tickets reads of each element: to measure, in an unrolled loop and its remainder, and to write."""
+    unroll = chosen_for(target, storage).unroll
+    return [*storage.measured * (unroll + (unroll > 1)), storage.parameter, *storage.written]
+
+
 def assert_wide(audit: Audit, target: GPUTarget, storage: Storage, loads: list[torch.dtype]) -> None:
     """All that an interior tile reads and writes, in accesses of 16 bytes; nothing but tails and tables in others."""
     if target.backend == "cuda":
@@ -91,6 +100,14 @@ def assert_wide(audit: Audit, target: GPUTarget, storage: Storage, loads: list[t
     else:  # there, rows of tables are read that wide as well
         assert wide_bytes(audit.loads) >= expected_bytes(target, storage, loads)
     assert wide_bytes(audit.stores) == expected_bytes(target, storage, storage.written)
+
+
+def assert_in_flight(audit: Audit, target: GPUTarget, storage: Storage) -> None:
+    """A multiprocessor's programs ask for enough bytes at once, in the loops that measure and write: not in a remainder."""
+    if target.backend == "cuda":
+        in_flight = [size * threads(target, storage) * chosen_for(target, storage).programs for size in audit.in_flight]
+        enough = IN_FLIGHT if target.arch >= 90 and storage is not FLOAT64 else IN_FLIGHT_OF_AMPERE
+        assert sorted(in_flight)[-2] >= enough, in_flight
 
 
 MANY = [
@@ -105,7 +122,8 @@ def test_the_launch_for_many_tensors_is_wide_unspilled_and_in_order(name: str, s
     present = ("numbers",) if storage is FLOAT64 else ()
     audit = compile_or_skip(group_kernel, storage, target, present)
     assert_good(audit, target, storage)
-    assert_wide(audit, target, storage, [*storage.measured, storage.parameter, *storage.written])
+    assert_wide(audit, target, storage, loaded(target, storage))
+    assert_in_flight(audit, target, storage)
     assert broken_laws(audit.assembly, audit.arguments) == []
 
 
@@ -133,7 +151,8 @@ def test_the_launch_for_one_tensor_is_wide_unspilled_and_in_order(name: str, sto
     assert_good(audit, target, storage)
     if action == "update":
         assert broken_laws(audit.assembly, audit.arguments) == []
-        assert_wide(audit, target, storage, [*storage.measured, storage.parameter, *storage.written])
+        assert_wide(audit, target, storage, loaded(target, storage))
+        assert_in_flight(audit, target, storage)
     elif action == "accumulate":
         moments = [storage.exp_avg, storage.exp_avg_sq]
         assert wide_bytes(audit.loads) == expected_bytes(target, storage, [storage.parameter, *moments])
