@@ -16,7 +16,7 @@ import triton.compiler
 import triton.language as tl
 from triton.backends.compiler import GPUTarget
 
-from penstock.torch_frontend.backends.triton.configuration import Configuration
+from penstock.torch_frontend.backends.triton.configuration import Configuration, with_norm
 from penstock.torch_frontend.backends.triton.kernels import update_group, update_tensor
 
 TYPES = {
@@ -28,7 +28,7 @@ TYPES = {
 }
 TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 SCALARS = ("first1", "log1", "first2", "log2", "lr", "eps", "floor", "decay")
-OPTIONAL = ("step_ptr", "square_before", "applied_ptr", "numbers")
+OPTIONAL = ("step_ptr", "square_before", "norm_ptr", "applied_ptr", "numbers")
 """Pointers that a launch may leave out."""
 
 
@@ -73,6 +73,7 @@ class Audit:
     loads, stores: of global memory, how many of each width in bytes.
     in_flight: bytes that a thread has asked for at once, at most, in each innermost loop with wide loads, in the order of the
         code; NVIDIA only.
+    limit: registers that the configuration allows; 0: as many as the compiler likes.
     assembly: PTX, or AMD's.
     arguments: names of the parameters of the compiled function, in order.
     """
@@ -83,6 +84,7 @@ class Audit:
     stores: Counter[int]
     assembly: str
     in_flight: tuple[int, ...] = ()
+    limit: int = 0
     arguments: tuple[str, ...] = ()
 
 
@@ -128,11 +130,13 @@ def tensor_kernel(
     } | changes  # fmt: skip
     given = {
         **dict.fromkeys("gmvpk", "i64"), "n": "i64", "item_count": "i32", "step_ptr": "*fp32", "partials": f"*{wide}",
-        "counters": "*i32", "square_before": f"*{wide}", "square_after": f"*{wide}",
+        "counters": "*i32", "square_before": f"*{wide}", "square_after": f"*{wide}", "norm_ptr": f"*{wide}",
         "applied_ptr": "*fp32", "numbers": f"*{wide}",
     }  # fmt: skip
     if constants["ACTION"] == "accumulate":
         chosen = dataclasses.replace(chosen, registers=0)
+    if "norm_ptr" in present:
+        chosen = with_norm(chosen)
     return _audited(kernel, given, constants, {"partials", "counters"}, target, chosen, present)
 
 
@@ -155,7 +159,7 @@ def _audited(
     cap = {"maxnreg": chosen.registers} if chosen.registers else {}
     made = triton.compile(source, target=target, options={"num_warps": chosen.warps, "enable_fp_fusion": False, **cap})
     audit = _nvidia(made.asm["cubin"], made.asm["ptx"]) if "cubin" in made.asm else _amd(made.asm["amdgcn"])
-    return dataclasses.replace(audit, arguments=tuple(name for name in names if name not in constants))
+    return dataclasses.replace(audit, limit=chosen.registers, arguments=tuple(name for name in names if name not in constants))
 
 
 def _source(kernel: Any, signature: dict[str, str], constants: dict[str, Any], aligned: set[str]) -> Any:

@@ -141,10 +141,12 @@ class TritonBackend:
 
     # -- one tensor -----------------------------------------------------------------------------------------------------
 
-    def update(self, slot: TensorSlot, gradient: Tensor, *, first: bool, measure: bool = False) -> None:
-        """Update one tensor in one launch; returns None, because the kernel does not sum the gradient's squares."""
-        self._launch_tensor(slot, gradient, "update", first)
+    def update(self, slot: TensorSlot, gradient: Tensor, *, first: bool, measure: bool = False) -> Tensor | None:
+        """Update one tensor in one launch, which also sums the gradient's squares on request."""
+        norm = torch.empty((), dtype=slot.compute_dtype, device=gradient.device) if measure else None
+        self._launch_tensor(slot, gradient, "update", first, norm=norm)
         slot.state.pop("mean_square", None)
+        return norm
 
     def update_if_finite(self, slot: TensorSlot, gradient: Tensor) -> Tensor:
         applied = torch.ones((), dtype=torch.float32, device=gradient.device)
@@ -159,7 +161,13 @@ class TritonBackend:
         slot.state.pop("mean_square")
 
     def _launch_tensor(
-        self, slot: TensorSlot, gradient: Tensor | None, action: str, first: bool, applied: Tensor | None = None
+        self,
+        slot: TensorSlot,
+        gradient: Tensor | None,
+        action: str,
+        first: bool,
+        applied: Tensor | None = None,
+        norm: Tensor | None = None,
     ) -> Tensor | float:
         """Launch `kernels.update_tensor`; return the summed mean square, or 0.0 if the rule does not clip."""
         given = operands(slot, gradient)
@@ -168,20 +176,22 @@ class TritonBackend:
         dtype = COMPUTE_DTYPES[given.parameter.dtype]
         before = slot.state["mean_square"] if clips and not first else None
         if n == 0:
+            if norm is not None:
+                norm.zero_()
             return 0.0 if not clips else torch.zeros((), dtype=dtype, device=device) if before is None else before
         addresses = [tensor.data_ptr() for tensor in given]
         with devices.on(device):
             captured = _captured(slot, device)
-            chosen = configuration(device, given.parameter.dtype)
+            chosen = configuration(device, given.parameter.dtype, norm=norm is not None)
             count = -(-n // chosen.item)
             scratch = self._scratch(device, captured)
             if before is not None and not isinstance(before, Tensor):
                 before = torch.full((), before, dtype=dtype, device=device)
             after = torch.empty((), dtype=dtype, device=device) if action == "accumulate" else scratch.square(dtype)
             step = step_count_on(device, slot.state["step"]) if slot.capturable and action != "apply" else None
-            partials, counters = scratch.partials(count, dtype), scratch.counters(4)
+            partials, counters = scratch.partials(count if norm is None else 2 * count, dtype), scratch.counters(4)
             fixed, buffer, numbers = self._numbers(slot, dtype, device, scratch)
-            pointers = step, partials, counters, before, after, applied, buffer
+            pointers = step, partials, counters, before, after, norm, applied, buffer
             kind: Kind = ("update_tensor", (("ACTION", action), ("FIRST", first)))
             aligned = alignment(given, addresses)
             program = self._programs(kind, specialisation(slot, device, chosen, fixed, given, aligned, pointers))

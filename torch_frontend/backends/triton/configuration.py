@@ -68,6 +68,9 @@ TABLE: dict[tuple[str, torch.dtype | None], Configuration] = {
 }
 """Configurations by kind of device ("hip": AMD, "cpu": the interpreter) and dtype of the parameter (None: any other)."""
 
+REGISTERS = 2**16
+"""Registers of a multiprocessor, on all NVIDIA GPUs from sm_80 on."""
+
 INTERPRETED_MULTIPROCESSORS = 2
 INTERPRETED_CACHE = 2**16
 
@@ -89,10 +92,20 @@ class Device:
         return cls(properties.multi_processor_count, getattr(properties, "L2_cache_size", 0) or 2**22)
 
 
-def configuration(device: torch.device, dtype: torch.dtype) -> Configuration:
-    """Return the configuration for a parameter on this device and of this dtype."""
+def configuration(device: torch.device, dtype: torch.dtype, *, norm: bool = False) -> Configuration:
+    """Return the configuration for a parameter on this device and of this dtype. norm: the launch sums g*g as well."""
     kind = "hip" if device.type == "cuda" and torch.version.hip is not None else device.type
-    return TABLE.get((kind, dtype)) or TABLE[kind, None]
+    chosen = TABLE.get((kind, dtype)) or TABLE[kind, None]
+    return with_norm(chosen) if norm else chosen
+
+
+@functools.cache
+def with_norm(chosen: Configuration) -> Configuration:
+    """Return a configuration with 16 more registers for a second sum, and the programs that they leave room for."""
+    if not chosen.registers:
+        return chosen
+    registers = chosen.registers + 16
+    return dataclasses.replace(chosen, registers=registers, programs=REGISTERS // (registers * 32 * chosen.warps))
 
 
 def wave_elements(chosen: Configuration, device: Device, measured_bytes: int) -> int:

@@ -103,14 +103,14 @@ def update_group(
             if phase == 0:
                 slot = tl.load(row + 7)
                 count = tl.load(row + 8).to(tl.int32)
-                partial = measured_item(
+                partial, _ = measured_item(
                     g_ptr, v_ptr, p_ptr, k_ptr, base, n, flag_ptr, c2, floor, decay,
                     True, ZERO2, L2, MAXIMIZE, COMPENSATION, COMPUTE, KEEP, TILES, BLOCK, TAIL, UNROLL, STAGES,
                 )  # fmt: skip
                 if CLIP:
-                    last, square = arrive(partials + slot, item, count, partial, arrived, n, COMPUTE)
+                    last, total, _ = arrive(partials + slot, item, count, partial, 0.0, arrived, False, COMPUTE)
                     if last:
-                        tl.store(squares + tensor, square)
+                        tl.store(squares + tensor, total / n.to(COMPUTE))
                         if PHASES == "both":
                             announce(arrived + 1)
         if PHASES != "measure":
@@ -127,7 +127,7 @@ def update_group(
                     c1 = bias_correction(first1, log1, step_ptr, STEP_ON_DEVICE, COMPUTE)
                     _ = written_item(
                         g_ptr, m_ptr, v_ptr, p_ptr, k_ptr, base, n, c1, c2, eta, eps, floor, decay,
-                        "update", True, ZERO1, ZERO2, L2, MAXIMIZE, COMPENSATION, COMPUTE, PASS, TILES, BLOCK, TAIL,
+                        "update", True, ZERO1, ZERO2, L2, MAXIMIZE, COMPENSATION, COMPUTE, PASS, "", TILES, BLOCK, TAIL,
                     )  # fmt: skip
         if PHASES == "both":
             ticket = take_ticket(counters)
@@ -144,11 +144,11 @@ def update_group(
 
 @triton.jit(
     do_not_specialize=[*"gmvpk", "n", "item_count", "first1", "log1", "first2", "log2", "lr", "eps", "floor", "decay"],
-    do_not_specialize_on_alignment=["step_ptr", "square_before", "applied_ptr"],
+    do_not_specialize_on_alignment=["step_ptr", "square_before", "norm_ptr", "applied_ptr"],
 )
 def update_tensor(
     g: tl.int64, m: tl.int64, v: tl.int64, p: tl.int64, k: tl.int64, n: tl.int64, item_count: tl.int32, step_ptr,
-    partials, counters, square_before, square_after, applied_ptr,
+    partials, counters, square_before, square_after, norm_ptr, applied_ptr,
     numbers, first1, log1, first2, log2, lr, eps, floor, decay,
     ACTION: tl.constexpr, FIRST: tl.constexpr, CLIP: tl.constexpr, ZERO1: tl.constexpr, ZERO2: tl.constexpr,
     L2: tl.constexpr, MAXIMIZE: tl.constexpr,
@@ -169,7 +169,8 @@ def update_tensor(
         step_ptr: float32 0-d, t of the last update; None if c1 and c2 are given.
         square_before: 0-d, the summed mean square of earlier micro-batches (for "apply", of all), or None for 0.
         square_after: COMPUTE 0-d, written by "update" and "accumulate" if the rule clips.
-        partials, counters: as in `update_group`, for one tensor.
+        norm_ptr: COMPUTE 0-d, or None: "update" stores the sum of the gradient's squares there.
+        partials, counters: as in `update_group`, for one tensor; twice as many slots with norm_ptr.
         applied_ptr, numbers, the scalars, ZERO1, ZERO2, ALIGNMENT: as in `update_group`. The distribution of a tile over
             threads depends only on ALIGNMENT in both kernels, so that sums have the same order and the same bits.
     """
@@ -185,6 +186,8 @@ def update_tensor(
     p_ptr = tl.multiple_of(p.to(tl.pointer_type(P)), ALIGNMENT)
     k_ptr = tl.multiple_of(k.to(tl.pointer_type(K)), ALIGNMENT)
     TWO_PHASES: tl.constexpr = ACTION == "update" and (CLIP or applied_ptr is not None)
+    RATIOS: tl.constexpr = "ratios" if CLIP and ACTION == "accumulate" else ""
+    SUM: tl.constexpr = "squares" if norm_ptr is not None and not TWO_PHASES else RATIOS
     KEEP: tl.constexpr = "evict_last" if HINTS else ""
     PASS: tl.constexpr = "evict_first" if HINTS else ""
     c1 = first1
@@ -207,13 +210,17 @@ def update_tensor(
         if TWO_PHASES:
             measures = ticket < item_count
         if measures:
-            partial = measured_item(
+            partial, square = measured_item(
                 g_ptr, v_ptr, p_ptr, k_ptr, ticket.to(tl.int64) * (TILES * BLOCK), n, applied_ptr,
                 c2, floor, decay, FIRST, ZERO2, L2, MAXIMIZE, COMPENSATION, COMPUTE, KEEP, TILES, BLOCK, TAIL, UNROLL, STAGES,
             )  # fmt: skip
-            last, square = arrive(partials, ticket, item_count, partial, counters + 2, n, COMPUTE)
+            last, total, norm = arrive(
+                partials, ticket, item_count, partial, square, counters + 2, norm_ptr is not None, COMPUTE
+            )
             if last:
-                tl.store(square_after, before + square)
+                if norm_ptr is not None:
+                    tl.store(norm_ptr, norm)
+                tl.store(square_after, before + total / n.to(COMPUTE))
                 announce(counters + 3)
         else:
             item = ticket
@@ -232,12 +239,15 @@ def update_tensor(
                 partial = written_item(
                     g_ptr, m_ptr, v_ptr, p_ptr, k_ptr, item.to(tl.int64) * (TILES * BLOCK), n,
                     c1, c2, eta, eps, floor, decay,
-                    ACTION, FIRST, ZERO1, ZERO2, L2, MAXIMIZE, COMPENSATION, COMPUTE, PASS, TILES, BLOCK, TAIL,
+                    ACTION, FIRST, ZERO1, ZERO2, L2, MAXIMIZE, COMPENSATION, COMPUTE, PASS, SUM, TILES, BLOCK, TAIL,
                 )  # fmt: skip
-                if CLIP and ACTION == "accumulate":
-                    last, square = arrive(partials, item, item_count, partial, counters + 2, n, COMPUTE)
+                if SUM != "":
+                    last, total, _ = arrive(partials, item, item_count, partial, 0.0, counters + 2, False, COMPUTE)
                     if last:
-                        tl.store(square_after, before + square)
+                        if SUM == "ratios":
+                            tl.store(square_after, before + total / n.to(COMPUTE))
+                        else:
+                            tl.store(norm_ptr, total)
         if TWO_PHASES:
             ticket = take_ticket(counters)
         else:

@@ -38,17 +38,24 @@ def _store(pointer, x, mask, MASKED: tl.constexpr):
 
 
 @triton.jit
+def _by_fours(x, SIZE: tl.constexpr):
+    """Return the sums of four neighbours, which one thread has: a quarter of the registers of a running sum."""
+    return tl.sum(tl.reshape(x, (SIZE // 4, 4)), 1)
+
+
+@triton.jit
 def _measured_tile(
     g_ptr, v_ptr, p_ptr, k_ptr, left, c2, floor, decay,
     FIRST: tl.constexpr, ZERO2: tl.constexpr,
     L2: tl.constexpr, MAXIMIZE: tl.constexpr, COMPENSATION: tl.constexpr, COMPUTE: tl.constexpr,
     KEEP: tl.constexpr, MASKED: tl.constexpr, SIZE: tl.constexpr,
 ):  # fmt: skip
-    """Return g*g/max(v', eps^2) of one tile, and g-g, which is 0 where g is finite and NaN where it is not."""
+    """Return of one tile g*g/max(v', eps^2); g-g, which is 0 where g is finite and NaN where it is not; and g*g as given."""
     offset = tl.arange(0, SIZE)
     mask = offset < left
     g = _load(g_ptr + offset, mask, MASKED, KEEP).to(COMPUTE)
     v = _load(v_ptr + offset, mask, MASKED, KEEP).to(COMPUTE)
+    square = g * g
     parameter = g
     if L2 and FIRST:
         k = _load(k_ptr + offset, mask, MASKED, KEEP)
@@ -56,9 +63,9 @@ def _measured_tile(
     g = prepared_gradient(g, parameter, decay, FIRST, L2, MAXIMIZE)
     ratio = squared_ratio(g, next_exp_avg_sq(v, g, c2, FIRST, ZERO2), floor)
     check = g - g
-    if MASKED:
+    if MASKED:  # g is 0 outside
         ratio, check = tl.where(mask, ratio, 0.0), tl.where(mask, check, 0.0)
-    return ratio, check
+    return ratio, check, square
 
 
 @triton.jit
@@ -69,33 +76,42 @@ def measured_item(
     KEEP: tl.constexpr, TILES: tl.constexpr, BLOCK: tl.constexpr, TAIL: tl.constexpr,
     UNROLL: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Return the partial sum of one item; store 0 at `applied_ptr`, if given, when a gradient is not finite."""
+    """Return the partial sums of ratios and squares of one item; store 0 at `applied_ptr`, if given, for a non-finite g."""
     blocks = tl.minimum((n - base) // BLOCK, TILES).to(tl.int32)
-    ratios = tl.zeros((BLOCK,), COMPUTE)
-    checks = tl.zeros((BLOCK,), COMPUTE)
+    ratios = tl.zeros((BLOCK // 4,), COMPUTE)
+    checks = tl.zeros((BLOCK // 4,), COMPUTE)
+    squares = tl.zeros((BLOCK // 4,), COMPUTE)
     for tile in tl.range(0, blocks, num_stages=STAGES, loop_unroll_factor=UNROLL):
         at = base + tile * BLOCK
-        ratio, check = _measured_tile(
+        ratio, check, square = _measured_tile(
             g_ptr + at, v_ptr + at, p_ptr + at, k_ptr + at, BLOCK, c2, floor, decay,
             FIRST, ZERO2, L2, MAXIMIZE, COMPENSATION, COMPUTE, KEEP, False, BLOCK,
         )  # fmt: skip
-        ratios += ratio
-        checks += check
-    partial, finite = tl.sum(ratios, 0), tl.sum(checks, 0)
+        ratios += _by_fours(ratio, BLOCK)
+        checks += _by_fours(check, BLOCK)
+        squares += _by_fours(square, BLOCK)
+    partial, finite, total = tl.sum(ratios, 0), tl.sum(checks, 0), tl.sum(squares, 0)
     if blocks < TILES:
         left = (n - base).to(tl.int32) - blocks * BLOCK
+        tail_ratios = tl.zeros((TAIL // 4,), COMPUTE)
+        tail_checks = tl.zeros((TAIL // 4,), COMPUTE)
+        tail_squares = tl.zeros((TAIL // 4,), COMPUTE)
         for start in range(0, left, TAIL):
             at = base + blocks * BLOCK + start
-            ratio, check = _measured_tile(
+            ratio, check, square = _measured_tile(
                 g_ptr + at, v_ptr + at, p_ptr + at, k_ptr + at, left - start, c2, floor, decay,
                 FIRST, ZERO2, L2, MAXIMIZE, COMPENSATION, COMPUTE, KEEP, True, TAIL,
             )  # fmt: skip
-            partial += tl.sum(ratio, 0)
-            finite += tl.sum(check, 0)
+            tail_ratios += _by_fours(ratio, TAIL)
+            tail_checks += _by_fours(check, TAIL)
+            tail_squares += _by_fours(square, TAIL)
+        partial += tl.sum(tail_ratios, 0)
+        finite += tl.sum(tail_checks, 0)
+        total += tl.sum(tail_squares, 0)
     if applied_ptr is not None:
         if finite != finite:
             tl.store(applied_ptr, 0.0)
-    return partial
+    return partial, total
 
 
 @triton.jit
@@ -103,9 +119,9 @@ def _written_tile(
     g_ptr, m_ptr, v_ptr, p_ptr, k_ptr, left, c1, c2, eta, eps, floor, decay,
     ACTION: tl.constexpr, FIRST: tl.constexpr, ZERO1: tl.constexpr, ZERO2: tl.constexpr,
     L2: tl.constexpr, MAXIMIZE: tl.constexpr, COMPENSATION: tl.constexpr,
-    COMPUTE: tl.constexpr, PASS: tl.constexpr, MASKED: tl.constexpr, SIZE: tl.constexpr,
+    COMPUTE: tl.constexpr, PASS: tl.constexpr, SUM: tl.constexpr, MASKED: tl.constexpr, SIZE: tl.constexpr,
 ):  # fmt: skip
-    """Write one tile; for "accumulate" return its g*g/max(v', eps^2)."""
+    """Write one tile; return its g*g/max(v', eps^2) for SUM "ratios", or its g*g as given for "squares"."""
     offset = tl.arange(0, SIZE)
     mask = offset < left
     m = _load(m_ptr + offset, mask, MASKED, PASS).to(COMPUTE)
@@ -117,54 +133,58 @@ def _written_tile(
         if COMPENSATION != "none":
             k = _load(k_ptr + offset, mask, MASKED, PASS)
         parameter = load_parameter(p, k, COMPENSATION, COMPUTE)
-    ratio = m
+    term = m
     if ACTION != "apply":
         g = _load(g_ptr + offset, mask, MASKED, PASS).to(COMPUTE)
+        term = g * g
         g = prepared_gradient(g, parameter, decay, FIRST, L2, MAXIMIZE)
         m = next_exp_avg(m, g, c1, FIRST, ZERO1)
         v = next_exp_avg_sq(v, g, c2, FIRST, ZERO2)
         _store(m_ptr + offset, m.to(m_ptr.dtype.element_ty), mask, MASKED)
         _store(v_ptr + offset, v.to(v_ptr.dtype.element_ty), mask, MASKED)
-        ratio = squared_ratio(g, v, floor)
-        if MASKED:
-            ratio = tl.where(mask, ratio, 0.0)
+        if SUM == "ratios":
+            term = squared_ratio(g, v, floor)
+            if MASKED:
+                term = tl.where(mask, term, 0.0)
     if ACTION != "accumulate":
         x = stepped(parameter, m, v, eta, eps, decay, L2)
         p, k = store_parameter(x, p_ptr.dtype.element_ty, COMPENSATION)
         _store(p_ptr + offset, p, mask, MASKED)
         if COMPENSATION != "none":
             _store(k_ptr + offset, k, mask, MASKED)
-    return ratio
+    return term
 
 
 @triton.jit
 def written_item(
     g_ptr, m_ptr, v_ptr, p_ptr, k_ptr, base, n, c1, c2, eta, eps, floor, decay,
     ACTION: tl.constexpr, FIRST: tl.constexpr, ZERO1: tl.constexpr, ZERO2: tl.constexpr,
-    L2: tl.constexpr, MAXIMIZE: tl.constexpr, COMPENSATION: tl.constexpr,
-    COMPUTE: tl.constexpr, PASS: tl.constexpr, TILES: tl.constexpr, BLOCK: tl.constexpr, TAIL: tl.constexpr,
+    L2: tl.constexpr, MAXIMIZE: tl.constexpr, COMPENSATION: tl.constexpr, COMPUTE: tl.constexpr,
+    PASS: tl.constexpr, SUM: tl.constexpr, TILES: tl.constexpr, BLOCK: tl.constexpr, TAIL: tl.constexpr,
 ):  # fmt: skip
-    """Write one item; for "accumulate" return the partial sum that the measure phase would return."""
+    """Write one item; return the partial sum of "ratios" or of "squares" that the measure phase would return, by SUM."""
     blocks = tl.minimum((n - base) // BLOCK, TILES).to(tl.int32)
-    ratios = tl.zeros((BLOCK,), COMPUTE)
+    terms = tl.zeros((BLOCK // 4,), COMPUTE)
     for tile in range(blocks):
         at = base + tile * BLOCK
-        ratio = _written_tile(
+        term = _written_tile(
             g_ptr + at, m_ptr + at, v_ptr + at, p_ptr + at, k_ptr + at, BLOCK, c1, c2, eta, eps, floor, decay,
-            ACTION, FIRST, ZERO1, ZERO2, L2, MAXIMIZE, COMPENSATION, COMPUTE, PASS, False, BLOCK,
+            ACTION, FIRST, ZERO1, ZERO2, L2, MAXIMIZE, COMPENSATION, COMPUTE, PASS, SUM, False, BLOCK,
         )  # fmt: skip
-        if ACTION == "accumulate":
-            ratios += ratio
-    partial = tl.sum(ratios, 0)
+        if SUM != "":
+            terms += _by_fours(term, BLOCK)
+    partial = tl.sum(terms, 0)
     if blocks < TILES:
         left = (n - base).to(tl.int32) - blocks * BLOCK
+        tail_terms = tl.zeros((TAIL // 4,), COMPUTE)
         for start in range(0, left, TAIL):
             at = base + blocks * BLOCK + start
-            ratio = _written_tile(
+            term = _written_tile(
                 g_ptr + at, m_ptr + at, v_ptr + at, p_ptr + at, k_ptr + at, left - start,
                 c1, c2, eta, eps, floor, decay,
-                ACTION, FIRST, ZERO1, ZERO2, L2, MAXIMIZE, COMPENSATION, COMPUTE, PASS, True, TAIL,
+                ACTION, FIRST, ZERO1, ZERO2, L2, MAXIMIZE, COMPENSATION, COMPUTE, PASS, SUM, True, TAIL,
             )  # fmt: skip
-            if ACTION == "accumulate":
-                partial += tl.sum(ratio, 0)
+            if SUM != "":
+                tail_terms += _by_fours(term, TAIL)
+        partial += tl.sum(tail_terms, 0)
     return partial

@@ -38,8 +38,8 @@ ARRIVE = """    tl.store(partials + item, partial)
     last = tl.atomic_add(arrived, 1, sem="acq_rel") == items - 1
 """
 LATE = "".join(ARRIVE.splitlines(True)[line] for line in (2, 0, 1))
-SUM = 'mask=slot < items, other=0.0, cache_modifier=".cg"'
-ANNOUNCE = "                        tl.store(squares + tensor, square)\n"
+SUM = 'total += tl.load(partials + slot, mask=slot < items, other=0.0, cache_modifier=".cg"'
+ANNOUNCE = "                        tl.store(squares + tensor, total / n.to(COMPUTE))\n"
 WORSE = {
     "arrives first": (
         "group",

@@ -58,6 +58,40 @@ def test_release_equals_step_bit_for_bit_in_one_launch_for_a_few_small_tensors(o
 
 
 @pytest.mark.parametrize(("optimizer_class", "dtype"), covering(OPTIMIZERS, [torch.float32, torch.bfloat16]))
+def test_an_update_measures_the_gradient_in_its_own_launch(optimizer_class, dtype, launched, monkeypatch) -> None:
+    """Of an item, of more, and of none; as given, whatever maximize and L2 make of it; and the same bits are written."""
+    for size in (1100, 5, 0):
+        found = []
+        for measure in (True, False):
+            p = torch.linspace(-1, 1, size).to(dtype).requires_grad_()
+            gradient = torch.linspace(-2, 3, size).to(dtype)
+            optimizer = optimizer_class([p], weight_decay=0.1, maximize=True, backend="triton")
+            launched.clear()
+            with torch.no_grad():
+                square = backend_of(optimizer).update(slot_of(optimizer, p), gradient, first=True, measure=measure)
+            assert launched == ["update_tensor"] * bool(size)
+            if measure:
+                assert square.dtype is torch.float32
+                torch.testing.assert_close(square.double(), gradient.double().square().sum(), rtol=1e-6, atol=0.0)
+            else:
+                assert square is None
+            found.append([bits(x) for x in (p, *optimizer.state[p].values())])
+        assert unchanged(*found)
+
+
+@pytest.mark.parametrize("optimizer_class", OPTIMIZERS)
+def test_a_released_gradient_is_not_measured_by_another_launch(optimizer_class, monkeypatch) -> None:
+    model = nn.Linear(WIDTH, WIDTH, bias=False)
+    optimizer = optimizer_class(model.parameters(), backend="triton")
+    release_gradients(model, optimizer)
+    monkeypatch.setattr("penstock.torch_frontend.release.stages.square_sum", None)
+    loss_of(model, batches(1, WIDTH)[0]).backward()
+    assert model.weight.grad is not None
+    assert float(model.weight.grad.norm()) > 0
+    optimizer.step()
+
+
+@pytest.mark.parametrize(("optimizer_class", "dtype"), covering(OPTIMIZERS, [torch.float32, torch.bfloat16]))
 def test_of_many_tensors_those_are_updated_whose_own_gradient_is_finite(optimizer_class, dtype: torch.dtype, launched) -> None:
     """The same bits as one by one; an empty tensor counts as updated."""
     sizes, bad = (1100, 3, 0, 17, 1030), {0: float("inf"), 3: float("nan")}
