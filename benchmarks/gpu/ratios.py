@@ -116,9 +116,9 @@ def knobs(setting: Setting) -> Iterator[dict[str, Any]]:
     kind = ("cpu" if setting.dry else "cuda", None)
     chosen = TABLE[kind]
     cache = setting.description()["cache_bytes"] or 2**22
-    changes: list[dict[str, Any]] = [{}, {"hints": False}]
+    changes: list[dict[str, Any]] = [{}, {"tickets": False}, {"hints": False}]
     changes += [{"wave_bytes": int(cache * share)} for share in (0.125, 0.5, 1.0, 64.0)]
-    changes += [{"tiles": tiles} for tiles in (4, 16)]
+    changes += [{"tiles": 8}, {"tiles": 32}, {"unroll": 1}, {"unroll": 4}, {"unroll": 1, "stages": 3}]
     changes += [{"registers": registers, "programs": programs} for registers, programs in ((56, 9), (96, 5), (128, 4))]
     changes += [{"programs": 4}, {"block": 2048, "warps": 8, "programs": 3}, {}]
     for storage in setting.first((STORAGES[2], STORAGES[0], STORAGES[1])):

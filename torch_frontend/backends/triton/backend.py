@@ -53,10 +53,10 @@ class TritonBackend:
     # -- many tensors ---------------------------------------------------------------------------------------------------
 
     def update_all(self, pairs: Sequence[tuple[TensorSlot, Tensor]], *, over_shards: OverShards | None = None) -> None:
-        """Update all tensors, with one launch for each batch; with two if `over_shards` is given."""
+        """Update all tensors, with one launch for each batch; with two if `over_shards` is given, or without tickets."""
         batches = batches_of(pairs)
         if over_shards is None:
-            launch_all([self._one_launch(batch) for batch in batches])
+            launch_all([launch for batch in batches for launch in self._launches(batch)])
             return
         launches = [self._two_launches(batch, None) for batch in batches]
         launch_all([one.measure for one in launches])
@@ -99,10 +99,13 @@ class TritonBackend:
             for slot, _ in pairs
         ]
 
-    def _one_launch(self, batch: Batch) -> Launch:
-        """Prepare one launch that measures, if the rule clips, and writes."""
-        phases = "both" if batch.slots[0].rule.clips_update else "write"
-        return self._prepare(batch, phases, _squares(batch), None)
+    def _launches(self, batch: Batch) -> list[Launch]:
+        """Prepare one launch that measures, if the rule clips, and writes; a pair if the configuration has no tickets."""
+        clips = batch.slots[0].rule.clips_update
+        if clips and not configuration(batch.device, batch.parameters[0].dtype).tickets:
+            pair = self._two_launches(batch, None)
+            return [pair.measure, pair.write]
+        return [self._prepare(batch, "both" if clips else "write", _squares(batch), None)]
 
     def _two_launches(self, batch: Batch, applied: Tensor | None, *, each: bool = False) -> MeasureThenWrite:
         squares = _squares(batch)

@@ -30,6 +30,7 @@ class Configuration:
         registers: largest number of registers of a thread; 0 leaves it to the compiler.
         programs: programs on each multiprocessor in a launch with tickets.
         wave_bytes: bytes that are measured before they are written; 0 means a quarter of the second-level cache.
+        tickets: one launch that measures and writes; otherwise a pair of launches, where the device's cache is unknown.
         hints: give the cache eviction hints for data that is, or is not, read again.
     """
 
@@ -42,6 +43,7 @@ class Configuration:
     registers: int = 72
     programs: int = 7
     wave_bytes: int = 0
+    tickets: bool = True
     hints: bool = True
 
     @property

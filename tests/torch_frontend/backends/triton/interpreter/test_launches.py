@@ -55,6 +55,14 @@ def test_neither_grid_nor_waves_change_a_bit_and_a_repeat_does_not_either(monkey
         assert unchanged(expected, stepped())
 
 
+def test_a_pair_of_launches_gives_the_bits_of_one_with_tickets(monkeypatch: pytest.MonkeyPatch) -> None:
+    expected, launched = stepped(), []
+    monkeypatch.setitem(TABLE, ("cpu", None), dataclasses.replace(INTERPRETER, tickets=False))
+    with watched(launched.append):
+        assert unchanged(expected, stepped())
+    assert launched == ["update_group"] * 4
+
+
 @pytest.mark.parametrize("optimizer_class", OPTIMIZERS)
 def test_a_tensor_alone_gets_the_bits_that_it_gets_in_a_group(optimizer_class) -> None:
     expected = stepped(optimizer_class=optimizer_class)
