@@ -34,9 +34,9 @@ def grid_of(programs: int) -> Iterator[None]:
 
 
 def resident(setting: Setting, dtype: torch.dtype) -> int:
-    """Return the number of programs of a launch with tickets, all of which are resident."""
+    """Return about the number of programs that are resident at once; twice as many are not."""
     device = torch.device(setting.device)
-    return configuration(device, dtype).programs * Device.of(device).multiprocessors
+    return (configuration(device, dtype).programs or 10) * Device.of(device).multiprocessors
 
 
 def steps(setting: Setting) -> Iterator[dict[str, Any]]:

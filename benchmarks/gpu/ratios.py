@@ -119,8 +119,7 @@ def knobs(setting: Setting) -> Iterator[dict[str, Any]]:
     changes: list[dict[str, Any]] = [{}, {"tickets": False}, {"hints": False}]
     changes += [{"wave_bytes": int(cache * share)} for share in (0.125, 0.5, 1.0, 64.0)]
     changes += [{"tiles": 8}, {"tiles": 32}, {"unroll": 1}, {"unroll": 4}, {"unroll": 1, "stages": 3}]
-    changes += [{"registers": registers, "programs": programs} for registers, programs in ((56, 9), (96, 5), (128, 4))]
-    changes += [{"programs": 4}, {"block": 2048, "warps": 8, "programs": 3}, {}]
+    changes += [{"programs": programs} for programs in (4, 6, 8, 12)] + [{"block": 2048, "warps": 8}, {}]
     for storage in setting.first((STORAGES[2], STORAGES[0], STORAGES[1])):
         for model in ("124M", "1B"):
             optimizer = optimizer_of(setting, model, storage)

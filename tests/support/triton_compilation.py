@@ -109,6 +109,7 @@ def group_kernel(
         "items": "*i32", "tensors": "*i64", "partials": f"*{wide}", "squares": f"*{wide}", "counters": "*i32",
         "item_count": "i32", "tensor_count": "i32", "applied_ptr": "*fp32", "numbers": f"*{wide}",
     }  # fmt: skip
+    chosen = dataclasses.replace(chosen, registers=0)
     return _audited(kernel, given, constants, {"items", "tensors", "partials", "counters"}, target, chosen, present)
 
 

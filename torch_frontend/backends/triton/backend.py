@@ -132,15 +132,14 @@ class TritonBackend:
             scratch = self._scratch(device, captured)
             partials, counters = scratch.partials(tables.slot_count, dtype), scratch.counters(2 + 2 * count)
             fixed, buffer, numbers = self._numbers(slot, dtype, device, scratch)
-        programs = tables.ticket_count
-        if phases == "both":
-            programs = min(programs, properties.multiprocessors * chosen.programs)
+        resident = chosen.programs if phases == "both" else None
         kind: Kind = ("update_group", (("PHASES", phases), ("EACH", each), ("STEP_ON_DEVICE", slot.capturable)))
         pointers = tables.items, tables.tensors, partials, squares, counters, applied, buffer
         program = self._programs(kind, specialisation(slot, device, chosen, fixed, lead, batch.alignment, pointers))
         sizes = tables.ticket_count, count
         arguments = tables.items, tables.tensors, partials, squares, counters, *sizes, applied, buffer, *numbers
-        return Launch(program, device, programs, arguments, [] if phases == "measure" else batch.parameters)
+        written = [] if phases == "measure" else batch.parameters
+        return Launch(program, device, tables.ticket_count, resident, arguments, written)
 
     # -- one tensor -----------------------------------------------------------------------------------------------------
 
@@ -198,11 +197,12 @@ class TritonBackend:
             kind: Kind = ("update_tensor", (("ACTION", action), ("FIRST", first)))
             aligned = alignment(given, addresses)
             program = self._programs(kind, specialisation(slot, device, chosen, fixed, given, aligned, pointers))
-            programs = count
+            programs, resident = count, None
             if action == "update" and (clips or applied is not None):  # measures and writes
-                programs = min(2 * count, Device.of(device).multiprocessors * chosen.programs)
+                programs, resident = 2 * count, chosen.programs
             arguments = *addresses, n, count, *pointers, *numbers
-            launch = Launch(program, device, programs, arguments, [] if action == "accumulate" else [given.parameter])
+            written = [] if action == "accumulate" else [given.parameter]
+            launch = Launch(program, device, programs, resident, arguments, written)
             launch.load()
             launch()
         return after if clips else 0.0

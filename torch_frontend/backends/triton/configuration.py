@@ -3,9 +3,9 @@
 Tuning would have to run kernels that write in place on the user's parameters, and sizes that depend on timings would make
 the order of sums, and so the bits, depend on them. The figures are computed, not measured: an item is long enough to hide
 the latency of its ticket; a tile gives every thread 16 bytes of the narrowest array, and two tiles of two such arrays are the
-48 KB in flight that a multiprocessor of an H200 needs; the registers are the fewest with which
-no kernel spills on any of sm_80, sm_90 and sm_100 (a test audits this); the number of programs is what these registers leave
-room for; a wave is a quarter of the second-level cache, so that two waves and the data being written use about half of it.
+48 KB in flight that a multiprocessor of an H200 needs; the registers are the fewest with which the launch of one tensor does
+not spill on any of sm_80, sm_90 and sm_100 (a test audits this); a wave is a quarter of the second-level cache, so that two
+waves and the data being written use about half of it.
 """
 
 from __future__ import annotations
@@ -27,8 +27,10 @@ class Configuration:
         unroll: tiles that the measure phase loads before it uses the first one, all in registers.
         stages: tiles that it copies ahead to shared memory (cp.async), which takes no registers and no cache hints; 1: none.
         warps: warps of a program.
-        registers: largest number of registers of a thread; 0 leaves it to the compiler.
-        programs: programs on each multiprocessor in a launch with tickets.
+        registers: largest number of registers of a thread in the launch of one tensor; 0 leaves it to the compiler, which then
+            takes fewer, and there asks for less at once. The launch of many tensors has no limit.
+        programs: programs on each multiprocessor in a launch with tickets; 0: as many as the registers of the compiled kernel
+            leave room for.
         wave_bytes: bytes that are measured before they are written; 0 means a quarter of the second-level cache.
         tickets: one launch that measures and writes; otherwise a pair of launches, where the device's cache is unknown.
         hints: give the cache eviction hints for data that is, or is not, read again.
@@ -41,7 +43,7 @@ class Configuration:
     stages: int = 1
     warps: int = 4
     registers: int = 72
-    programs: int = 7
+    programs: int = 0
     wave_bytes: int = 0
     tickets: bool = True
     hints: bool = True
@@ -55,10 +57,10 @@ class Configuration:
 INTERPRETER = Configuration(block=128, tiles=8, tail=64, unroll=1, warps=1, registers=0, programs=2, wave_bytes=2**14)
 """For Triton's interpreter, where a program takes milliseconds and the time of a tile hardly depends on its size."""
 
-FLOAT64 = Configuration(block=512, unroll=1, registers=96, programs=5)
+FLOAT64 = Configuration(block=512, unroll=1, registers=96)
 """For float64 arithmetic, which needs twice the registers per element."""
 
-AMD = Configuration(warps=2, registers=0)
+AMD = Configuration(warps=2, registers=0, programs=7)
 """For AMD, where a warp has 64 threads."""
 
 TABLE: dict[tuple[str, torch.dtype | None], Configuration] = {
@@ -70,8 +72,8 @@ TABLE: dict[tuple[str, torch.dtype | None], Configuration] = {
 }
 """Configurations by kind of device ("hip": AMD, "cpu": the interpreter) and dtype of the parameter (None: any other)."""
 
-REGISTERS = 2**16
-"""Registers of a multiprocessor, on all NVIDIA GPUs from sm_80 on."""
+REGISTERS, THREADS = 2**16, 1536
+"""What every NVIDIA GPU from sm_80 on has room for on a multiprocessor; registers are given out by eights."""
 
 INTERPRETED_MULTIPROCESSORS = 2
 INTERPRETED_CACHE = 2**16
@@ -103,11 +105,14 @@ def configuration(device: torch.device, dtype: torch.dtype, *, norm: bool = Fals
 
 @functools.cache
 def with_norm(chosen: Configuration) -> Configuration:
-    """Return a configuration with 16 more registers for a second sum, and the programs that they leave room for."""
-    if not chosen.registers:
-        return chosen
-    registers = chosen.registers + 16
-    return dataclasses.replace(chosen, registers=registers, programs=REGISTERS // (registers * 32 * chosen.warps))
+    """Return a configuration with 16 more registers, for a second sum."""
+    return dataclasses.replace(chosen, registers=chosen.registers + 16) if chosen.registers else chosen
+
+
+def resident_programs(registers: int, warps: int) -> int:
+    """Return the number of programs that a multiprocessor of an NVIDIA GPU has room for, by the registers of a thread."""
+    threads = 32 * warps
+    return max(1, min(REGISTERS // (threads * -(-registers // 8) * 8), THREADS // threads))
 
 
 def wave_elements(chosen: Configuration, device: Device, measured_bytes: int) -> int:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from . import devices
+from .configuration import Device, resident_programs
 
 
 class Program:
@@ -21,12 +22,16 @@ class Program:
     Args:
         kernel: of `kernels`; its constants are its last parameters.
         options: by name, the constants and Triton's compilation options.
+
+    Attributes:
+        resident: once it is loaded, the number of programs that a multiprocessor has room for at once.
     """
 
     def __init__(self, kernel: Any, options: dict[str, Any]) -> None:
         self.kernel, self.options = kernel, options
         self.compiled: Any = None
         self.loaded = False
+        self.resident = 1
         self._constants: tuple[Any, ...] = ()
 
     def load(self, programs: int, arguments: tuple[Any, ...]) -> None:
@@ -34,6 +39,8 @@ class Program:
         if hasattr(self.kernel, "warmup"):  # Triton 3.2's interpreter has none, and nothing to compile
             compiled = self.kernel.warmup(*arguments, grid=(programs,), **self.options)
             getattr(compiled, "run", None)  # Triton loads the kernel when this attribute is read
+            registers = getattr(compiled, "n_regs", None) or 255
+            self.resident = resident_programs(registers, self.options["num_warps"])
             constants = constants_taken(compiled, self.kernel.arg_names, len(arguments), self.options)
             if constants is not None:
                 self.compiled, self._constants = compiled, constants
@@ -72,7 +79,8 @@ class Launch(NamedTuple):
 
     program: the program to run.
     device: the device to run it on.
-    programs: the number of instances.
+    programs: the number of instances; with tickets the largest useful one.
+    each: None without tickets; otherwise the number of instances on each multiprocessor, or 0 for as many as it has room for.
     arguments: the kernel's arguments in order, without constants; tensors, numbers and None.
     written: the parameters that the launch writes to.
     """
@@ -80,6 +88,7 @@ class Launch(NamedTuple):
     program: Program
     device: torch.device
     programs: int
+    each: int | None
     arguments: tuple[Any, ...]
     written: list[Tensor]
 
@@ -90,7 +99,10 @@ class Launch(NamedTuple):
 
     def __call__(self) -> None:
         """Launch on the current device, and increment the parameters' version counters, which a kernel does not do."""
-        self.program(self.programs, self.arguments)
+        programs = self.programs
+        if self.each is not None:
+            programs = min(programs, Device.of(self.device).multiprocessors * (self.each or self.program.resident))
+        self.program(programs, self.arguments)
         if self.written:
             _increment_versions(self.written)
 

@@ -127,6 +127,6 @@ class ProgramCache:
 def _program(kind: Kind, wanted: Specialisation) -> Program:
     kernel, settings = kind
     options = wanted.options() | dict(settings)
-    if ("ACTION", "accumulate") in settings:  # without the limit the compiler uses fewer registers
-        options.pop("maxnreg", None)
+    if kernel == "update_group" or ("ACTION", "accumulate") in settings:
+        options.pop("maxnreg", None)  # without the limit the compiler uses fewer registers
     return Program(getattr(kernels, kernel), options)

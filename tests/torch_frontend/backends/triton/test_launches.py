@@ -33,6 +33,7 @@ from penstock.torch_frontend import AdamW, StableAdamW
 from penstock.torch_frontend.backends.backend import EXP_AVG, EXP_AVG_SQ, TensorSlot
 from penstock.torch_frontend.backends.triton import kernels, launch
 from penstock.torch_frontend.backends.triton.backend import TritonBackend
+from penstock.torch_frontend.backends.triton.configuration import resident_programs
 from penstock.torch_frontend.backends.triton.operands import Operands, operands
 
 NUMELS = (1500, 3, 17)
@@ -131,6 +132,16 @@ def test_where_a_compiled_kernel_cannot_be_launched_the_front_end_is_used(monkey
             launched.clear()
     assert found[0] == found[1]
     assert len(found[0]) == len(NUMELS) + 1
+
+
+def test_a_launch_with_tickets_has_the_programs_that_its_registers_leave_room_for() -> None:
+    """The pretended device has two multiprocessors and gives each thread of a loaded program 64 registers."""
+    kept = Kept(numels=(2**19,))
+    with without_launching() as launched, torch.no_grad():
+        kept.all()
+        kept.each()
+        assert [made.grid for made in launched] == [(2 * 8, 1, 1)] * 2
+    assert [resident_programs(registers, 4) for registers in (48, 56, 57, 255)] == [10, 9, 8, 2]
 
 
 # -- everything is read anew ----------------------------------------------------------------------------------------------
