@@ -24,7 +24,7 @@ from rich.table import Table
 from benchmarks.gpu.setting import SHAPES, STORAGES, Storage
 from benchmarks.support import parser_of, print_tables, write_result
 from penstock.torch_frontend.backends.triton import work
-from penstock.torch_frontend.backends.triton.configuration import TABLE, Configuration, resident_programs
+from penstock.torch_frontend.backends.triton.configuration import TABLE, Configuration, Device, resident_programs, wave_elements
 
 TITLE = "COMPUTED ratio to the floor, not measured"
 AIMS = {"124M": 1.15, "1B": 1.21}
@@ -87,7 +87,7 @@ class Kernel:
 
 def kernels() -> list[Kernel]:
     """Return the kernels to compare: as they were when the constants above were fixed, and as they are."""
-    first = Configuration(block=1024, tiles=8, tail=128, unroll=1, warps=4, registers=72, programs=7)
+    first = Configuration(block=1024, tiles=8, tail=128, unroll=1, warps=4, registers=72, programs=7, wave_bytes=15_000_000)
     now = TABLE["cuda", None]
     return [
         Kernel("first", first),
@@ -138,7 +138,7 @@ def microseconds(numels: Sequence[int], kernel: Kernel, storage: Storage, chip: 
     """Return the time of a step, and what it consists of."""
     chosen = kernel.chosen
     share = chip.bandwidth / chip.multiprocessors
-    wave = (chosen.wave_bytes or 2 * chip.cache // 4) // storage.measured_bytes
+    wave = wave_elements(chosen, Device(chip.multiprocessors, 2 * chip.cache), storage.measured_bytes)
     reused = hits(numels, kernel, wave, storage, chip) if kernel.tickets else 0.0
     tiles = sum(math.ceil(n / chosen.block) for n in numels)
     per_item = tiles / sum(math.ceil(n / chosen.item) for n in numels)

@@ -117,7 +117,7 @@ def knobs(setting: Setting) -> Iterator[dict[str, Any]]:
     chosen = TABLE[kind]
     cache = setting.description()["cache_bytes"] or 2**22
     changes: list[dict[str, Any]] = [{}, {"tickets": False}, {"hints": False}]
-    changes += [{"wave_bytes": int(cache * share)} for share in (0.125, 0.5, 1.0, 64.0)]
+    changes += [{"wave_bytes": int(cache * share)} for share in (0.0625, 0.25, 0.5, 64.0)]
     changes += [{"tiles": 8}, {"tiles": 32}, {"unroll": 1}, {"unroll": 4}, {"unroll": 1, "stages": 3}]
     changes += [{"programs": programs} for programs in (4, 6, 8, 12)] + [{"block": 2048, "warps": 8}, {}]
     for storage in setting.first((STORAGES[2], STORAGES[0], STORAGES[1])):

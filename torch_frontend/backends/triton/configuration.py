@@ -4,8 +4,8 @@ Tuning would have to run kernels that write in place on the user's parameters, a
 the order of sums, and so the bits, depend on them. The figures are computed, not measured: an item is long enough to hide
 the latency of its ticket; a tile gives every thread 16 bytes of the narrowest array, and two tiles of two such arrays are the
 48 KB in flight that a multiprocessor of an H200 needs; the registers are the fewest with which the launch of one tensor does
-not spill on any of sm_80, sm_90 and sm_100 (a test audits this); a wave is a quarter of the second-level cache, so that two
-waves and the data being written use about half of it.
+not spill on any of sm_80, sm_90 and sm_100 (a test audits this); a wave is an eighth of the second-level cache: as one half
+of it may hold a copy of the other, two waves and the data being written use about half of what is left.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class Configuration:
             takes fewer, and there asks for less at once. The launch of many tensors has no limit.
         programs: programs on each multiprocessor in a launch with tickets; 0: as many as the registers of the compiled kernel
             leave room for.
-        wave_bytes: bytes that are measured before they are written; 0 means a quarter of the second-level cache.
+        wave_bytes: bytes that are measured before they are written; 0 means an eighth of the second-level cache.
         tickets: one launch that measures and writes; otherwise a pair of launches, where the device's cache is unknown.
         hints: give the cache eviction hints for data that is, or is not, read again.
     """
@@ -123,4 +123,4 @@ def wave_elements(chosen: Configuration, device: Device, measured_bytes: int) ->
         device: the device with the cache.
         measured_bytes: bytes per element that the measure phase reads.
     """
-    return (chosen.wave_bytes or device.cache_bytes // 4) // measured_bytes
+    return (chosen.wave_bytes or device.cache_bytes // 8) // measured_bytes

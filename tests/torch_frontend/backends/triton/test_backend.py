@@ -184,7 +184,7 @@ def test_a_configuration_follows_from_device_and_dtype() -> None:
     assert configuration(torch.device("cpu"), torch.float32) is INTERPRETER
     assert configuration(torch.device("cuda", 3), torch.bfloat16) is TABLE["cuda", None]
     assert configuration(torch.device("cuda", 3), torch.float64) is TABLE["cuda", torch.float64]
-    assert wave_elements(Configuration(), Device(132, 60_000_000), 4) == 3_750_000
+    assert wave_elements(Configuration(), Device(132, 60_000_000), 4) == 1_875_000
     assert wave_elements(Configuration(wave_bytes=4096), Device(132, 60_000_000), 4) == 1024
 
 
