@@ -88,7 +88,7 @@ def stepped(parameter, m, v, eta, eps, decay, L2: tl.constexpr):
 
 
 @triton.jit
-def load_parameter(p, k, COMPENSATION: tl.constexpr, COMPUTE: tl.constexpr):
+def decoded_parameter(p, k, COMPENSATION: tl.constexpr, COMPUTE: tl.constexpr):
     """Return the number that p and its compensation k represent: `core.compensation.load`."""
     if COMPENSATION == "split":
         high = p.to(tl.int16, bitcast=True)
@@ -104,7 +104,7 @@ def load_parameter(p, k, COMPENSATION: tl.constexpr, COMPUTE: tl.constexpr):
 
 
 @triton.jit
-def store_parameter(x, PARAMETER: tl.constexpr, COMPENSATION: tl.constexpr):
+def encoded_parameter(x, PARAMETER: tl.constexpr, COMPENSATION: tl.constexpr):
     """Return p and k that represent x: `core.compensation.store`. Without compensation k is p and must not be stored."""
     if COMPENSATION == "split":
         bits = tl.where(x == x, x.to(tl.int32, bitcast=True), 0x7FC00000)

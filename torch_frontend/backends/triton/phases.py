@@ -10,31 +10,8 @@ tiles of `TAIL` elements. Offsets have 64 bits, and 32 bits within a tile. The a
 import triton
 import triton.language as tl
 
-from .arithmetic import (
-    load_parameter,
-    next_exp_avg,
-    next_exp_avg_sq,
-    prepared_gradient,
-    squared_ratio,
-    stepped,
-    store_parameter,
-)
-
-
-@triton.jit
-def _load(pointer, mask, MASKED: tl.constexpr, EVICTION: tl.constexpr):
-    if MASKED:
-        return tl.load(pointer, mask=mask, other=0.0, eviction_policy=EVICTION)
-    else:
-        return tl.load(pointer, eviction_policy=EVICTION)
-
-
-@triton.jit
-def _store(pointer, x, mask, MASKED: tl.constexpr):
-    if MASKED:
-        tl.store(pointer, x, mask=mask)
-    else:
-        tl.store(pointer, x)
+from .arithmetic import next_exp_avg, next_exp_avg_sq, prepared_gradient, squared_ratio, stepped
+from .arrays import load_array, load_parameter, store_array, store_parameter
 
 
 @triton.jit
@@ -53,13 +30,12 @@ def _measured_tile(
     """Return of one tile g*g/max(v', eps^2); g-g, which is 0 where g is finite and NaN where it is not; and g*g as given."""
     offset = tl.arange(0, SIZE)
     mask = offset < left
-    g = _load(g_ptr + offset, mask, MASKED, KEEP).to(COMPUTE)
-    v = _load(v_ptr + offset, mask, MASKED, KEEP).to(COMPUTE)
+    g = load_array(g_ptr, offset, mask, COMPUTE, MASKED, KEEP)
+    v = load_array(v_ptr, offset, mask, COMPUTE, MASKED, KEEP)
     square = g * g
     parameter = g
     if L2 and FIRST:
-        k = _load(k_ptr + offset, mask, MASKED, KEEP)
-        parameter = load_parameter(_load(p_ptr + offset, mask, MASKED, KEEP), k, COMPENSATION, COMPUTE)
+        parameter = load_parameter(p_ptr, k_ptr, offset, mask, COMPENSATION, COMPUTE, MASKED, KEEP)
     g = prepared_gradient(g, parameter, decay, FIRST, L2, MAXIMIZE)
     ratio = squared_ratio(g, next_exp_avg_sq(v, g, c2, FIRST, ZERO2), floor)
     check = g - g
@@ -124,34 +100,27 @@ def _written_tile(
     """Write one tile; return its g*g/max(v', eps^2) for SUM "ratios", or its g*g as given for "squares"."""
     offset = tl.arange(0, SIZE)
     mask = offset < left
-    m = _load(m_ptr + offset, mask, MASKED, PASS).to(COMPUTE)
-    v = _load(v_ptr + offset, mask, MASKED, PASS).to(COMPUTE)
+    m = load_array(m_ptr, offset, mask, COMPUTE, MASKED, PASS)
+    v = load_array(v_ptr, offset, mask, COMPUTE, MASKED, PASS)
     parameter = m
     if ACTION != "accumulate" or (L2 and FIRST):
-        p = _load(p_ptr + offset, mask, MASKED, PASS)
-        k = p
-        if COMPENSATION != "none":
-            k = _load(k_ptr + offset, mask, MASKED, PASS)
-        parameter = load_parameter(p, k, COMPENSATION, COMPUTE)
+        parameter = load_parameter(p_ptr, k_ptr, offset, mask, COMPENSATION, COMPUTE, MASKED, PASS)
     term = m
     if ACTION != "apply":
-        g = _load(g_ptr + offset, mask, MASKED, PASS).to(COMPUTE)
+        g = load_array(g_ptr, offset, mask, COMPUTE, MASKED, PASS)
         term = g * g
         g = prepared_gradient(g, parameter, decay, FIRST, L2, MAXIMIZE)
         m = next_exp_avg(m, g, c1, FIRST, ZERO1)
         v = next_exp_avg_sq(v, g, c2, FIRST, ZERO2)
-        _store(m_ptr + offset, m.to(m_ptr.dtype.element_ty), mask, MASKED)
-        _store(v_ptr + offset, v.to(v_ptr.dtype.element_ty), mask, MASKED)
+        store_array(m_ptr, m, offset, mask, MASKED)
+        store_array(v_ptr, v, offset, mask, MASKED)
         if SUM == "ratios":
             term = squared_ratio(g, v, floor)
             if MASKED:
                 term = tl.where(mask, term, 0.0)
     if ACTION != "accumulate":
         x = stepped(parameter, m, v, eta, eps, decay, L2)
-        p, k = store_parameter(x, p_ptr.dtype.element_ty, COMPENSATION)
-        _store(p_ptr + offset, p, mask, MASKED)
-        if COMPENSATION != "none":
-            _store(k_ptr + offset, k, mask, MASKED)
+        store_parameter(p_ptr, k_ptr, x, offset, mask, COMPENSATION, MASKED)
     return term
 
 
