@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import warnings
 from collections.abc import MutableMapping, Sequence
 from typing import Any, NamedTuple
 
@@ -15,6 +17,9 @@ from .availability import dense
 
 ACCESS_BYTES = 16
 """Bytes of the widest memory access."""
+
+LARGE = 2**16
+"""Least number of elements of a tensor whose slow update is worth a warning."""
 
 
 class Operands(NamedTuple):
@@ -64,7 +69,20 @@ def alignment(given: Sequence[Tensor], addresses: Sequence[int]) -> int:
     gradient, exp_avg, exp_avg_sq, parameter, compensation = addresses
     if (gradient | exp_avg | exp_avg_sq | parameter | compensation) % ACCESS_BYTES == 0:
         return ACCESS_BYTES
+    for name, tensor, address in zip(Operands._fields, given, addresses, strict=True):
+        if address % ACCESS_BYTES and tensor.numel() >= LARGE:
+            _warn_misaligned(name, tuple(tensor.shape))
     return min(tensor.element_size() for tensor in given)
+
+
+@functools.cache
+def _warn_misaligned(name: str, shape: tuple[int, ...]) -> None:
+    """Warn, once for each name and shape."""
+    warnings.warn(
+        f"the {name} of shape {shape} is at an address that is not a multiple of {ACCESS_BYTES} bytes, which makes its "
+        "update slower: it is a part of a larger tensor. Clone it, or begin the parts at multiples of 16 bytes.",
+        stacklevel=2,
+    )
 
 
 def check_operands(given: Operands) -> None:

@@ -34,7 +34,7 @@ from penstock.torch_frontend.backends.backend import EXP_AVG, EXP_AVG_SQ, Tensor
 from penstock.torch_frontend.backends.triton import kernels, launch
 from penstock.torch_frontend.backends.triton.backend import TritonBackend
 from penstock.torch_frontend.backends.triton.configuration import resident_programs
-from penstock.torch_frontend.backends.triton.operands import Operands, operands
+from penstock.torch_frontend.backends.triton.operands import LARGE, Operands, operands
 
 NUMELS = (1500, 3, 17)
 CALLS_OF_OURS = 30
@@ -252,6 +252,18 @@ def test_a_launch_has_the_addresses_and_sizes_of_now(launches: Compared, rule: t
 
 
 KEYS = {"exp_avg": EXP_AVG, "exp_avg_sq": EXP_AVG_SQ, "compensation": "compensation"}
+
+
+@pytest.mark.parametrize("way", [Kept.each, Kept.all], ids=["each", "all"])
+def test_a_large_tensor_off_its_alignment_is_named_once(way: Callable[[Kept], None]) -> None:
+    size = LARGE + 17 * (way is Kept.all)  # the warning is given once for each shape
+    kept = Kept(numels=(size, 3))
+    kept.gradients = [elsewhere(gradient, 1) for gradient in kept.gradients]
+    with without_launching(), torch.no_grad():
+        with pytest.warns(UserWarning, match=rf"the gradient of shape \({size},\).* not a multiple of 16") as warned:
+            way(kept)
+        assert len(warned) == 1
+        way(kept)
 
 
 def shrink(kept: Kept, name: str) -> None:
