@@ -84,18 +84,26 @@ class Uploads:
         return tensor
 
 
+Constants = dict[tuple[torch.dtype, tuple[float, ...]], Tensor]
+"""Sets of scalars on a device, by their dtype and values."""
+
+
 class Scratch:
     """Counters, partial sums and constants of one stream; launches on a stream run one after the other and can share them.
 
     Every launch resets the counters to zero.
+
+    Args:
+        device: of all memory.
+        known: constants that were made before this graph was captured; None outside of a capture.
     """
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, known: Constants | None = None) -> None:
         self._device = device
         self._counters = torch.zeros(0, dtype=torch.int32, device=device)
         self._partials: dict[torch.dtype, Tensor] = {}
         self._squares: dict[torch.dtype, Tensor] = {}
-        self._constants: dict[tuple[torch.dtype, tuple[float, ...]], Tensor] = {}
+        self.constants_made: Constants = {} if known is None else known
 
     def counters(self, count: int) -> Tensor:
         """Return at least `count` int32 zeros."""
@@ -122,25 +130,33 @@ class Scratch:
 
         It is made by `torch.full`, because `torch.tensor` copies from the host, which cannot be captured.
         """
-        cached = self._constants.get((dtype, values))
+        cached = self.constants_made.get((dtype, values))
         if cached is None:
-            if len(self._constants) >= CACHED_NUMBERS:
-                self._constants.clear()
+            if len(self.constants_made) >= CACHED_NUMBERS:
+                self.constants_made.clear()
             cached = torch.stack([torch.full((), value, dtype=dtype, device=self._device) for value in values])
-            self._constants[dtype, values] = cached
+            self.constants_made[dtype, values] = cached
         return cached
 
 
 class ScratchByStream:
-    """The scratch of every stream; a captured graph gets its own, which the graph keeps alive."""
+    """The scratch of every stream; a captured graph gets its own, which the graph keeps alive.
+
+    A graph's constants are those of the steps before it, so that it does not make them again at each replay.
+    """
 
     def __init__(self) -> None:
         self._by_stream: dict[tuple[torch.device, int], Scratch] = {}
+        self._captured: dict[int, Tensor] = {}  # constants that graphs read at each replay
 
     def __call__(self, device: torch.device, captured: bool) -> Scratch:
         """Return the scratch of the device's current stream; a new one while a graph is captured."""
         if captured:
-            return Scratch(device)
+            known: Constants = {}
+            for (other, _), scratch in self._by_stream.items():
+                known |= scratch.constants_made if other == device else {}
+            self._captured |= {id(tensor): tensor for tensor in known.values()}
+            return Scratch(device, known)
         key = (device, devices.stream_of(device))
         cached = self._by_stream.get(key)
         if cached is None:

@@ -221,6 +221,17 @@ def test_a_step_can_be_captured_again_and_again_after_one_without(capture) -> No
     assert all(torch.equal(bits(p), bits(q)) for p, q in zip(parameters, others, strict=True))
 
 
+def test_a_captured_step_takes_its_constants_from_the_step_before(capture, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Otherwise every replay would fill and stack eight numbers. In float64, whose numbers are on the device in any case."""
+    parameters = group((30, 40), torch.float64)
+    optimizer = StableAdamW(parameters, backend="triton", capturable=True)
+    give_gradients(parameters)
+    optimizer.step()
+    monkeypatch.setattr(torch, "full", None)
+    capture(True)
+    optimizer.step()
+
+
 def test_a_capture_that_cannot_be_right_is_refused_with_the_remedy(capture) -> None:
     table, frozen = r"step\(\) outside of the capture first", "capturable=True"
     for capturable, sizes, remedy in ((True, (30, 4), table), (False, (30, 4), frozen), (False, (30,), frozen)):
