@@ -21,6 +21,7 @@ from penstock.parity.sections import select
 from penstock.parity.suite import run_sections
 from penstock.torch_frontend import Adam, AdamW, StableAdamW
 from penstock.torch_frontend.groups import hyperparameters
+from penstock.torch_frontend.state import MOMENTS
 
 from .setting import BETAS, Setting
 
@@ -75,7 +76,7 @@ def _largest_ratio(setting: Setting, optimizer_class: Any, dtype: torch.dtype, c
     backend, current = optimizer._backend, hyperparameters(optimizer.param_groups[0])
     state = optimizer._slot(p).state
     stored = to_numpy(state["compensation"]) if compensation != "none" else None
-    expected = TensorState(to_numpy(state["exp_avg"]), to_numpy(state["exp_avg_sq"]), stored)
+    expected = TensorState(*(to_numpy(state[key]) for key in MOMENTS), stored)
     parameter = to_numpy(p)
     for t, given in enumerate((gradients[:1], gradients[1:4], gradients[4:5]), 1):
         slot, corrections = optimizer._slot(p), bias_corrections(current, t, np)
@@ -95,7 +96,7 @@ def _largest_ratio(setting: Setting, optimizer_class: Any, dtype: torch.dtype, c
                 parameter, expected = apply(*common, compensation, parameter, expected)
         slot.state["step"] += 1
     pairs = [(p, parameter, dtype)]
-    pairs += [(state[name], getattr(expected, name), state[name].dtype) for name in ("exp_avg", "exp_avg_sq")]
+    pairs += [(state[key], moment, state[key].dtype) for key, moment in zip(MOMENTS, expected[:2], strict=True)]
     ratios = []
     for got, right, kind in pairs:
         error = np.abs(to_numpy(got).astype(np.float64) - right.astype(np.float64))
