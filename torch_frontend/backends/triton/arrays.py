@@ -3,7 +3,7 @@
 Another way to store an array changes this file and `arithmetic`, not the phases.
 """
 
-# pyright: reportArgumentType=false, reportAssignmentType=false, reportInvalidTypeForm=false
+# pyright: reportArgumentType=false, reportAssignmentType=false, reportInvalidTypeForm=false, reportGeneralTypeIssues=false
 # (Triton gives Python's words its own types.)
 
 import triton

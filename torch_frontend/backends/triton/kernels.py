@@ -19,7 +19,7 @@ and would increment a counter, or write to an absent pointer. (It also treats a 
 return.)
 """
 
-# pyright: reportArgumentType=false, reportAssignmentType=false, reportInvalidTypeForm=false
+# pyright: reportArgumentType=false, reportAssignmentType=false, reportInvalidTypeForm=false, reportGeneralTypeIssues=false
 # (Triton gives Python's words its own types.)
 
 import triton
