@@ -10,7 +10,7 @@ from hypothesis import HealthCheck, Phase, given, seed, settings
 from tests.support.random_programs import Program, programs
 from tests.support.rows import rows
 
-PROGRAMS = 150  # a row
+PROGRAMS = 100  # a row
 SEEDS = rows(range(60), range(6).__contains__)
 
 

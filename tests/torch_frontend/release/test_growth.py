@@ -22,8 +22,8 @@ MODES: dict[str, dict[str, Any]] = {
     "per tensor": {"max_norm": 1.0, "clipping": "per_tensor"},
     "lenient": {"lenient": True},
 }
-STEPS, SWAPS = 2000, 20
-BETWEEN = 1920
+STEPS, SWAPS = 1000, 12
+BETWEEN = 960
 """Steps between the two counts: whole rounds of the cache of each group's scalars, which is emptied when it has 96 entries."""
 
 
@@ -59,6 +59,11 @@ def calls_of(step: Callable[[], None]) -> int:
     return counted
 
 
+def assert_no_growth(first: tuple[int, ...], last: tuple[int, ...]) -> None:
+    """Fewer are fine: tensors of an earlier test may be freed meanwhile."""
+    assert all(after <= before for before, after in zip(first, last, strict=True)), f"{first} have become {last}"
+
+
 @pytest.mark.parametrize("arguments", MODES.values(), ids=MODES)
 def test_a_long_run_does_not_grow(arguments: dict[str, Any]) -> None:
     model, (batch,) = layers(1, 4), batches(1, 4)
@@ -75,7 +80,7 @@ def test_a_long_run_does_not_grow(arguments: dict[str, Any]) -> None:
             counts.append((*alive(), calls_of(step)))
         else:
             step()
-    assert counts[0] == counts[1]
+    assert_no_growth(*counts)
 
 
 @pytest.mark.parametrize("arguments", MODES.values(), ids=MODES)
@@ -100,4 +105,4 @@ def test_swapped_adapters_do_not_pile_up(arguments: dict[str, Any]) -> None:
         del optimizer, release, step
         if number in (1, SWAPS - 1):
             counts.append((*alive(), calls))
-    assert counts[0] == counts[1]
+    assert_no_growth(*counts)
