@@ -208,10 +208,8 @@ class ReleasableOptimizer(TensorUpdates):
         """
         if self.release is None:
             super().zero_grad(set_to_none)
-            return
-        self.release._discard_step()
-        for parameter in self._parameters():
-            parameter.grad = None
+        else:
+            self.release._discard_step()
 
     # -- state ----------------------------------------------------------------------------------------------------------
 

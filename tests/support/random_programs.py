@@ -152,8 +152,8 @@ ROUGH: list[Step] = [
 
 
 @st.composite
-def settings(draw: Callable[..., Any], dtype: torch.dtype) -> Settings:
-    """Draw an optimizer."""
+def settings(draw: Callable[..., Any], dtype: torch.dtype, mode: Mode) -> Settings:
+    """Draw an optimizer; a global norm refuses parameters that are not the model's."""
     rule = draw(st.sampled_from([0, 1, 2]))
     compensations = {torch.bfloat16: ["auto", "kahan", "none"], torch.float16: ["auto", "none"]}.get(dtype, ["auto"])
     arguments: dict[str, Any] = draw(
@@ -171,7 +171,8 @@ def settings(draw: Callable[..., Any], dtype: torch.dtype) -> Settings:
     )
     if arguments.get("decouple_lr"):
         arguments["weight_decay"] = 1e-4
-    return Settings(rule, dtype, draw(st.sampled_from(compensations)), tuple(arguments.items()))
+    outside = mode.exact_norm is None and draw(st.sampled_from([False, False, True]))
+    return Settings(rule, dtype, draw(st.sampled_from(compensations)), tuple(arguments.items()), outside)
 
 
 @st.composite
@@ -182,7 +183,7 @@ def programs(draw: Callable[..., Any], rough: bool) -> Program:
     if mode.scaled and dtype is torch.float16:
         dtype = torch.bfloat16  # torch's scaler refuses float16 gradients
     graph = allowed(draw(graphs(simple=dtype in (torch.bfloat16, torch.float16))), mode)
-    chosen = draw(settings(dtype))
+    chosen = draw(settings(dtype, mode))
     calls: list[Step] = []
     for _ in range(draw(st.integers(1, 4))):
         several = draw(st.integers(1, 3)) if mode.accumulation or mode.lenient else 1

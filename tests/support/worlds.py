@@ -267,8 +267,11 @@ class Plain:
             perform_all(world.optimizer, tasks)
             self.accumulated.clear()
         if world.scaler is not None and mode.max_norm is not None:
-            with contextlib.suppress(RuntimeError):  # unscaled already
+            try:
                 world.scaler.unscale_(world.optimizer)
+            except RuntimeError as error:
+                if "already been called" not in str(error):  # nothing is clipped where scaler.step() raises
+                    raise
         present = [p for p in self.optimized().values() if p.grad is not None]
         if mode.on_nonfinite == "skip" and self.one_by_one:
             for p in present:

@@ -70,8 +70,8 @@ def pending_gradients(pipeline: Pipeline) -> dict[Tensor, Tensor | None]:
             elif gradient is not None:
                 if key in step.contaminated:
                     raise RefusedError(
-                        f"{step.context.describe(key)}: a backward that was refused has added to the gradient that it "
-                        "held. Call optimizer.zero_grad(), and compute this step's gradients again."
+                        f"{step.context.describe(key)}: a backward that was refused may have added to its gradient in "
+                        "`.grad`. Call optimizer.zero_grad(), and compute this step's gradients again."
                     )
                 check_gradient(parameter, gradient)
                 if status is Status.RELEASED:
@@ -170,7 +170,8 @@ def discard_step(pipeline: Pipeline) -> None:
         if decision.status is not Status.RELEASED:
             step.released.pop(key, None)
         step.set_status(key, decision.status)
-    pipeline.free_unused(p for p in pipeline.hooks.parameters if p.grad is not None)  # left by a refusal or paused()
+    parameters = (p for group in pipeline.optimizer.param_groups for p in group["params"])
+    pipeline.free_unused(p for p in parameters if p.grad is not None)  # left by a refusal or paused(), or not released
     close(pipeline)
     if overflow_was_used:
         raise RefusedError(

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.amp.grad_scaler import OptState
 from torch.autograd.graph import get_gradient_edge
 from torch.utils.checkpoint import CheckpointFunction
 
@@ -105,6 +106,11 @@ def two_passes(pipeline: Pipeline, loss: Tensor, seed: Tensor, keep_bytes: int) 
             "microbatch_blocks, which keeps one block's; or add the losses up, and guard their sum. optimizer.step() or "
             "optimizer.zero_grad() closes a step."
         )
+    if _is_unscaled(pipeline):
+        raise RefusedError(
+            "scaler.unscale_(optimizer) was called before this backward() and after the last scaler.update(): scaler.step() "
+            "would not look for infinities in this gradient. Call scaler.update() before the next backward()."
+        )
     require_whole_loss(pipeline, hooks.parameters)
     step.clear_markers()
     pipeline.attach()
@@ -161,6 +167,12 @@ def two_passes(pipeline: Pipeline, loss: Tensor, seed: Tensor, keep_bytes: int) 
         for parameter in list(measured.kept):
             pipeline.deliver([parameter])
     step.complete()
+
+
+def _is_unscaled(pipeline: Pipeline) -> bool:
+    """Whether the scaler takes the gradients of the optimizer for unscaled and judged."""
+    states = getattr(pipeline.scaler, "_per_optimizer_states", {})  # not public
+    return states.get(id(pipeline.optimizer), {}).get("stage") is OptState.UNSCALED
 
 
 @contextlib.contextmanager

@@ -34,7 +34,7 @@ class Hooks:
         self._handles: dict[Tensor, Any] = {}
         self._names: dict[int, str] = {id(parameter): name for name, parameter in model.named_parameters()}
         self._all: list[int] = []  # ids of the optimizer's parameters at the last `attach`
-        self._without: list[Tensor] = []  # of these, the parameters without a hook
+        self.without: list[Tensor] = []  # of these, the parameters without a hook
 
     @property
     def model(self) -> nn.Module | None:
@@ -55,7 +55,7 @@ class Hooks:
             The parameters that got a hook; None if there was nothing to do.
         """
         given = list(parameters)
-        if [*map(id, given)] == self._all and not any(parameter.requires_grad for parameter in self._without):
+        if [*map(id, given)] == self._all and not any(parameter.requires_grad for parameter in self.without):
             return None
         model = self.model
         if model is None:
@@ -73,7 +73,7 @@ class Hooks:
             self._names[id(parameter)] = names[id(parameter)]
             _OWNERS[id(parameter)] = self._owner()
         self._handles = {p: self._handles[p] for p in given if p in self._handles}
-        self._all, self._without = [*map(id, given)], [p for p in given if p not in self._handles]
+        self._all, self.without = [*map(id, given)], [p for p in given if p not in self._handles]
         _HANDLES.setdefault(model, []).extend((self._owner, self._handles[p]) for p in fresh)
         return fresh
 

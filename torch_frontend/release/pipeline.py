@@ -283,7 +283,11 @@ class Pipeline:
             self.step.remove_from_ledger()
 
     def _discard_refused(self) -> None:
-        """Drop the queued gradients of a refused backward, unless other processes take part in it."""
+        """Drop the queued gradients of a refused backward, unless other processes take part in it.
+
+        What has no hook may have got a part of it, which cannot be told from what was in `.grad` before.
+        """
+        self.step.contaminated.update(id(p) for p in self.hooks.without if p.grad is not None)
         if self.single_process:
             if self.queue is not None:
                 self.queue.discard(backward=pass_number())

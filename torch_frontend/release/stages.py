@@ -60,6 +60,8 @@ class GradientReceiver:
                 gradient, member = parameter.grad, step.members.get(id(parameter))
                 if gradient is None or member is None:  # an earlier hook took the gradient, or the user the parameter
                     return
+                if not parameter.requires_grad:  # frozen since the forward: what is in `.grad` was there before
+                    return
                 if type(gradient) is not Tensor or gradient.layout is not PLAIN_GRADIENT:
                     gradient = self._unusual(member, gradient)
                 if self._check is not None:

@@ -70,7 +70,7 @@ class Step:
     Attributes:
         members: every released parameter, by its id.
         released: those that were updated in this step, or are about to be; empty where every backward is an update.
-        contaminated: ids of parameters whose held gradient includes a part of a refused backward.
+        contaminated: ids of parameters whose gradient in `.grad` may include a part of a refused backward.
         last: the running pass is the last micro-batch.
         watched_pass: number of the pass that updates parameters and at whose end a callback runs; None without one.
         pass_id: number of the running pass; `NO_PASS` before the first.

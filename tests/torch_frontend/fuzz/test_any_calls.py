@@ -19,6 +19,7 @@ GRAPHS = [
     Graph((Part(), Part("norm"), Part())),
     Graph((Part("table"), Part(), Part("again", 1), Part("norm", sometimes=True))),
     Graph((Part("dropout"), Part(wrap="reentrant"), Part(frozen=True)), leaf=True, loss="two"),
+    Graph((Part(), Part("norm", wrap="reentrant", sometimes=True), Part(wrap="reentrant"))),
     Graph((Part("pair", wrap="checkpoint"), Part("scalar", sometimes=True), Part("unused"))),
 ]
 
@@ -35,10 +36,11 @@ class AnyCalls(RuleBasedStateMachine):
         graph=st.sampled_from(GRAPHS),
         mode=st.one_of(st.just(Mode()), st.sampled_from(MODES)),
         rule=st.sampled_from([0, 1, 2]),
+        outside=flags,
     )
-    def release(self, graph: Graph, mode: Mode, rule: int) -> None:
+    def release(self, graph: Graph, mode: Mode, rule: int, outside: bool) -> None:
         self.graph, self.mode = graph, mode
-        self.twins = Twins(graph, Settings(rule), mode)
+        self.twins = Twins(graph, Settings(rule, outside=outside and mode.exact_norm is None), mode)
 
     def call(self, name: str, /, **arguments: Any) -> None:
         if is_drawn(self.graph, name, arguments):

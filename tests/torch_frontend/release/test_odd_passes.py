@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
+
 import pytest
 import torch
-from tests.support.torch_models import batches, gone, layers, same_parameters, snapshot, train, unchanged
+from tests.support.torch_models import batches, gone, layers, loss_of, same_parameters, snapshot, train, unchanged
 from torch import nn
 
 from penstock.core.errors import NonFiniteGradientError
-from penstock.torch_frontend import AdamW, StableAdamW, release_gradients
+from penstock.torch_frontend import AdamW, StableAdamW, prepare_for_gradient_release, release_gradients
 
 
 def test_tied_reused_frozen_and_unused_parameters() -> None:
@@ -83,3 +85,27 @@ def test_held_gradients_are_judged_together_as_a_plain_step_does() -> None:
     with pytest.raises(NonFiniteGradientError):
         train(model, optimizer, batches(1))
     assert unchanged(before, snapshot(model, optimizer))
+
+
+@pytest.mark.parametrize("lenient", [False, True])
+def test_a_layer_frozen_after_the_forward_gets_nothing_from_its_backward(lenient: bool) -> None:
+    """As if it had been frozen before: what is in `.grad`, or in the moments, stays what it was."""
+    found = []
+    for late in (False, True):
+        model = layers()
+        optimizer = AdamW(model.parameters(), lr=1e-2, gradient_release=lenient)
+        if lenient:
+            prepare_for_gradient_release(model, optimizer)
+        else:
+            release_gradients(model, optimizer, accumulation="state")
+        with optimizer.release.paused() if lenient else contextlib.nullcontext():
+            loss_of(model, batches(2)[0]).backward()
+        model[0].requires_grad_(late)
+        loss = loss_of(model, batches(2)[1])
+        model[0].requires_grad_(False)
+        loss.backward()
+        found.append(snapshot(model, optimizer))
+        optimizer.step()
+        found.append(snapshot(model, optimizer))
+    assert unchanged(found[0], found[2])
+    assert unchanged(found[1], found[3])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 
 import pytest
@@ -72,11 +73,35 @@ def test_a_held_gradient_that_a_refused_backward_was_added_to_is_not_used(option
     with pytest.raises(RefusedError, match="a second backward" if not options else r"release\.guard"):
         loss(1).backward()
     before = snapshot(model, optimizer)
-    with pytest.raises(RefusedError, match="a backward that was refused has added to the gradient"):
+    with pytest.raises(RefusedError, match="a backward that was refused may have added to its gradient"):
         optimizer.step()
     assert unchanged(before, snapshot(model, optimizer))
     optimizer.zero_grad()
     assert model.released.ledger.live == 0
+
+
+@pytest.mark.parametrize("overflow", [False, True])
+@pytest.mark.parametrize("unfrozen", [False, True])
+def test_a_gradient_without_hook_that_a_refused_backward_was_added_to_is_not_used(unfrozen: bool, overflow: bool) -> None:
+    """One of a parameter outside the model, or of one that was unfrozen in this step; zero_grad() discards it."""
+    model, outside = layers(2), nn.Parameter(torch.ones(()))
+    late = model[0][0].weight.requires_grad_(False) if unfrozen else outside
+    optimizer = AdamW([*model.parameters(), outside], lr=1e-2)
+    release_gradients(model, optimizer)
+    (outside * loss_of(model, batches(1)[0]) * (float("inf") if overflow else 1.0)).backward()
+    late.requires_grad_()
+    loss = outside * model(batches(1)[0].requires_grad_()).pow(2).mean() + late.pow(2).sum()
+    with pytest.raises(RefusedError, match="a second backward"):
+        loss.backward()
+    before = [late.detach().clone(), *optimizer.state[late].values()]
+    with pytest.raises(RefusedError, match="a backward that was refused may have added to its gradient"):
+        optimizer.step()
+    with pytest.raises(RefusedError, match="hold infinities") if overflow else contextlib.nullcontext():
+        optimizer.zero_grad()
+    assert outside.grad is None
+    assert gone(model.parameters())
+    optimizer.step()
+    assert unchanged(before, [late, *optimizer.state[late].values()])
 
 
 def test_a_gradient_set_by_hand_goes_with_the_refused_backward_that_was_added_to_it() -> None:

@@ -249,3 +249,22 @@ def test_the_norm_after_step_includes_parameters_outside_the_model() -> None:
     scale.scale(release.guard(loss)).backward()
     scale.step(optimizer)
     torch.testing.assert_close(release.last_norm.float(), expected.norm())
+
+
+def test_a_guarded_backward_after_unscale_is_refused() -> None:
+    """The scaler takes the gradient for judged, and would skip a step that backward() has taken."""
+    model, (batch,) = layers(), batches(1)
+    optimizer, scale = AdamW(model.parameters(), lr=1e-2), scaler()
+    release = release_gradients(model, optimizer, scaler=scale)
+    scale.scale(release.guard(loss_of(model, batch) * float("inf"))).backward()
+    scale.unscale_(optimizer)
+    optimizer.zero_grad()
+    before = snapshot(model, optimizer)
+    with pytest.raises(RefusedError, match=r"scaler\.unscale_.*Call scaler\.update"):
+        scale.scale(release.guard(loss_of(model, batch))).backward()
+    assert unchanged(before, snapshot(model, optimizer))
+    assert gone(model.parameters())
+    scale.update()
+    scale.scale(release.guard(loss_of(model, batch))).backward()
+    scale.step(optimizer)
+    assert not unchanged(before, snapshot(model, optimizer))
