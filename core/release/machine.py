@@ -165,9 +165,9 @@ def _step(status: Status, event: Step, strict: bool) -> Decision:
     if status is Status.HELD:
         return Decision(Action.UPDATE if event.finite else Action.DISCARD, Status.IDLE)
     if status is Status.ACCUMULATED:
-        if not strict:
-            return Decision(Action.NOTHING, status)
-        return Decision(Action.UPDATE_LAST if event.waiting and event.finite else Action.APPLY, Status.IDLE)
+        if event.waiting and event.finite:
+            return Decision(Action.UPDATE_LAST, Status.IDLE)
+        return Decision(Action.APPLY, Status.IDLE) if strict else Decision(Action.NOTHING, status)
     if status is Status.RELEASED and event.waiting:
         raise RefusedError(
             "a gradient is in `.grad`, set by hand, left by release.paused(), or put there by a DistributedDataParallel that "

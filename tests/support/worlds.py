@@ -254,18 +254,15 @@ class Plain:
     def step(self) -> None:
         """Clip as declared, and step."""
         world, mode = self.world, self.mode
-        if not mode.lenient:
-            waiting = {name: p.grad for name, p in self.accumulated.items()}
-            for name, p in self.accumulated.items():
-                p.grad = None
-                if (gradient := waiting[name]) is not None:
-                    self._clip_each([gradient])
-            tasks = [
-                (p, waiting[name], Action.APPLY if waiting[name] is None else Action.UPDATE_LAST)
-                for name, p in self.accumulated.items()
-            ]
-            perform_all(world.optimizer, tasks)
-            self.accumulated.clear()
+        last = {name: p for name, p in self.accumulated.items() if p.grad is not None or not mode.lenient}
+        tasks = []
+        for name, p in last.items():
+            gradient, p.grad = p.grad, None
+            if gradient is not None:
+                self._clip_each([gradient])
+            tasks.append((p, gradient, Action.APPLY if gradient is None else Action.UPDATE_LAST))
+            del self.accumulated[name]
+        perform_all(world.optimizer, tasks)
         if world.scaler is not None and mode.max_norm is not None:
             try:
                 world.scaler.unscale_(world.optimizer)

@@ -109,3 +109,20 @@ def test_a_layer_frozen_after_the_forward_gets_nothing_from_its_backward(lenient
         found.append(snapshot(model, optimizer))
     assert unchanged(found[0], found[2])
     assert unchanged(found[1], found[3])
+
+
+def test_a_paused_gradient_completes_the_micro_batches_of_a_lenient_release_in_step() -> None:
+    """As the last micro-batch would, where step() had discarded it."""
+    found = []
+    for paused in (False, True):
+        model = layers()
+        optimizer = AdamW(model.parameters(), lr=1e-2, gradient_release=True)
+        prepare_for_gradient_release(model, optimizer)
+        optimizer.optimizer_accumulation = True
+        loss_of(model, batches(2)[0]).backward()
+        optimizer.optimizer_accumulation = paused
+        with optimizer.release.paused() if paused else contextlib.nullcontext():
+            loss_of(model, batches(2)[1]).backward()
+        optimizer.step()
+        found.append(snapshot(model, optimizer))
+    assert unchanged(*found)
