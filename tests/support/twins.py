@@ -268,8 +268,7 @@ class Twins:
 
     def remove(self) -> None:
         """Remove the release, and release again. Where release is ahead, this is the plain loop's step()."""
-        late = self.ahead and bool(self._written or self._settings)  # which only step() looks for
-        if self.dirty or self.failed or late:
+        if self.dirty or self.failed:
             return
 
         def run(world: World) -> None:

@@ -108,8 +108,8 @@ def two_passes(pipeline: Pipeline, loss: Tensor, seed: Tensor, keep_bytes: int) 
         )
     if _is_unscaled(pipeline):
         raise RefusedError(
-            "scaler.unscale_(optimizer) was called before this backward() and after the last scaler.update(): scaler.step() "
-            "would not look for infinities in this gradient. Call scaler.update() before the next backward()."
+            "scaler.unscale_(optimizer) was called (or scaler.step(optimizer) has raised) since the last scaler.update(): "
+            "scaler.step() would not look for infinities in this gradient. Call scaler.update() before the next backward()."
         )
     require_whole_loss(pipeline, hooks.parameters)
     step.clear_markers()

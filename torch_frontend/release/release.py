@@ -147,9 +147,12 @@ class Release:
     def remove(self) -> None:
         """Remove the hooks. Unused gradients stay in `.grad`, and the optimizer works as without release.
 
+        After a backward() that has updated parameters, it counts as its optimizer.step().
+
         Raises:
-            RefusedError: micro-batches are in the moments and step() was not called. (The release of
-                `prepare_for_gradient_release`, which needs no step(), applies them instead.)
+            RefusedError: micro-batches are in the moments and step() was not called (the release of
+                `prepare_for_gradient_release`, which needs no step(), applies them instead); or what step() refuses: a
+                setting, a parameter or its gradient was changed after backward() had used it. Nothing was removed.
         """
         pipeline, step = self._pipeline, self._pipeline.step
         pending = step.with_status(Status.ACCUMULATED)
@@ -158,6 +161,9 @@ class Release:
                 f"{pipeline.hooks.describe(pending[0].key)}: micro-batches of it are in the optimizer's moments and wait for "
                 "their step. Call optimizer.step() before remove()."
             )
+        if step.strict:
+            step.check_settings()
+            step.check_untouched()
         if pipeline.queue is not None:
             (pipeline.queue.move_to_grad if pipeline.single_process else pipeline.queue.flush)()
         with torch.no_grad():

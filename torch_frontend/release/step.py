@@ -71,6 +71,7 @@ class Step:
         members: every released parameter, by its id.
         released: those that were updated in this step, or are about to be; empty where every backward is an update.
         contaminated: ids of parameters whose gradient in `.grad` may include a part of a refused backward.
+        joined: ids of parameters with micro-batches in the moments and a gradient of release.paused() in `.grad`.
         last: the running pass is the last micro-batch.
         watched_pass: number of the pass that updates parameters and at whose end a callback runs; None without one.
         pass_id: number of the running pass; `NO_PASS` before the first.
@@ -91,6 +92,7 @@ class Step:
         self.members: dict[int, Member] = {}
         self.released: dict[int, Member] = {}
         self.contaminated: set[int] = set()
+        self.joined: set[int] = set()
         self.last = True
         self.watched_pass: int | None = None
         self.pass_id: Any = NO_PASS
@@ -103,6 +105,8 @@ class Step:
         self._one_update = strict and policy is not Policy.STATE  # of every gradient, in one backward
         self._top: int | None = None  # number of the user's backward that updated parameters in this step
         self._latest = -1  # the largest number of a pass so far
+        self._ended = False  # the outermost pass of a backward in this step
+        self._told_of_clearing = False
 
     def attach(self, parameters: Iterable[Tensor]) -> None:
         """Make these the released parameters."""
@@ -140,6 +144,8 @@ class Step:
         if not nested and not measures and None not in (self._top, now) and now != self._top:
             raise self._second_backward(parameter)
         if not nested or self.pass_id is NO_PASS or now != self._latest + 1:  # another pass has run since the last nested one
+            if self.strict and self.policy is Policy.STATE:
+                self.check_not_cleared()
             self.refresh()
             if self.pass_id is NO_PASS and not self._status:  # the first pass of a step
                 self.context.squares.clear()
@@ -149,7 +155,8 @@ class Step:
                 self.optimizer._opt_called = True
         keeps = measures or measured or (self.policy is Policy.HOLD and not self.last)  # and so no part is used as the whole
         self.in_parts = set() if keeps else self._partial.find(nested=nested)
-        if not keeps and self._one_update and self.released and self._partial.in_another:
+        another = self._partial.in_another or (nested and self._ended)
+        if not keeps and self._one_update and self.released and another:
             raise self._second_backward(parameter)
         self.pass_id = now
         self._latest = max(self._latest, now or 0)
@@ -159,13 +166,17 @@ class Step:
             self._top = now
         self.completed = False
         if self.strict and (not nested or self._partial.all_begun):  # the end of the outer pass cannot be seen from inside
-            at_end_of_pass(weakly(self.complete))
+            at_end_of_pass(weakly(self.complete if nested else self._end))
 
     def _second_backward(self, parameter: Tensor) -> RefusedError:
         return RefusedError(
             f"{self.context.describe(id(parameter))}: a second backward() before optimizer.step(), after the first "
             f"has updated parameters. {AFTER_ANOTHER_BACKWARD}."
         )
+
+    def _end(self) -> None:
+        self._ended = True
+        self.complete()
 
     def complete(self) -> None:
         """Record that the backward has reached its end, and which version of each parameter it has left."""
@@ -175,6 +186,7 @@ class Step:
     def check_untouched(self) -> None:
         """Raise `RefusedError` if user code has cleared gradients that were used already, or written their parameters."""
         if self.policy is Policy.STATE:
+            self.check_not_cleared()
             return
         for member in self.released.values():
             version = member.parameter._version
@@ -190,6 +202,22 @@ class Step:
                     "model.zero_grad() or p.grad = None, and backward() had updated the parameter with it. Call "
                     "optimizer.step() before gradients are cleared; run a backward that is not meant to update the parameters "
                     "inside release.paused(). optimizer.zero_grad() closes this step."
+                )
+
+    def check_not_cleared(self) -> None:
+        """Raise `RefusedError`, once a step, if user code has cleared gradients that are in the moments."""
+        if self._told_of_clearing:
+            return
+        for member in (*self.with_status(Status.ACCUMULATED), *self.released.values()):
+            gradient = member.parameter.grad
+            replaced = gradient is None or not (is_released(gradient) or member.key in self.joined)
+            if replaced and member.placeholder is not None:
+                self._told_of_clearing = True
+                raise RefusedError(
+                    f"{self.context.describe(member.key)}: its gradient was cleared before optimizer.step(), by "
+                    "model.zero_grad() or an assignment to p.grad, and backward() had put it into the optimizer's moments, "
+                    "which cannot discard it. Clear gradients after optimizer.step(); calling it once more uses what is in "
+                    "the moments. With accumulation='hold' gradients may be cleared."
                 )
 
     def check_not_partial(self, parameter: Tensor, *, seen: bool) -> None:
@@ -296,9 +324,11 @@ class Step:
 
     def restore_markers(self) -> None:
         """Put the markers of this step back where no gradient was left instead."""
-        for member in self.released.values():
+        for member in (*self.released.values(), *self.with_status(Status.ACCUMULATED)):
             if member.parameter.grad is None:
                 member.parameter.grad = member.placeholder
+            elif not is_released(member.parameter.grad):
+                self.joined.add(member.key)
 
     @torch.no_grad()
     def close(self) -> None:
@@ -306,6 +336,7 @@ class Step:
         self.clear_markers()
         self.released.clear()
         self.contaminated.clear()
+        self.joined.clear()
         self.remove_from_ledger()
         kept = [key for key, status in self._status.items() if status is Status.ACCUMULATED and not self.strict]
         self._status = dict.fromkeys(kept, Status.ACCUMULATED)
@@ -313,10 +344,11 @@ class Step:
         self.in_parts = set()
         self._partial.forget()
         self._versions = {}
-        self.completed = False
+        self.completed = self._ended = self._told_of_clearing = False
 
     def abandon(self) -> None:
         """Forget a step that an exception has cut short."""
         for member in self.with_status(Status.ACCUMULATED):
             self.optimizer.state[member.parameter].pop("mean_square", None)
         self._status.clear()
+        self.released.clear()

@@ -224,6 +224,7 @@ def test_a_gradient_beside_an_overflow_is_refused() -> None:
         scaler.step(optimizer)
     assert unchanged(before, snapshot(model, optimizer))
     optimizer.zero_grad()
+    scaler.update()
     release.guard(loss_of(model, batches(1)[0])).backward()
     optimizer.step()
 

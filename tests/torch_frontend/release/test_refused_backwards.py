@@ -135,9 +135,10 @@ def test_a_micro_batch_after_the_last_is_refused() -> None:
     refused(model, lambda: loss_of(model, batches(1)[0]), match="already updated")
 
 
+@pytest.mark.parametrize("known", [False, True], ids=["none before", "one before"])
 @pytest.mark.parametrize("accumulation", [None, "hold"])
-def test_a_second_backward_is_refused_before_layers_that_only_it_uses_are_updated(accumulation: str | None) -> None:
-    """Behind a reentrant checkpoint their gradients come first, and from a pass of their own."""
+def test_a_second_backward_is_refused_before_layers_that_only_it_uses_are_updated(accumulation, known: bool) -> None:
+    """Behind a reentrant checkpoint their gradients come first, and from a pass of their own, be it the first such one."""
     model = released(layers(3), accumulation=accumulation, sync=None if accumulation is None else lambda: True)
 
     def loss(count: int) -> Tensor:
@@ -146,9 +147,10 @@ def test_a_second_backward_is_refused_before_layers_that_only_it_uses_are_update
             x = checkpoint(layer, x, use_reentrant=True)
         return x.pow(2).mean()
 
-    loss(3).backward()
-    model.released.optimizer.step()
-    loss(2).backward()
+    if known:
+        loss(3).backward()
+        model.released.optimizer.step()
+    loss(2 if known else 1).backward()
     refused(model, lambda: loss(3), match=r"'2\.0\.\w+': a second backward")
     model.released.optimizer.zero_grad()
     loss(3).backward()

@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from tests.support.torch_models import batches, layers, same_parameters
+from tests.support.torch_models import batches, layers, same_parameters, snapshot, unchanged
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -104,6 +104,57 @@ def test_gradients_cleared_before_step_raise_in_step(clear: Callable[[nn.Module]
     optimizer.zero_grad()
     loss_of(model).backward()
     optimizer.step()
+
+
+@pytest.mark.parametrize("sync", [False, True])
+@pytest.mark.parametrize("where", ["backward", "step"])
+@pytest.mark.parametrize("clear", CLEARINGS.values(), ids=CLEARINGS)
+def test_gradients_cleared_while_they_are_in_the_moments_raise_once(clear, where: str, sync: bool) -> None:
+    """At the next backward() or step(); the next call goes on with what is in the moments. paused() clears nothing."""
+    last = [False]
+    model, optimizer, release = released(accumulation="state", sync=(lambda: last[0]) if sync else None)
+    for clears in (False, True):
+        last[0] = False
+        loss_of(model).backward()
+        with release.paused():
+            loss_of(model[0]).backward()
+        last[0] = not clears or where == "step"
+        loss_of(model).backward()
+        if clears:
+            clear(model)
+            before = snapshot(model, optimizer)
+            with pytest.raises(RefusedError, match=r"cleared before optimizer.step\(\).*the optimizer's moments.*once more"):
+                loss_of(model).backward() if where == "backward" else optimizer.step()
+            assert unchanged(before, snapshot(model, optimizer))
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+@pytest.mark.parametrize("accumulation", [None, "hold"])
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (lambda model, optimizer: optimizer.param_groups[0].update(lr=0.5), "lr of parameter group 0 changed"),
+        (lambda model, optimizer: model[1][0].weight.mul_(0.9), "'1.0.weight'.*written between backward"),
+        (lambda model, optimizer: model.zero_grad(), CLEARED),
+    ],
+    ids=["a setting", "a write", "cleared"],
+)
+@torch.no_grad()
+def test_remove_in_mid_step_refuses_what_step_refuses(change, said: str, accumulation: str | None) -> None:
+    """It counts as the step of what backward() has updated."""
+    model, optimizer, release = released(accumulation=accumulation, sync=accumulation and (lambda: True))
+    with torch.enable_grad():
+        loss_of(model).backward()
+    change(model, optimizer)
+    before = snapshot(model, optimizer)
+    with pytest.raises(RefusedError, match=said):
+        release.remove()
+    assert optimizer.release is release
+    assert unchanged(before, snapshot(model, optimizer))
+    with contextlib.suppress(RefusedError):  # "without optimizer.step()"
+        optimizer.zero_grad()
+    release.remove()
 
 
 WRITES: dict[str, Callable[[Tensor], object]] = {
