@@ -87,8 +87,10 @@ class DDPCommunication(LocalCommunication):
         No marker is left where more micro-batches may come: DistributedDataParallel reduces the `.grad` of parameters that a
         micro-batch does not use.
         """
+        if member.marker.context.accepts_more:
+            member.placeholder = None
         member.parameter.grad = None
-        self._freed[member.parameter] = None if member.marker.context.accepts_more else member.placeholder
+        self._freed[member.parameter] = member.placeholder
 
     def average(self, parameters: Sequence[Tensor]) -> None:
         """Check that the last backward ran outside no_sync(), and so has averaged the gradients.

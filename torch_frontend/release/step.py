@@ -32,7 +32,7 @@ class Member:
         nbytes: size of the local gradient in bytes.
         marker: the `ReleasedGradient`.
         placeholder: what is put into `.grad`: the marker, for a sharded parameter a DTensor around it, or None where another
-            hook must find the next gradient in `.grad`.
+            hook, or DistributedDataParallel, must find the next gradient in `.grad`.
     """
 
     __slots__ = ("key", "marker", "nbytes", "parameter", "placeholder", "shard")
