@@ -13,6 +13,7 @@ from tests.support.worlds import Mode, Plain, Settings, Snapshot, World
 from torch import Tensor
 
 from penstock.core.errors import PenstockError
+from penstock.torch_frontend import remove_gradient_release
 
 CHANGED_IN_PLACE = "modified by an inplace operation"
 """Of torch: a graph from before an update is gone through after it. As loud as a refusal, while release is ahead."""
@@ -168,6 +169,9 @@ class Judge:
         self._check_allowed("an error and its step's end")
         assert all(p.grad is None for p in self.plain_named_in(self.released)), "a gradient is left after the step"
         assert self.released.release.ledger.live == 0, "bytes are left in the ledger"
+        if self.mode.lenient:  # step() and zero_grad() leave micro-batches in the moments
+            remove_gradient_release(self.released.model)
+            self.released.release_again()
         self.dirty = False
         self.plain.accumulated.clear()
         self.plain.world.copy_from(self.released)
