@@ -131,12 +131,17 @@ class Twins(Judge):
             torch.testing.assert_close(norms[0].float(), norms[1].float(), rtol=2e-2, atol=1e-6, equal_nan=True)
 
     def scale_a_gradient(self) -> None:
-        self.plainly(lambda world: next((p.grad.mul_(0.5) for p in world.named().values() if p.grad is not None), None))
+        one = self._with_gradient()
+        self.plainly(lambda world: None if one is None or (p := world.named()[one]).grad is None else p.grad.mul_(0.5))
+
+    def _with_gradient(self) -> str | None:
+        """The first parameter whose `.grad` is not None in the released world; in the plain one others may have none."""
+        return next((name for name, p in self.released.named().items() if p.grad is not None), None)
 
     def clear_gradients(self, how: str = "model") -> None:
         """Without the optimizer: noticed at the next boundary, if it comes too late."""
 
-        one = next((name for name, p in self.released.named().items() if p.grad is not None), None)
+        one = self._with_gradient()
 
         def run(world: World) -> None:
             if how == "one":
