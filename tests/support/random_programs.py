@@ -97,11 +97,13 @@ def is_drawn(graph: Graph, name: str, arguments: dict[str, Any]) -> bool:
 def allowed(graph: Graph, mode: Mode) -> Graph:
     """Return the graph, without parts of which it is known that they are refused after a first wrong update.
 
-    That a function runs a backward of its own is not known before it has done so once.
+    That a function runs a backward of its own is not known before it has done so once, nor that there is a reentrant
+    checkpoint, which the model's first backward had left out: no later graph is walked.
     """
     if not graph.in_parts or not mode.uses_parts:
         return graph
     parts = [dataclasses.replace(p, kind="linear" if p.kind == "hidden" else p.kind) for p in graph.parts]
+    parts = [dataclasses.replace(p, sometimes=p.sometimes and p.wrap != "reentrant") for p in parts]
     return dataclasses.replace(graph, parts=tuple(parts))
 
 

@@ -105,7 +105,7 @@ class Step:
         self._one_update = strict and policy is not Policy.STATE  # of every gradient, in one backward
         self._top: int | None = None  # number of the user's backward that updated parameters in this step
         self._latest = -1  # the largest number of a pass so far
-        self._ended = False  # the outermost pass of a backward in this step
+        self._ended = False  # the outermost pass of a backward that has updated parameters in this step
         self._told_of_clearing = False
 
     def attach(self, parameters: Iterable[Tensor]) -> None:
@@ -175,7 +175,7 @@ class Step:
         )
 
     def _end(self) -> None:
-        self._ended = True
+        self._ended = bool(self.released)
         self.complete()
 
     def complete(self) -> None:
