@@ -93,10 +93,16 @@ def loaded(target: GPUTarget, storage: Storage) -> list[torch.dtype]:
     return [*storage.measured * (unroll + (unroll > 1)), storage.parameter, *storage.written]
 
 
+def unhinted(assembly: str) -> list[str]:
+    """Wide loads that do not tell the cache whether the data is read again."""
+    return re.findall(r"\bld\.global(?!\S*evict_)\S*\.v\d\S*", assembly)
+
+
 def assert_wide(audit: Audit, target: GPUTarget, storage: Storage, loads: list[torch.dtype]) -> None:
     """All that an interior tile reads and writes, in accesses of 16 bytes; nothing but tails and tables in others."""
     if target.backend == "cuda":
         assert wide_bytes(audit.loads) == expected_bytes(target, storage, loads)
+        assert not unhinted(audit.assembly)
     else:  # there, rows of tables are read that wide as well
         assert wide_bytes(audit.loads) >= expected_bytes(target, storage, loads)
     assert wide_bytes(audit.stores) == expected_bytes(target, storage, storage.written)
@@ -213,10 +219,11 @@ def test_numbers_that_change_while_training_are_not_compiled_in(kernel) -> None:
     assert {name for name in others if not name.endswith("_ptr")} <= pointers
 
 
-def test_audit_sees_float_atomics_and_narrow_accesses() -> None:
+def test_audit_sees_float_atomics_missing_hints_and_narrow_accesses() -> None:
     """So the figures above do depend on what is compiled: here for tensors that are not aligned to 16 bytes."""
     seen = "red.global.gpu.add.f32 atom.global.gpu.relaxed.add.u32 global_atomic_pk_add_bf16 global_atomic_add"
     assert float_atomics(seen) == ["red.global.gpu.add.f32", "global_atomic_pk_add_bf16"]
+    assert unhinted(compile_or_skip(group_kernel, FLOAT32, HOPPER, HINTS=False).assembly)
     audit = compile_or_skip(group_kernel, FLOAT32, HOPPER, ALIGNMENT=4)
     assert wide_bytes(audit.loads) == wide_bytes(audit.stores) == 0
     assert_good(audit, HOPPER, FLOAT32)
