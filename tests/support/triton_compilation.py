@@ -16,7 +16,7 @@ import triton.compiler
 import triton.language as tl
 from triton.backends.compiler import GPUTarget
 
-from penstock.torch_frontend.backends.triton.configuration import Configuration, with_norm
+from penstock.torch_frontend.backends.triton.configuration import Configuration, with_sums
 from penstock.torch_frontend.backends.triton.kernels import update_group, update_tensor
 
 TYPES = {
@@ -137,7 +137,7 @@ def tensor_kernel(
     if constants["ACTION"] == "accumulate":
         chosen = dataclasses.replace(chosen, registers=0)
     if "norm_ptr" in present:
-        chosen = with_norm(chosen)
+        chosen = with_sums(chosen, 1 + constants["CLIP"])
     return _audited(kernel, given, constants, {"partials", "counters"}, target, chosen, present)
 
 

@@ -184,7 +184,7 @@ class TritonBackend:
         addresses = [tensor.data_ptr() for tensor in given]
         with devices.on(device):
             captured = _captured(slot, device)
-            chosen = configuration(device, given.parameter.dtype, norm=norm is not None)
+            chosen = configuration(device, given.parameter.dtype, sums=0 if norm is None else 1 + clips)
             count = -(-n // chosen.item)
             scratch = self._scratch(device, captured)
             if before is not None and not isinstance(before, Tensor):

@@ -96,17 +96,20 @@ class Device:
         return cls(properties.multi_processor_count, getattr(properties, "L2_cache_size", 0) or 2**22)
 
 
-def configuration(device: torch.device, dtype: torch.dtype, *, norm: bool = False) -> Configuration:
-    """Return the configuration for a parameter on this device and of this dtype. norm: the launch sums g*g as well."""
+def configuration(device: torch.device, dtype: torch.dtype, *, sums: int = 0) -> Configuration:
+    """Return the configuration for a parameter on this device and of this dtype.
+
+    sums: how many sums over the tensor the launch of one tensor computes, if the gradient's squares are one of them.
+    """
     kind = "hip" if device.type == "cuda" and torch.version.hip is not None else device.type
     chosen = TABLE.get((kind, dtype)) or TABLE[kind, None]
-    return with_norm(chosen) if norm else chosen
+    return with_sums(chosen, sums) if sums else chosen
 
 
 @functools.cache
-def with_norm(chosen: Configuration) -> Configuration:
-    """Return a configuration with 16 more registers, for a second sum."""
-    return dataclasses.replace(chosen, registers=chosen.registers + 16) if chosen.registers else chosen
+def with_sums(chosen: Configuration, sums: int) -> Configuration:
+    """Return a configuration with 8 more registers for each sum, which is the least that does not spill."""
+    return dataclasses.replace(chosen, registers=chosen.registers + 8 * sums) if chosen.registers else chosen
 
 
 def resident_programs(registers: int, warps: int) -> int:
