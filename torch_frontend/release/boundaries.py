@@ -69,9 +69,13 @@ def pending_gradients(pipeline: Pipeline) -> dict[Tensor, Tensor | None]:
                 step.set_status(key, Status.IDLE)
             elif gradient is not None:
                 if key in step.contaminated:
+                    remedy = "Call optimizer.zero_grad(), and compute this step's gradients again."
+                    if step.with_status(Status.ACCUMULATED):  # zero_grad() cannot discard these
+                        parameter.grad = None
+                        remedy = "It is discarded now; optimizer.step() uses the micro-batches that are in the moments."
                     raise RefusedError(
                         f"{step.context.describe(key)}: a backward that was refused may have added to its gradient in "
-                        "`.grad`. Call optimizer.zero_grad(), and compute this step's gradients again."
+                        f"`.grad`. {remedy}"
                     )
                 check_gradient(parameter, gradient)
                 if status is Status.RELEASED:
