@@ -22,6 +22,9 @@ from torch.utils.checkpoint import CheckpointFunction
 
 from .graph import hidden_leaves, leaf_of, reachable
 
+FUNCTION_MODULE = "torch.autograd.function"
+"""Where the frames of running functions come from."""
+
 
 class PartialGradients:
     """Finds the parameters whose gradient comes in several parts in one backward.
@@ -99,16 +102,18 @@ class _PassGraph(NamedTuple):
 def _running_passes() -> Iterator[tuple[Any, list[Any]]]:
     """Yield each running pass, from the innermost: the function whose backward runs the next one, and the roots of its graph.
 
-    The function of the innermost pass is None. The roots of a pass that another thread has started, as on an accelerator, are
-    not known: an empty list.
+    The function of the innermost pass is None, even if its backward calls the hooks of parameters itself, as FSDP2's does. The
+    roots of a pass that another thread has started, as on an accelerator, are not known: an empty list.
     """
-    node = None
+    node, inside = None, False
     for frame, _ in traceback.walk_stack(sys._getframe()):
         roots = _roots(frame)
         if roots:
             yield node, roots
-            node = None
-        elif frame.f_code.co_name.startswith("apply") and frame.f_globals.get("__name__") == "torch.autograd.function":
+            node, inside = None, True
+        elif (
+            inside and frame.f_code.co_name.startswith("apply") and frame.f_globals.get("__name__") == "torch.autograd.function"
+        ):
             node = frame.f_locals.get("self", node)
     if node is not None:
         yield node, []

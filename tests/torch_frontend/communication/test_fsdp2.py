@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.distributed as dist
+from tests.support.calls import calls_in
 from tests.support.rank_models import (
     LR,
     WIDTH,
@@ -59,6 +60,23 @@ def _collectives(rule: type) -> int:
         dist.all_reduce = original
     assert counted == in_backward, "step() has nothing to exchange"
     return len(counted)
+
+
+def walks() -> None:
+    """FSDP2 calls the hooks inside the backward of a function of its own, which is not a pass of its own."""
+    model = sharded(Net())
+    optimizer = AdamW(model.parameters(), **LR)
+    release_gradients(model, optimizer)
+    for step in range(3):
+        counted = calls_in(loss_of(model, data(step)).backward)
+        assert (counted["reachable"] > 0) == (step == 0)
+        assert counted["_average"] > 0
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def test_the_graph_is_walked_in_the_first_backward_only(ranks: Ranks) -> None:
+    ranks.run(walks)
 
 
 @pytest.mark.parametrize(("limit", "deliveries"), [(0, 3), (256, 2), (2**20, 1)])

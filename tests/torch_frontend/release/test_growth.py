@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import gc
-import sys
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+from tests.support.calls import calls_in
 from tests.support.torch_models import batches, layers, loss_of
 from torch import nn
 
@@ -43,22 +42,6 @@ def alive() -> tuple[int, int]:
     return len(tensors), sum(x.numel() * x.element_size() for x in tensors)
 
 
-def calls_of(step: Callable[[], None]) -> int:
-    """Python calls in penstock during one step."""
-    counted = 0
-
-    def count(frame: Any, event: str, _: Any) -> None:
-        nonlocal counted
-        counted += event == "call" and "penstock" in frame.f_globals.get("__name__", "")
-
-    sys.setprofile(count)
-    try:
-        step()
-    finally:
-        sys.setprofile(None)
-    return counted
-
-
 def assert_no_growth(first: tuple[int, ...], last: tuple[int, ...]) -> None:
     """Fewer are fine: tensors of an earlier test may be freed meanwhile."""
     assert all(after <= before for before, after in zip(first, last, strict=True)), f"{first} have become {last}"
@@ -77,7 +60,7 @@ def test_a_long_run_does_not_grow(arguments: dict[str, Any]) -> None:
     counts = []
     for number in range(STEPS):
         if number in (STEPS - 1 - BETWEEN, STEPS - 1):
-            counts.append((*alive(), calls_of(step)))
+            counts.append((*alive(), calls_in(step).total()))
         else:
             step()
     assert_no_growth(*counts)
@@ -99,7 +82,7 @@ def test_swapped_adapters_do_not_pile_up(arguments: dict[str, Any]) -> None:
             optimizer.zero_grad()
 
         step()
-        calls = calls_of(step)
+        calls = calls_in(step).total()
         release.remove()
         model[1] = nn.Identity()
         del optimizer, release, step

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import sys
 from typing import Any
 
 import pytest
 import torch
 from benchmarks.release_overhead.calls import calls_per_gradient
+from tests.support.calls import calls_in
 from tests.support.torch_models import OPTIMIZERS, batches, layers, loss_of, slot_of
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -25,22 +25,6 @@ def test_a_released_gradient_takes_few_calls(optimizer_class) -> None:
     assert calls_per_gradient(optimizer_class) <= CALLS
 
 
-def calls_in_backward(loss: torch.Tensor) -> int:
-    """Python calls of this package in backward()."""
-    counted = 0
-
-    def count(frame: Any, event: str, _: Any) -> None:
-        nonlocal counted
-        counted += event == "call" and "penstock" in frame.f_globals.get("__name__", "")
-
-    sys.setprofile(count)
-    try:
-        loss.backward()
-    finally:
-        sys.setprofile(None)
-    return counted
-
-
 def calls_of(parameters: int, groups: int, releases: int) -> float:
     """Python calls a gradient of one model, beside other releases."""
     made = []
@@ -51,7 +35,7 @@ def calls_of(parameters: int, groups: int, releases: int) -> float:
         made.append((model, optimizer, release_gradients(model, optimizer)))
     model, optimizer, _ = made[0]
     for _ in range(3):
-        counted = calls_in_backward(sum(p.sum() for p in model))
+        counted = calls_in(sum(p.sum() for p in model).backward).total()
         optimizer.step()
     return counted / parameters
 
@@ -72,7 +56,7 @@ def test_calls_a_gradient_do_not_grow_with_the_number_of_reentrant_checkpoints()
             x = batches(1)[0].requires_grad_()
             for layer in model:
                 x = checkpoint(layer, x, use_reentrant=True)
-            counted = calls_in_backward(x.sum())
+            counted = calls_in(x.sum().backward).total()
             optimizer.step()
         return counted / depth
 
