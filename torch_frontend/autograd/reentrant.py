@@ -22,9 +22,6 @@ from torch.utils.checkpoint import CheckpointFunction
 
 from .graph import hidden_leaves, leaf_of, reachable
 
-FUNCTION_MODULE = "torch.autograd.function"
-"""Where the frames of running functions come from."""
-
 
 class PartialGradients:
     """Finds the parameters whose gradient comes in several parts in one backward.
