@@ -49,6 +49,20 @@ def test_a_chain_equals_its_parts(rule, way, dtype) -> None:
     assert_equal(way(chained, params, grads)[0], way(tx, params, doubled)[0])
 
 
+@pytest.mark.parametrize("rule", TRANSFORMS)
+def test_a_gradient_whose_square_overflows_is_loud_and_clip_keeps_it_an_ordinary_spike(rule) -> None:
+    """1e20 in float32: NaN after two updates. Behind optax.clip(1e18) a spike of 1e18, at most 1/sqrt(1-b2) steps long."""
+    params = {"weight": jnp.ones(8)}
+    usual = {"weight": jnp.full(8, 1e-2)}
+    spiked = {"weight": usual["weight"].at[3].set(1e20)}
+    grads = [usual, spiked, usual, usual]
+    found, _ = train_directly(TRANSFORMS[rule](1e-3), params, grads)
+    assert np.isnan(found["weight"][3])
+    clipped, state = train_directly(optax.chain(optax.clip(1e18), TRANSFORMS[rule](1e-3)), params, grads)
+    assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(state))
+    assert (np.abs(np.asarray(clipped["weight"]) - 1) < len(grads) * 1e-3 / np.sqrt(1e-3)).all()
+
+
 @CASES_AND_WAYS
 def test_masked_and_partition_update_their_parameters_only(rule, way, dtype) -> None:
     params, grads = tree(0, dtype), gradients(5, dtype)
