@@ -104,7 +104,8 @@ def check_loadable(rule: Rule, state_dict: Mapping[str, Any], groups: list[dict[
     if any(key not in group for group in saved_groups for key in REQUIRED):
         raise InvalidArgumentError(
             "state_dict comes from another optimizer than penstock's: its moments are debiased elsewhere. Load it into "
-            "that optimizer, and take its state over with export_state and import_state; or start with fresh state."
+            "that optimizer, and take its state over with export_state and import_state, or a checkpoint of Transformers' "
+            "Trainer with convert_checkpoint of penstock.torch_frontend.integrations.transformers; or start with fresh state."
         )
     if len(saved_groups) != len(groups):
         raise InvalidArgumentError(

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import os
+import tempfile
 from collections.abc import Mapping
 from typing import Any
 
@@ -11,12 +13,14 @@ from torch import Tensor
 
 from ...core.errors import MissingDependencyError, RefusedError
 from ..optimizers import AdamW
+from ..portable import export_state, import_state
 from ..releasable import ReleasableOptimizer
 from ..release import Release
 from .trainer_settings import release_for_trainer
 
 try:
     from transformers import Trainer, TrainerCallback
+    from transformers.trainer import OPTIMIZER_NAME
 
     from .accelerate import plain_optimizer
 except ModuleNotFoundError as error:
@@ -125,6 +129,37 @@ class ReleaseTrainer(Trainer):
             scaler=self.accelerator.scaler,
             **self._release_options,
         )
+
+
+def convert_checkpoint(checkpoint: str | os.PathLike[str], source: Trainer, target: Trainer) -> None:
+    """Rewrite the optimizer's state in a checkpoint of one trainer as that of another, which can resume from it then.
+
+    So a run of `Trainer` goes on in a `ReleaseTrainer`, or the other way round. The moments are converted by `export_state` and
+    `import_state`, with two roundings; settings, schedule, weights and random numbers are in the checkpoint and stay.
+
+    Args:
+        checkpoint: directory that `source` has saved; its file optimizer.pt is replaced.
+        source: constructed as the trainer that has saved it; its optimizer gets the state.
+        target: constructed as the trainer that is to resume from it, with the same parameters in its groups; so does its own.
+
+    Raises:
+        RefusedError, InvalidArgumentError: as `import_state`, for instance because bfloat16 parameters have a compensation,
+            which torch.optim has no place for; the checkpoint was not changed.
+
+    Example:
+        >>> convert_checkpoint("out/checkpoint-500", Trainer(model, arguments), trainer)
+        >>> trainer.train(resume_from_checkpoint="out/checkpoint-500")
+    """
+    path = os.path.join(checkpoint, OPTIMIZER_NAME)
+    before, after = (plain_optimizer(trainer.create_optimizer() or trainer.optimizer) for trainer in (source, target))
+    before.load_state_dict(torch.load(path, map_location="cpu", weights_only=True))
+    with tempfile.TemporaryDirectory(dir=checkpoint) as directory:
+        state = os.path.join(directory, "state.safetensors")
+        export_state(state, before, source.model)
+        import_state(state, after, target.model, hyperparameters=True)
+        converted = os.path.join(directory, OPTIMIZER_NAME)
+        torch.save(after.state_dict(), converted)
+        os.replace(converted, path)
 
 
 class _CloseStep(TrainerCallback):

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from tests.support.rows import covering, rows
 from tests.support.tiny_llama import (
     assert_same_losses,
@@ -26,7 +27,7 @@ from transformers import Trainer, TrainerCallback, TrainingArguments
 from penstock.core.errors import InvalidArgumentError, RefusedError
 from penstock.planner.live_gradients import LiveGradientMeter
 from penstock.torch_frontend import StableAdamW
-from penstock.torch_frontend.integrations.transformers import ReleaseTrainer
+from penstock.torch_frontend.integrations.transformers import ReleaseTrainer, convert_checkpoint
 from penstock.torch_frontend.microbatch import microbatch_blocks
 
 NAMES = ("activation_checkpointing", "gradient_checkpointing")
@@ -231,6 +232,58 @@ def test_resuming_equals_going_on(make: Any, accumulation: int) -> None:
         assert torch.equal(one, other)
     assert logged(resumed, "eval_loss") == logged(whole, "eval_loss")
     assert logged(resumed, "grad_norm") == logged(whole, "grad_norm")
+
+
+WAYS = [(Trainer, ReleaseTrainer), (ReleaseTrainer, Trainer)]
+
+
+@pytest.mark.parametrize(("first", "second"), WAYS, ids=["to release", "from release"])
+def test_a_converted_checkpoint_goes_on_in_the_other_trainer(make: Any, first: type[Trainer], second: type[Trainer]) -> None:
+    """The resumed run logs what the run that was not interrupted logs: schedule, weight decay and moments included."""
+    settings = {"max_steps": 6, "save_strategy": "steps", "save_steps": 3, "adam_beta2": 0.95, "adam_epsilon": 1e-6} | LOW
+    whole, resumed = make(first, **settings), make(second, **settings)
+    whole.train()
+    checkpoint = Path(whole.args.output_dir) / "checkpoint-3"
+    convert_checkpoint(checkpoint, make(first, **settings), make(second, **settings))
+    resumed.train(resume_from_checkpoint=str(checkpoint))
+    assert_same_losses(logged(resumed, "loss"), logged(whole, "loss"))
+    assert_same_norms(logged(resumed, "grad_norm"), logged(whole, "grad_norm"))
+    assert logged(resumed, "learning_rate") == logged(whole, "learning_rate")
+    for one, other in zip(whole.model.parameters(), resumed.model.parameters(), strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "error", "said"),
+    [(*WAYS[0], InvalidArgumentError, "convert_checkpoint"), (*WAYS[1], KeyError, "exp_avg")],
+    ids=["to release", "from release"],
+)
+def test_a_checkpoint_of_the_other_trainer_is_refused_before_a_step(
+    make: Any, first: type[Trainer], second: type[Trainer], error: type[Exception], said: str
+) -> None:
+    settings = {"max_steps": 2, "save_strategy": "steps", "save_steps": 1}
+    whole, resumed = make(first, **settings), make(second, **settings)
+    whole.train()
+    checkpoint = Path(whole.args.output_dir) / "checkpoint-1"
+    with pytest.raises(error, match=said):
+        resumed.train(resume_from_checkpoint=str(checkpoint))
+    assert resumed.state.global_step == 1  # what the checkpoint says
+    saved = load_file(checkpoint / "model.safetensors")
+    assert all(torch.equal(parameter, saved[name]) for name, parameter in resumed.model.named_parameters() if name in saved)
+
+
+def test_a_checkpoint_that_cannot_be_converted_is_not_changed(make: Any) -> None:
+    """A compensation has no place in torch.optim; the file that holds it stays."""
+    settings = {"max_steps": 1, "save_strategy": "steps", "save_steps": 1, "max_grad_norm": 0.0}
+    trainers = [make(kind, **settings) for kind in (ReleaseTrainer, ReleaseTrainer, Trainer)]
+    for trainer in trainers:
+        trainer.model.bfloat16()
+    trainers[0].train()
+    checkpoint = Path(trainers[0].args.output_dir) / "checkpoint-1"
+    before = {path.name: path.read_bytes() for path in checkpoint.iterdir()}
+    with pytest.raises(InvalidArgumentError, match="compensation"):
+        convert_checkpoint(checkpoint, *trainers[1:])
+    assert {path.name: path.read_bytes() for path in checkpoint.iterdir()} == before
 
 
 class OwnLoss(Trainer):
