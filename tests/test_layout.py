@@ -163,6 +163,13 @@ def test_a_frontend_imports_without_the_other_framework(frontend: str, absent: t
     assert not loaded_after(f"{block}import penstock.{frontend}\nfor name in {absent!r}: del sys.modules[name]") & set(absent)
 
 
+def test_importing_the_torch_frontend_leaves_the_compiler_out() -> None:
+    """It takes longer than all the rest, and an eager optimizer that is only imported needs none of it."""
+    done = run_python("import sys, torch, penstock.torch_frontend\nprint(*sys.modules)")
+    assert done.returncode == 0, done.stderr
+    assert not {"torch._dynamo", "torch._inductor", "triton"} & set(done.stdout.split())
+
+
 @pytest.mark.parametrize(
     ("frontend", "absent", "extra"),
     [

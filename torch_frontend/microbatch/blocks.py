@@ -14,6 +14,9 @@ from ...core.errors import InvalidArgumentError, RefusedError
 from .division import divide
 from .recompute import BlockCall, BlockWrapper, Recomputed
 
+_untraced: Any = getattr(torch, "_disable_dynamo", torch.compiler.disable)
+"""`torch.compiler.disable` that imports the compiler at the first call, as torch.optim does; not public."""
+
 
 def microbatch_blocks(
     blocks: Iterable[nn.Module], *, chunks: int, batched: Collection[str] | None = None, preserve_rng_state: bool = True
@@ -130,7 +133,7 @@ class DividedForward:
         self._names = _positional_names(block.forward)
         self._checked = False  # that outputs have a row for each sample; once for a block
 
-    @torch.compiler.disable
+    @_untraced
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Return the block's output for the whole batch."""
         block = self._wrapper.block
