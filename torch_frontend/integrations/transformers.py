@@ -6,10 +6,10 @@ import contextlib
 import os
 import tempfile
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, cast
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ...core.errors import MissingDependencyError, RefusedError
 from ..optimizers import AdamW
@@ -155,8 +155,8 @@ def convert_checkpoint(checkpoint: str | os.PathLike[str], source: Trainer, targ
     before.load_state_dict(torch.load(path, map_location="cpu", weights_only=True))
     with tempfile.TemporaryDirectory(dir=checkpoint) as directory:
         state = os.path.join(directory, "state.safetensors")
-        export_state(state, before, source.model)
-        import_state(state, after, target.model, hyperparameters=True)
+        export_state(state, before, cast(nn.Module, source.model))
+        import_state(state, after, cast(nn.Module, target.model), hyperparameters=True)
         converted = os.path.join(directory, OPTIMIZER_NAME)
         torch.save(after.state_dict(), converted)
         os.replace(converted, path)
