@@ -118,13 +118,15 @@ class Judge:
             raise AssertionError(f"release raises {released!r}, the plain loop {plain!r}") from released
         return False
 
-    def plainly(self, run: Callable[[World], Any]) -> bool:
+    def plainly(self, run: Callable[[World], Any], *, writes_gradients: bool = False) -> bool:
         """A call that is no backward and closes nothing."""
         if self.dirty:
             return False
         failed = self.failed
         clean = self.both(run)
         self.failed = failed
+        if writes_gradients:
+            self.record()
         return clean
 
     def first_released(self, run: Callable[[World], Any]) -> bool:
@@ -156,6 +158,7 @@ class Judge:
             for world in self.worlds:
                 for group, before in zip(world.optimizer.param_groups, self.settings_before, strict=False):
                     group |= {name: value for name, value in before.items() if name != "params"}
+            self.allowed += self.possible()
         if error is None:
             self.resume()
             return

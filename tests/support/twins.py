@@ -127,12 +127,15 @@ class Twins(Judge):
                 norms.append(torch.nn.utils.clip_grad_norm_(parameters, max_norm))
 
         late = self.plain.optimized().keys() < self.plain.world.named().keys()
-        if self.plainly(run) and not (self.failed or late or self.released.scaler):
+        if self.plainly(run, writes_gradients=True) and not (self.failed or late or self.released.scaler):
             torch.testing.assert_close(norms[0].float(), norms[1].float(), rtol=2e-2, atol=1e-6, equal_nan=True)
 
     def scale_a_gradient(self) -> None:
         one = self._with_gradient()
-        self.plainly(lambda world: None if one is None or (p := world.named()[one]).grad is None else p.grad.mul_(0.5))
+        self.plainly(
+            lambda world: None if one is None or (p := world.named()[one]).grad is None else p.grad.mul_(0.5),
+            writes_gradients=True,
+        )
 
     def _with_gradient(self) -> str | None:
         """The first parameter whose `.grad` is not None in the released world; in the plain one others may have none."""
@@ -150,7 +153,7 @@ class Twins(Judge):
             else:
                 world.model.zero_grad(set_to_none=how == "model")
 
-        self.plainly(run)
+        self.plainly(run, writes_gradients=True)
 
     def evaluate(self) -> None:
         outputs: list[Tensor] = []
@@ -241,6 +244,7 @@ class Twins(Judge):
 
         self.first_released(run)
         self.plain.boundary_of_new_parameters()
+        self.record()  # the layer may have a gradient already
 
     def remove(self) -> None:
         """Remove the release, and release again. Where release is ahead, this is the plain loop's step()."""

@@ -18,15 +18,15 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.utils.checkpoint import CheckpointFunction
 
 from .graph import hidden_leaves, leaf_of, reachable
+from .nesting import NestingFunctions
 
 
 class PartialGradients:
     """Finds the parameters whose gradient comes in several parts in one backward.
 
-    Each graph is walked once. A model that never runs a pass inside another one is walked in its first backward only.
+    Each graph is walked once, and none where no function runs a pass inside another one.
 
     Attributes:
         all_begun: every function of the outermost graph that runs a pass has begun to.
@@ -36,9 +36,8 @@ class PartialGradients:
     all_begun = in_another = False
 
     def __init__(self) -> None:
-        self._nesting: set[Any] = {CheckpointFunction}  # the functions known to run a pass in their backward
+        self._nesting = NestingFunctions()
         self._graphs: list[_PassGraph] = []  # of the running passes; kept so that their nodes can be recognised
-        self._may_nest: bool | None = None  # not known before the first pass
 
     def find(self, *, nested: bool) -> set[Tensor]:
         """Return the parameters of which the running passes deliver several parts.
@@ -46,18 +45,15 @@ class PartialGradients:
         Args:
             nested: the running pass was started inside another one.
         """
-        if self._may_nest is False and not nested:
+        if not self._nesting.have_nodes() and not nested:
+            self.in_another = False
             return set()
-        self._may_nest = nested or bool(self._may_nest)
         passes = list(_running_passes())
-        running = {_function(node) for node, _ in passes if node is not None}
-        if not running <= self._nesting:
-            self._nesting |= running
+        if self._nesting.add({_function(node) for node, _ in passes if node is not None}):
             self.forget()
         graphs = [self._graph_of(node, roots) for node, roots in passes]
-        self._may_nest = self._may_nest or any(graph.to_begin for graph in graphs)
         self.in_another = bool(self._graphs and graphs) and graphs[-1] is not self._graphs[-1]
-        self._graphs = graphs if self._may_nest else []
+        self._graphs = graphs if nested or any(graph.to_begin for graph in graphs) else []
         if nested and graphs:
             graphs[-1].to_begin.discard(passes[-1][0])
             self.all_begun = not graphs[-1].to_begin

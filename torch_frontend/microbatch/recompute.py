@@ -42,7 +42,7 @@ class Recomputed(torch.autograd.Function):
         ctx: Any, *gradients: Tensor | None
     ) -> tuple[Tensor | None, ...]:
         """Return the gradients of all inputs for the whole batch."""
-        return None, *ctx.call.backward(ctx.saved_tensors, gradients, ctx.needs_input_grad[1:])
+        return None, *ctx.call.backpropagate(ctx.saved_tensors, gradients, ctx.needs_input_grad[1:])
 
 
 class BlockWrapper(nn.Module):
@@ -132,7 +132,7 @@ class BlockCall:
             tensors = [tensor.detach() for tensor in tensors]
             self._with_parameters(tensors, lambda: self._output(self._slice(tensors, other), other))
 
-    def backward(
+    def backpropagate(
         self, tensors: Sequence[Tensor], gradients: Sequence[Tensor | None], needed: Sequence[bool]
     ) -> list[Tensor | None]:
         """Return the gradients of the inputs of `Recomputed`: summed over chunks, or concatenated for divided arguments."""
@@ -151,10 +151,10 @@ class BlockCall:
                     for index, tensor in enumerate(self._slice(tensors, chunk))
                 ]
 
-                def differentiate(leaves: list[Tensor] = leaves, chunk: slice = chunk, first: bool = number == 0) -> None:
+                def one_chunk(leaves: list[Tensor] = leaves, chunk: slice = chunk, first: bool = number == 0) -> None:
                     self._differentiate(leaves, chunk, gradients, first)
 
-                self._with_parameters(leaves, differentiate)
+                self._with_parameters(leaves, one_chunk)
                 for index, leaf in enumerate(leaves):
                     if index not in sums and leaf.grad is not None:
                         if index not in parts:

@@ -83,6 +83,7 @@ PLACES = {
     "above": lambda layer, call, x: layer(reentrant(call, x)),
     "in two branches": lambda layer, call, x: reentrant(call, x) + reentrant(call, 2 * x),
     "in one checkpoint": lambda layer, call, x: reentrant(lambda y: reentrant(call, y) + layer(y), x),
+    "above others' checkpoint": lambda layer, call, x: layer(OwnCheckpoint.apply(call, x)),
     "in others' checkpoints": lambda layer, call, x: OwnCheckpoint.apply(call, OwnCheckpoint.apply(call, x)),
 }
 
@@ -120,6 +121,24 @@ def test_a_gradient_in_parts_is_refused_in_time_again_after_a_refusal() -> None:
             loss.backward()
         assert unchanged(before, snapshot(model, optimizer))
         optimizer.zero_grad()
+
+
+@pytest.mark.parametrize("own", [False, True], ids=["torch's", "others'"])
+def test_a_gradient_in_parts_is_refused_in_time_after_backwards_without_a_checkpoint(own: bool) -> None:
+    """The later model is another one, of which the use without a checkpoint comes first in backward."""
+    model = layers(2)
+    optimizer = AdamW(model.parameters())
+    release_gradients(model, optimizer)
+    train(model, optimizer, batches(2))
+    before, x = snapshot(model, optimizer), model[1](batches(1)[0])
+    for _ in range(2):
+        y = OwnCheckpoint.apply(model[0], x) if own else reentrant(model[0], x)
+        with pytest.raises(RefusedError, match=r"'0\.0\.\w+'.*in several parts"):
+            model[0](y).pow(2).mean().backward()
+        assert unchanged(before, snapshot(model, optimizer))
+        optimizer.zero_grad()
+        x = model[1](batches(1)[0])
+    train(model, optimizer, batches(1))
 
 
 @pytest.mark.parametrize("lenient", [False, True])

@@ -63,6 +63,18 @@ def test_calls_a_gradient_do_not_grow_with_the_number_of_reentrant_checkpoints()
     assert calls(64) <= calls(8)
 
 
+def test_no_graph_is_walked_where_no_function_runs_a_pass_of_its_own() -> None:
+    model = layers()
+    optimizer = AdamW(model.parameters())
+    release_gradients(model, optimizer)
+    for nested in (False, True):  # in the first backward of a model, too
+        x = batches(1)[0].requires_grad_()
+        y = model(checkpoint(torch.tanh, x, use_reentrant=True) if nested else x)
+        assert bool(calls_in(y.sum().backward)["reachable"]) == nested
+        optimizer.step()
+        del y
+
+
 @pytest.mark.parametrize("arguments", [{}, {"max_norm": 1.0}, {"accumulation": "hold"}, {"accumulation": "state"}])
 def test_one_hook_a_parameter(arguments) -> None:
     model = layers()
