@@ -32,8 +32,8 @@ class Twins(Judge):
         freeze: int | None = None,
     ) -> None:
         """A forward and its backward; they may fail at a part, overflow at one, or freeze one in between."""
-        if self.dirty or (self.ahead and self.released.outside is not None and (fail, freeze) != (None, None)):
-            return  # known: what is not released gets a part of a failed backward from parameters that are ahead, unnoticed
+        if self.dirty:
+            return
         second_pass = second_pass and self.mode.guarded and guarded
         self.released.last = last
         if self.mode.lenient:
@@ -95,6 +95,8 @@ class Twins(Judge):
                 self.start_step()
 
     def zero_grad(self) -> None:
+        if self.mode.in_state and not self.dirty:
+            self.history += self.possible()  # step() may follow a refusal
         if self.dirty:
             self.close(self.released.optimizer.zero_grad)
         elif self.both(lambda world: world.optimizer.zero_grad()):

@@ -24,14 +24,16 @@ _HANDLES: weakref.WeakKeyDictionary[nn.Module, list[tuple[weakref.ref[Any], Any]
 class Hooks:
     """One hook on each released parameter, which autograd calls once the gradient is in `.grad`.
 
-    The hook calls `owner.arrive(parameter)`. It holds the owner weakly, and no parameter, as Python's garbage collector
-    cannot see a cycle through a hook.
+    The hook calls `owner.arrive(parameter)`; that of a parameter outside the model, which step() updates, calls
+    `owner.check_outside(parameter)`. It holds the owner weakly, and no parameter, as Python's garbage collector cannot see a
+    cycle through a hook.
     """
 
     def __init__(self, owner: Any, model: nn.Module) -> None:
         self._owner = weakref.ref(owner)
         self._model = weakref.ref(model)
         self._handles: dict[Tensor, Any] = {}
+        self._outside: dict[Tensor, Any] = {}
         self._names: dict[int, str] = {id(parameter): name for name, parameter in model.named_parameters()}
         self._all: list[int] = []  # ids of the optimizer's parameters at the last `attach`
         self.without: list[Tensor] = []  # of these, the parameters without a hook
@@ -72,6 +74,12 @@ class Hooks:
             self._handles[parameter] = parameter.register_post_accumulate_grad_hook(torch.compiler.disable(hook))
             self._names[id(parameter)] = names[id(parameter)]
             _OWNERS[id(parameter)] = self._owner()
+        for parameter in [parameter for parameter in self._outside if id(parameter) not in wanted]:
+            self._outside.pop(parameter).remove()
+        check = torch.compiler.disable(functools.partial(_check_outside, self._owner))
+        for parameter in given:
+            if parameter.requires_grad and id(parameter) not in names and parameter not in self._outside:
+                self._outside[parameter] = parameter.register_post_accumulate_grad_hook(check)
         self._handles = {p: self._handles[p] for p in given if p in self._handles}
         self._all, self.without = [*map(id, given)], [p for p in given if p not in self._handles]
         _HANDLES.setdefault(model, []).extend((self._owner, self._handles[p]) for p in fresh)
@@ -82,7 +90,10 @@ class Hooks:
         for parameter, handle in self._handles.items():
             handle.remove()
             _OWNERS.pop(id(parameter), None)
+        for handle in self._outside.values():
+            handle.remove()
         self._handles.clear()
+        self._outside.clear()
         model = self.model
         if model is not None:
             _HANDLES[model] = [(owner, handle) for owner, handle in _HANDLES.get(model, []) if owner is not self._owner]
@@ -133,6 +144,12 @@ def _on_gradient(reference: weakref.ref[Any], parameter: Tensor) -> None:
             "Keep the optimizer as long as the model trains; or call remove_gradient_release(model)."
         )
     owner.arrive(parameter)
+
+
+def _check_outside(reference: weakref.ref[Any], parameter: Tensor) -> None:
+    owner = reference()
+    if owner is not None:
+        owner.check_outside(parameter)
 
 
 def owner_of(parameter: Tensor) -> Any:

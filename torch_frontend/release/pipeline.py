@@ -225,6 +225,12 @@ class Pipeline:
             if late.grad is not None:
                 self.arrive(late)
 
+    def check_outside(self, parameter: Tensor) -> None:
+        """Raise `RefusedError` if a parameter outside the model gets a gradient after others were updated in this step."""
+        if not self._keeps:
+            with self.step.lock:
+                self.step.check_not_ahead(parameter)
+
     def _refuse_unguarded(self, parameter: Tensor) -> None:
         described = self.hooks.describe(id(parameter))
         if self.scaler is not None:

@@ -168,6 +168,13 @@ class Step:
         if self.strict and (not nested or self._partial.all_begun):  # the end of the outer pass cannot be seen from inside
             at_end_of_pass(weakly(self.complete if nested else self._end))
 
+    def check_not_ahead(self, parameter: Tensor) -> None:
+        """Raise `RefusedError` if this is a gradient of a backward after the one that has updated parameters in this step."""
+        if self.strict and self.released and (pass_number() or 0) > self._latest and (self._ended or not is_nested()):
+            self.context.refused = True
+            self.context.after_refusal()
+            raise self._second_backward(parameter)
+
     def _second_backward(self, parameter: Tensor) -> RefusedError:
         return RefusedError(
             f"{self.context.describe(id(parameter))}: a second backward() before optimizer.step(), after the first "

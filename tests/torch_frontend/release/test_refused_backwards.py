@@ -157,6 +157,37 @@ def test_a_second_backward_is_refused_before_layers_that_only_it_uses_are_update
     model.released.optimizer.step()
 
 
+@pytest.mark.parametrize("options", [{}, {"max_norm": 1e9, "clipping": "per_tensor"}, {"accumulation": "state"}], ids=str)
+def test_a_later_backward_that_fails_before_the_model_leaves_nothing_outside_of_it(options) -> None:
+    """A parameter outside the model has got a gradient that was computed with updated ones, where the plain loop's was not."""
+    model, outside = layers(2), nn.Parameter(torch.ones(()))
+    optimizer = AdamW([*model.parameters(), outside], lr=1e-2)
+    release = release_gradients(model, optimizer, **options, sync=(lambda: True) if "accumulation" in options else None)
+
+    def loss(fails: bool) -> Tensor:
+        x = model[0](batches(1)[0])
+        y = checkpoint(model[1], x, use_reentrant=True)  # the end of the outer pass is not its last gradient
+        if fails:
+            y.register_hook(lambda gradient: 1 / 0)
+        return outside * y.pow(2).mean() + 1e-3 * (x * outside).mean()
+
+    for _ in range(2):
+        loss(False).backward()
+        with release.paused():
+            loss(False).backward()
+        with contextlib.suppress(RefusedError):  # what paused() has left
+            optimizer.step()
+        optimizer.zero_grad()
+        loss(False).backward()
+        with pytest.raises(RefusedError, match=r"second backward"):
+            loss(True).backward()
+        with pytest.raises(RefusedError, match="may have added to its gradient"):
+            optimizer.step()
+        optimizer.zero_grad()
+    release.remove()
+    assert not outside._post_accumulate_grad_hooks
+
+
 def test_a_backward_after_a_failed_one_behind_a_reentrant_checkpoint_is_refused() -> None:
     """Which has updated a layer that the other one's graph is computed with."""
     model = released(layers(2))
