@@ -62,6 +62,14 @@ class SavedContext:
             if self._accelerator is not None:
                 set_device_states(indices, states, device_type=self._accelerator)
 
+    def rng_state_has_changed(self, number: int) -> bool:
+        """Whether random numbers were drawn since the RNG state of this number was saved."""
+        if not self._preserve:
+            return False
+        state, _, states = self._states[number]
+        now = torch.get_rng_state(), *get_device_states(*self._on_devices)[1]
+        return not all(map(torch.equal, (state, *states), now))
+
     @contextlib.contextmanager
     def fork_rng(self) -> Iterator[None]:
         """Restore the current RNG state at the end of the context."""

@@ -155,13 +155,15 @@ def two_passes(pipeline: Pipeline, loss: Tensor, seed: Tensor, keep_bytes: int) 
         if not usable:
             aside.restore(add=True)
             return
-        if not graph.leaves.issuperset(measured.norms):  # some are hidden, and would be computed again
+        hidden = not graph.leaves.issuperset(measured.norms)  # some would be computed again
+        # What draws random numbers in backward must draw the same in the second pass, and so leave none of them out.
+        if measured.kept and (hidden or context.rng_state_has_changed(0)):
             pipeline.free_unused(measured.kept)
             measured.kept.clear()
         left_over = [parameter for parameter in measured.norms if parameter not in measured.kept]
         aside.restore(add=not left_over)
         if left_over:
-            context.restore_rng_state(0)  # what draws random numbers in backward computes the same gradient again
+            context.restore_rng_state(0)
             others = [leaf for leaf in graph.leaves & foreign if leaf.requires_grad]
             _second_pass(loss, seed, [*left_over, *others] if measured.kept else None, retain_graph=keeps_graph())
         for parameter in list(measured.kept):

@@ -119,6 +119,29 @@ def test_hidden_parameters_are_updated_as_by_the_plain_loop(keep_bytes: int) -> 
     assert same_parameters(*plain_and_released(loop, AdamW, lambda: layers(4, WIDTH), max_norm=1e9, keep_bytes=keep_bytes))
 
 
+def test_random_numbers_of_backward_are_drawn_as_without_keep_bytes() -> None:
+    """By a part of the graph that a second pass for the rest would leave out, and by another."""
+
+    def loop(keep_bytes: int) -> nn.Module:
+        model = layers(2, WIDTH)
+        optimizer = AdamW(model.parameters(), lr=1e-2)
+        release = release_gradients(model, optimizer, max_norm=1e9, keep_bytes=keep_bytes)
+        for batch in batches(3, WIDTH):
+            outputs = [layer(batch) for layer in model]
+            for output in outputs:
+                output.register_hook(lambda gradient: gradient * torch.rand_like(gradient))
+            release.guard(sum(output.pow(2).mean() for output in outputs)).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        return model
+
+    models = []
+    for keep_bytes in (0, LAYER_BYTES):
+        torch.manual_seed(1)
+        models.append(loop(keep_bytes))
+    assert same_parameters(*models)
+
+
 @pytest.mark.parametrize("keep_bytes", [0, LAYER_BYTES, 100 * LAYER_BYTES])
 def test_other_leaves_get_their_gradient_once(keep_bytes: int) -> None:
     found = []
