@@ -80,10 +80,13 @@ class Agreement:
         if round_kind.measured:
             self.read()
 
-    @property
-    def has_unread(self) -> bool:
-        """Whether the sums of the last round are still to be read."""
-        return self._unread is not None
+    def unread_problem(self) -> str | None:
+        """Return what `read` would raise: None if the processes agreed. It synchronises if sums were not read yet."""
+        if self._unread is None:
+            return None
+        if self._unread.event is not None:
+            self._unread.event.synchronize()
+        return _problem(self._unread.round_kind, self._unread.sums.tolist())
 
     def read(self) -> None:
         """Raise `RefusedError` if the processes disagreed in a round whose sums were not read yet.
@@ -91,13 +94,8 @@ class Agreement:
         A round that only measured ends with this. Otherwise all processes raise in the next round, including those that knew
         before, so that all leave it alike.
         """
-        unread, self._unread = self._unread, None
-        if unread is None:
-            return
-        if unread.event is not None:
-            unread.event.synchronize()
-        problem = _problem(unread.round_kind, unread.sums.tolist())
-        if problem is None:
+        problem, unread, self._unread = self.unread_problem(), self._unread, None
+        if unread is None or problem is None:
             return
         if unread.round_kind.measured:
             raise RefusedError(problem)

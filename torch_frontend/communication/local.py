@@ -39,7 +39,7 @@ class LocalCommunication:
     def fail(self) -> None:
         pass
 
-    def may_have_failed(self) -> bool:
+    def has_failed_elsewhere(self) -> bool:
         return False
 
     def end_step(self) -> None:

@@ -105,8 +105,8 @@ class ProcessGroupCommunication(LocalCommunication):
         while self._in_flight and not self._round_kind.measured:  # the other ranks use these, which are complete
             self._finish_oldest(self._deliver)
 
-    def may_have_failed(self) -> bool:
-        return self._agreement.has_unread
+    def has_failed_elsewhere(self) -> bool:
+        return self._agreement.unread_problem() is not None
 
     def end_step(self) -> None:
         self._completed = False

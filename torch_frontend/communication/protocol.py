@@ -87,8 +87,8 @@ class Communication(Protocol):
         """
         ...
 
-    def may_have_failed(self) -> bool:
-        """Whether another process may have failed in the last pass without this one knowing."""
+    def has_failed_elsewhere(self) -> bool:
+        """Whether another process has failed in the last pass, of which this one was not told. It may synchronise."""
         ...
 
     def end_step(self) -> None:

@@ -160,7 +160,7 @@ def discard_step(pipeline: Pipeline) -> None:
     finite = norm is None or bool(torch.isfinite(norm))
     overflow_was_used = not finite and pipeline.optimizer.on_nonfinite == "propagate"
     no_step = finite and bool(step.released) and step.completed and not pipeline.context.refused
-    no_step = no_step and not pipeline.communication.may_have_failed()  # then zero_grad() is called on every process
+    no_step = no_step and not pipeline.communication.has_failed_elsewhere()  # then every process calls zero_grad()
     pipeline.end_failed_pass()
     if not pipeline.single_process:
         pipeline.flush()

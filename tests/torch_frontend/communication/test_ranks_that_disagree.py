@@ -186,6 +186,9 @@ def updating_fails_and_is_known_late() -> None:
     train(model, optimizer, range(3, 6))
     assert_ranks_equal(parameters_of(model), "after an updating pass that failed")
     assert release.ledger.live == 0
+    loss_of(model, data(11)).backward()
+    with pytest.raises(RefusedError, match=r"without optimizer\.step\(\)"):  # this one has not failed
+        optimizer.zero_grad()
 
 
 def test_an_updating_pass_that_fails_on_one_rank_where_sums_are_read_later(ranks: Ranks) -> None:
