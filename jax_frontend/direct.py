@@ -97,6 +97,7 @@ def apply_directly(
     params: PyTree,
     *,
     offered: dict[str, Any] | None = None,
+    in_turn: bool = True,
     **extra_args: Any,
 ) -> tuple[PyTree, PyTree]:
     """Update the parameters: tx.update and optax.apply_updates in one, with penstock's transforms exact.
@@ -113,6 +114,7 @@ def apply_directly(
         state: of tx.
         params: the parameters.
         offered: extra arguments that are passed to tx.update if it takes them.
+        in_turn: all gradients exist already, so that a parameter's update may wait for that of another one.
         extra_args: passed to tx.update.
 
     Returns:
@@ -124,7 +126,7 @@ def apply_directly(
     decides = _contains(state, _DECIDING_STATES)
     if decides and not _compensates_last(state):
         raise RefusedError(_NOT_LAST)
-    recorder, told = Recorder(), {**(offered or {}), **extra_args}
+    recorder, told = Recorder(in_turn), {**(offered or {}), **extra_args}
     extras = [told, extra_args] if decides else [{**told, ARGUMENT: recorder}, told, extra_args]
     updates, new_state = _updated(tx, grads, state, params, extras)
     treedef: Any

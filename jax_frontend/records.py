@@ -19,10 +19,14 @@ ARGUMENT = "penstock_record"
 
 
 class Recorder:
-    """The function: it keeps the records."""
+    """The function: it keeps the records.
 
-    def __init__(self) -> None:
+    in_turn: all gradients exist already, so that a parameter's update may wait for that of another one.
+    """
+
+    def __init__(self, in_turn: bool = False) -> None:
         self.records: list[Record] = []
+        self.in_turn = in_turn
 
     def __call__(self, record: Record) -> None:
         """Keep a record."""

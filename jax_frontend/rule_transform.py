@@ -22,6 +22,7 @@ from ..core.rules import Rule
 from .arguments import Arguments, decayed
 from .array_ops import jax_ops
 from .compensation import initial_leaf, params_needed, step
+from .one_by_one import Turn, is_updated_one_by_one, mean_of_pieces, one_by_one
 from .records import Record, Source, recorder
 from .state import ADAM_STATES, AdamState, AdamStateWithBetas, AnyAdamState, PyTree, initial_compensation
 
@@ -113,12 +114,16 @@ def transformation(rule: Rule, arguments: Arguments) -> RuleTransformation:
         given = [None] * len(leaves) if params is None else treedef.flatten_up_to(params)
         kept = zip(*(treedef.flatten_up_to(field) for field in state[1:4]), strict=True)
         results: list[tuple[Any, ...]] = []
+        start = Turn(count > 0)
         for path, parameter, leaf, old in zip(paths, given, leaves, kept, strict=True):
             if leaf is None:  # without a gradient the state stays as it is
                 increment, new = None, parameter
                 results.append((None, *old))
             else:
-                increment, new, *state_of_leaf = _update_leaf(rule, leaf, arguments.scales_only, direct=record is not None)
+                turn = start if getattr(record, "in_turn", False) else dataclasses.replace(start)
+                increment, new, *state_of_leaf = _update_leaf(
+                    rule, leaf, arguments.scales_only, direct=record is not None, turn=turn
+                )
                 results.append((increment, *state_of_leaf))
             if record is not None:
                 decays = leaf is not None and not is_zero(leaf.hyperparameters.weight_decay)
@@ -238,13 +243,38 @@ def _check_compensation(compensation: str, kept: Array | None, parameter: Array,
         )
 
 
-def _update_leaf(rule: Rule, leaf: Leaf, scales_only: bool, *, direct: bool) -> tuple[Any, ...]:
+def _update_leaf(rule: Rule, leaf: Leaf, scales_only: bool, *, direct: bool, turn: Turn) -> tuple[Any, ...]:
     """Return (increment, new parameter, *fields of its new state); no new parameter where scales_only."""
     hyperparameters, corrections, compensation, parameter, gradient, state = leaf
-    value = compensations.load(jax_ops, compensation, Stored(parameter, state.compensation))
-    added, state = specification.increment(jax_ops, rule, hyperparameters, corrections, value, gradient, state)
-    if scales_only:
-        direction = jax_ops.cast(-added, jax_ops.dtype_name(parameter))
-        return direction, None, state.exp_avg, state.exp_avg_sq, None
-    new = step(compensation, parameter, value, added, direct=direct)
-    return new.increment, new.parameter, state.exp_avg, state.exp_avg_sq, new.compensation
+    mean_square = None
+
+    def new(g: Array, kept: Any, p: Array, m: Array, v: Array) -> tuple[Any, ...]:
+        value = compensations.load(jax_ops, compensation, Stored(p, kept))
+        old = specification.TensorState(m, v, kept)
+        added, state = specification.increment(
+            jax_ops, rule, hyperparameters, corrections, value, g, old, mean_square=mean_square
+        )
+        if scales_only:
+            return jax_ops.cast(-added, jax_ops.dtype_name(p)), None, state.exp_avg, state.exp_avg_sq, None
+        stepped = step(compensation, p, value, added, direct=direct)
+        return stepped.increment, stepped.parameter, state.exp_avg, state.exp_avg_sq, stepped.compensation
+
+    old = state.compensation, parameter, state.exp_avg, state.exp_avg_sq
+    if not is_updated_one_by_one(parameter):
+        return new(gradient, *old)
+
+    def squares(g: Array, kept: Any, p: Array, m: Array, v: Array) -> Any:
+        piece = leaf._replace(parameter=p, gradient=g, state=specification.TensorState(m, v, kept))
+        return specification.accumulate(jax_ops, rule, *piece, first=True).mean_square
+
+    if rule.clips_update:
+        mean_square = mean_of_pieces(squares, (gradient, *old))
+
+    def ordered(*arrays: Any) -> tuple[Any, ...]:
+        increment, parameter, exp_avg, exp_avg_sq, kept = new(*arrays)
+        return kept, increment if parameter is None or not direct else parameter, exp_avg, exp_avg_sq
+
+    kept, first, *moments = one_by_one(ordered, gradient, old, turn)
+    if scales_only or not direct:
+        return first, None, *moments, kept
+    return new(gradient, *old)[0], first, *moments, kept  # the increment; XLA leaves out what is not needed

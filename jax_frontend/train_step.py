@@ -112,7 +112,8 @@ def make_train_step(
 
 def _updated(tx: optax.GradientTransformation, grads: PyTree, state: TrainState, loss: jax.Array) -> TrainState:
     try:
-        return TrainState(*apply_directly(tx, grads, state.opt_state, state.params, offered={"value": loss}))
+        # XLA interleaves backward pass and update: no update may wait for a gradient that is not its own.
+        return TrainState(*apply_directly(tx, grads, state.opt_state, state.params, offered={"value": loss}, in_turn=False))
     except PenstockError:
         raise
     except (AttributeError, TypeError, ValueError) as error:
