@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 import numbers
-from typing import Any, NamedTuple
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any
 
 from .errors import InvalidArgumentError, UnsupportedTensorError
+
+if TYPE_CHECKING:
+    from .rules import Field
 
 LOW_PRECISION = ("bfloat16", "float16")
 PARAMETER_DTYPES = ("float64", "float32", *LOW_PRECISION)
@@ -14,11 +19,8 @@ BFLOAT16_SECOND_MOMENT_LIMIT = 2.0**-7
 """Smallest 1-beta2 for a bfloat16 second moment: a smaller decay rounds to nothing, and the moment never decays."""
 
 
-class StateDtypes(NamedTuple):
-    """The dtypes of the two moments of one parameter."""
-
-    exp_avg: str
-    exp_avg_sq: str
+StateDtypes = tuple[str, ...]
+"""The dtypes of a rule's fields for one parameter, in their order."""
 
 
 def compute_dtype(parameter_dtype: str) -> str:
@@ -37,53 +39,53 @@ def check_parameter_dtype(
         )
 
 
-def second_moment_needs_float32(state_dtype: str, beta2: Any) -> bool:
-    """Whether exp_avg_sq in `state_dtype` would be wrong.
+def squares_need_float32(dtype: str, beta: Any) -> bool:
+    """Whether a mean of squares in this dtype would be wrong.
 
-    float16 underflows (the square of g = 1e-4 is below its range), and bfloat16 does not decay if 1-beta2 < 2^-7. A beta2 that
+    float16 underflows (the square of g = 1e-4 is below its range), and bfloat16 does not decay if 1-beta < 2^-7. A beta that
     is not a Python number (traced, or on a device) is assumed to be too high.
     """
-    if state_dtype == "float16":
+    if dtype == "float16":
         return True
-    known = isinstance(beta2, numbers.Real)
-    return state_dtype == "bfloat16" and not (known and 1.0 - float(beta2) >= BFLOAT16_SECOND_MOMENT_LIMIT)
+    known = isinstance(beta, numbers.Real)
+    return dtype == "bfloat16" and not (known and 1.0 - float(beta) >= BFLOAT16_SECOND_MOMENT_LIMIT)
 
 
 def state_dtypes(
+    fields: Sequence[Field],
     parameter_dtype: str,
-    beta2: Any,
-    exp_avg: str | None = None,
-    exp_avg_sq: str | None = None,
+    betas: Sequence[Any],
+    asked: Sequence[str | None] | None = None,
     *,
-    argument: str = "state_dtype",
-    beta2_argument: str = "beta2",
+    arguments: Sequence[str] = (),
+    names: Mapping[str, str] = MappingProxyType({}),
 ) -> StateDtypes:
-    """Return the dtypes of a parameter's moments: the parameter's own, or float32 for a second moment that needs it.
+    """Return the dtypes of a rule's fields: the parameter's own, or float32 for a mean of squares that needs it.
 
     Args:
+        fields: of the rule.
         parameter_dtype: dtype of the parameter.
-        beta2: decay of the second moment.
-        exp_avg: requested dtype of the first moment; None means the parameter's.
-        exp_avg_sq: requested dtype of the second moment; None means the parameter's, or float32 if that is too low.
-        argument: name of the user's argument for `exp_avg_sq`, for the error.
-        beta2_argument: name of the user's argument for `beta2`, for the error.
+        betas: the decays of the fields, from `Rule.decays`.
+        asked: the dtypes that the user has given, one a field; None means the default, also for one field.
+        arguments: the names of the user's arguments for `asked`, for the errors; state_dtype where it is empty.
+        names: how the frontend spells the hyperparameters, for the errors.
 
     Raises:
-        InvalidArgumentError: the requested dtype cannot hold the second moment, or is not a floating-point dtype.
+        InvalidArgumentError: a dtype is not a floating-point one, or cannot hold a mean of squares.
     """
-    for asked in (exp_avg, exp_avg_sq):
-        if asked is not None and asked not in PARAMETER_DTYPES:
-            raise InvalidArgumentError(f"{argument}={asked} is not possible; it must be one of {', '.join(PARAMETER_DTYPES)}.")
-    if exp_avg_sq is not None and second_moment_needs_float32(exp_avg_sq, beta2):
-        highest = 1 - BFLOAT16_SECOND_MOMENT_LIMIT
-        why = {
-            "float16": "a float16 second moment underflows",
-            "bfloat16": (
-                f"a bfloat16 second moment never decays with {beta2_argument}={beta2} (it needs {beta2_argument} <= {highest})"
-            ),
-        }[exp_avg_sq]
-        raise InvalidArgumentError(f"{argument}={exp_avg_sq} is too low: {why}. Use {argument}=float32, or leave it out.")
-    second = exp_avg_sq
-    if second is None:
-        second = "float32" if second_moment_needs_float32(parameter_dtype, beta2) else parameter_dtype
-    return StateDtypes(exp_avg or parameter_dtype, second)
+    found = []
+    for number, (field, beta) in enumerate(zip(fields, betas, strict=True)):
+        dtype = asked[number] if asked else None
+        argument = arguments[number] if arguments else "state_dtype"
+        if dtype is not None and dtype not in PARAMETER_DTYPES:
+            raise InvalidArgumentError(f"{argument}={dtype} is not possible; it must be one of {', '.join(PARAMETER_DTYPES)}.")
+        if field.of_squares and dtype is not None and squares_need_float32(dtype, beta):
+            highest, spelled = 1 - BFLOAT16_SECOND_MOMENT_LIMIT, names.get(field.beta or "", field.beta)
+            why = {
+                "float16": "a float16 second moment underflows",
+                "bfloat16": f"a bfloat16 second moment never decays with {spelled}={beta} (it needs {spelled} <= {highest})",
+            }[dtype]
+            raise InvalidArgumentError(f"{argument}={dtype} is too low: {why}. Use {argument}=float32, or leave it out.")
+        low = field.of_squares and squares_need_float32(parameter_dtype, beta)
+        found.append(dtype or ("float32" if low else parameter_dtype))
+    return tuple(found)

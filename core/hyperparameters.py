@@ -1,4 +1,4 @@
-"""The hyperparameters of an update: one frozen, validated value, the same for every frontend and backend."""
+"""The hyperparameters of an update: one frozen, validated value for each rule, the same for every frontend and backend."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import dataclasses
 import math
 import numbers
 from collections.abc import Mapping
-from typing import Any
+from typing import Annotated, Any, ClassVar, get_type_hints
 
 from .errors import InvalidArgumentError
 
@@ -31,17 +31,20 @@ class Range:
         return f"{'[' if self.low_included else '('}{self.low:g}, {self.high:g})"
 
 
-RANGES: Mapping[str, Range] = {
-    "learning_rate": Range(0.0),
-    "beta1": Range(0.0, 1.0),
-    "beta2": Range(0.0, 1.0),
-    "eps": Range(0.0, low_included=False),
-    "weight_decay": Range(0.0),
-    "max_lr": Range(0.0, low_included=False),
-}
+DECAY = Range(0.0, 1.0)
+"""Of the decay of a running mean (beta1, beta2, momentum)."""
+
+POSITIVE = Range(0.0, low_included=False)
+NOT_NEGATIVE = Range(0.0)
+
 
 HIGH_FULLY_DECOUPLED_DECAY = 1e-3
 """From this weight_decay on, fully decoupled decay (not multiplied by the learning rate) deserves a warning."""
+
+
+def is_zero(value: Scalar) -> bool:
+    """Whether a Python number is zero, so that its term can be left out; arrays are not read."""
+    return isinstance(value, numbers.Real) and value == 0
 
 
 def check_number(name: str, value: Any, allowed: Range) -> None:
@@ -58,15 +61,14 @@ def check_number(name: str, value: Any, allowed: Range) -> None:
         raise InvalidArgumentError(f"{name}={value!r} is out of range; it must be in {allowed}.")
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class Hyperparameters:
-    r"""What an update needs besides arrays.
+    r"""What an update needs besides arrays: what every rule has. A rule adds its own in a subclass.
+
+    A number is annotated with the `Range` that it must lie in, and in a subclass with what it is.
 
     Args:
         learning_rate: step size, in [0, inf).
-        beta1: decay of the first moment, in [0, 1).
-        beta2: decay of the second moment, in [0, 1).
-        eps: added to the square root of the second moment, in (0, inf).
         weight_decay: in [0, inf); what it multiplies depends on the rule.
         decouple_lr: fully decoupled decay: scaled by learning_rate / max_lr instead of learning_rate.
         max_lr: the highest learning rate of the schedule, in (0, inf); required with decouple_lr.
@@ -77,19 +79,20 @@ class Hyperparameters:
         InvalidArgumentError: a value outside of its range; the text names the argument, the value and the range.
     """
 
-    learning_rate: Scalar
-    beta1: Scalar
-    beta2: Scalar
-    eps: Scalar
-    weight_decay: Scalar
+    learning_rate: Annotated[Scalar, NOT_NEGATIVE]
+    weight_decay: Annotated[Scalar, NOT_NEGATIVE]
+    max_lr: Annotated[Scalar | None, POSITIVE] = None
     decouple_lr: bool = False
-    max_lr: Scalar | None = None
     maximize: bool = False
     names: dataclasses.InitVar[Mapping[str, str] | None] = None
+    RANGES: ClassVar[Mapping[str, Range]]
+    """The hyperparameters that are numbers, and the interval of each."""
+    MEANINGS: ClassVar[Mapping[str, str]]
+    """What the hyperparameters of a rule alone are, in a few words."""
 
     def __post_init__(self, names: Mapping[str, str] | None) -> None:
         spelled = dict(names or {})
-        for field, allowed in RANGES.items():
+        for field, allowed in self.RANGES.items():
             value = getattr(self, field)
             if value is None and field == "max_lr":
                 if self.decouple_lr:
@@ -100,6 +103,9 @@ class Hyperparameters:
                 continue
             check_number(spelled.get(field, field), value, allowed)
 
+    def __init_subclass__(cls) -> None:
+        cls.RANGES, cls.MEANINGS = _annotations(cls, 0), _annotations(cls, 1)
+
     @property
     def decay_rate(self) -> Scalar:
         """What multiplies the parameter inside the step: weight_decay, or weight_decay / max_lr when fully decoupled."""
@@ -109,3 +115,13 @@ class Hyperparameters:
     def fully_decoupled_decay_is_high(self) -> bool:
         """Whether weight_decay looks like one meant to be multiplied by the learning rate, which here it is not."""
         return self.decouple_lr and float(self.weight_decay) >= HIGH_FULLY_DECOUPLED_DECAY
+
+
+def _annotations(cls: type[Hyperparameters], number: int) -> Mapping[str, Any]:
+    """Return the annotations of this number of the hyperparameters that have so many."""
+    hints = get_type_hints(cls, include_extras=True)
+    found = {name: getattr(hint, "__metadata__", ()) for name, hint in hints.items()}
+    return {name: annotations[number] for name, annotations in found.items() if len(annotations) > number}
+
+
+Hyperparameters.RANGES, Hyperparameters.MEANINGS = _annotations(Hyperparameters, 0), {}

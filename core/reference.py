@@ -26,7 +26,7 @@ class Settings:
 
     rule: str
     lr: float
-    betas: tuple[float, float]
+    betas: tuple[float, ...]
     eps: float
     weight_decay: float
     decouple_lr: bool = False

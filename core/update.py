@@ -1,45 +1,33 @@
 """The update of one tensor: the specification that every backend obeys.
 
 `update` is what an optimizer does with a gradient; `accumulate` and `apply` are its halves, for micro-batches that go
-straight into the moments. All are pure. Numbers are read from and written to their storage dtypes once, at the ends; the
-arithmetic between is `core.moments`, in the compute dtype.
+straight into the rule's fields. All are pure. Numbers are read from and written to their storage dtypes once, at the ends; the
+arithmetic between is the rule's (`core.rules`), in the compute dtype.
 """
 
 from __future__ import annotations
 
 import numbers
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from . import compensation as compensations
 from .array_ops import Array, ArrayOps
 from .compensation import Stored
+from .debiasing import debiasing_ratio
 from .dtypes import StateDtypes, compute_dtype
-from .hyperparameters import Hyperparameters, Scalar
-from .moments import (
-    Corrections,
-    Moments,
-    clipped_learning_rate,
-    debiasing_ratio,
-    direction,
-    first_moments,
-    is_zero,
-    later_moments,
-    mean_square,
-    reset_where_beta_is_zero,
-)
-from .rules import Rule
+from .hyperparameters import Hyperparameters, Scalar, is_zero
+from .rules import Entered, Fields, Rule
 
 
 class TensorState(NamedTuple):
     """What an optimizer keeps for one parameter between gradients.
 
-    exp_avg, exp_avg_sq: the moments, of the parameter's shape.
+    fields: the rule's, each of the parameter's shape.
     compensation: the bits that a low-precision parameter cannot hold, or None.
-    mean_square: 0-d, sum of the mean squares of the micro-batches already in the moments; 0 between updates.
+    mean_square: 0-d, sum of the mean squares of the micro-batches already in the fields; 0 between updates.
     """
 
-    exp_avg: Array
-    exp_avg_sq: Array
+    fields: Fields
     compensation: Array | None
     mean_square: Array | float = 0.0
 
@@ -50,15 +38,12 @@ def init_state(ops: ArrayOps, parameter: Array, dtypes: StateDtypes, compensatio
     Args:
         ops: the framework's casts.
         parameter: any shape.
-        dtypes: of the moments, from `core.dtypes.state_dtypes`.
+        dtypes: of the fields, from `core.dtypes.state_dtypes`.
         compensation: resolved, from `core.compensation.resolve`.
     """
     kept = compensations.compensation_dtype(compensation, ops.dtype_name(parameter))
-    return TensorState(
-        ops.zeros_like(parameter, dtypes.exp_avg),
-        ops.zeros_like(parameter, dtypes.exp_avg_sq),
-        None if kept is None else ops.zeros_like(parameter, kept),
-    )
+    fields = tuple(ops.zeros_like(parameter, dtype) for dtype in dtypes)
+    return TensorState(fields, None if kept is None else ops.zeros_like(parameter, kept))
 
 
 def rebiased(ops: ArrayOps, moment: Array, step: Scalar, before: Scalar, after: Scalar) -> Array:
@@ -97,27 +82,33 @@ def prepared_gradient(
     return prepared
 
 
+def _upcast(ops: ArrayOps, fields: Fields, dtype: str) -> Fields:
+    return tuple(ops.cast(field, dtype) for field in fields)
+
+
+def _rounded(ops: ArrayOps, fields: Fields, state: TensorState) -> Fields:
+    return tuple(ops.cast(new, ops.dtype_name(old)) for new, old in zip(fields, state.fields, strict=True))
+
+
 def _accumulated(
     ops: ArrayOps,
     rule: Rule,
     hyperparameters: Hyperparameters,
-    corrections: Corrections,
+    corrections: Any,
     parameter: Array,
     gradient: Array,
     state: TensorState,
     first: bool,
-) -> tuple[Moments, Array | float]:
-    """Return the moments and the summed mean square after one more micro-batch, all in the compute dtype, as `parameter` is."""
-    dtype = ops.dtype_name(parameter)
-    moments = Moments(ops.cast(state.exp_avg, dtype), ops.cast(state.exp_avg_sq, dtype))
-    if first:
-        moments = reset_where_beta_is_zero(moments, hyperparameters, ops.xp)
+) -> tuple[Fields, Array | float, Entered]:
+    """Return the fields and the summed mean square after one more micro-batch, all in the compute dtype, as `parameter` is."""
+    before = _upcast(ops, state.fields, ops.dtype_name(parameter))
     ready = prepared_gradient(ops, rule, hyperparameters, gradient, parameter, first=first)
-    moments = (first_moments if first else later_moments)(moments, ready, corrections)
-    if not rule.clips_update:
-        return moments, state.mean_square
-    square = mean_square(ready, moments.exp_avg_sq, hyperparameters.eps, ops.xp)
-    return moments, square if first else state.mean_square + square
+    fields = rule.accumulate(hyperparameters, corrections, before, ready, ops.xp, first=first)
+    entered = Entered(corrections, before, ready)
+    if rule.mean_square is None:
+        return fields, state.mean_square, entered
+    square = rule.mean_square(hyperparameters, fields, ready, ops.xp)
+    return fields, square if first else state.mean_square + square, entered
 
 
 def _stepped(
@@ -125,29 +116,34 @@ def _stepped(
     rule: Rule,
     hyperparameters: Hyperparameters,
     parameter: Array,
-    moments: Moments,
+    fields: Fields,
     mean_square: Array | float,
+    entered: Entered | None,
 ) -> Array:
-    """Return the increment of the parameter, -eta * direction. All arrays are in the compute dtype."""
+    """Return the increment of the parameter, -eta*(direction + decay*p). All arrays are in the compute dtype.
+
+    The decay is folded into the step: p*(1 - eta*decay) would round eta*decay away.
+    """
+    step = rule.direction(hyperparameters, fields, entered, ops.xp)
     decay = 0.0 if rule.l2 else hyperparameters.decay_rate
+    if not is_zero(decay):
+        step = step + decay * parameter
     eta: Scalar = hyperparameters.learning_rate
     if rule.clips_update:
         eta = clipped_learning_rate(eta, mean_square, ops.xp)
-    return -(eta * direction(moments, parameter, hyperparameters.eps, decay, ops.xp))
+    return -(eta * step)
 
 
-def _rounded(ops: ArrayOps, moments: Moments, state: TensorState) -> Moments:
-    return Moments(
-        ops.cast(moments.exp_avg, ops.dtype_name(state.exp_avg)),
-        ops.cast(moments.exp_avg_sq, ops.dtype_name(state.exp_avg_sq)),
-    )
+def clipped_learning_rate(learning_rate: Scalar, mean_square: Array, xp: Any) -> Array:
+    """eta = lr / max(1, sqrt(mean_square))."""
+    return learning_rate / xp.clip(xp.sqrt(mean_square), 1.0, None)
 
 
 def increment(
     ops: ArrayOps,
     rule: Rule,
     hyperparameters: Hyperparameters,
-    corrections: Corrections,
+    corrections: Any,
     parameter: Array,
     gradient: Array,
     state: TensorState,
@@ -160,23 +156,24 @@ def increment(
     Args:
         parameter: the full number in the compute dtype, from `core.compensation.load`.
         gradient: of the parameter's shape, any floating-point dtype.
-        corrections: c1 and c2 of this update.
-        first: no micro-batch of this update is in the moments yet.
+        corrections: of this update, from `Rule.corrections`.
+        first: no micro-batch of this update is in the fields yet.
         mean_square: see `update`.
 
     Returns:
-        The increment in the compute dtype, -eta*(m/(sqrt(v)+eps) + decay*p), and the state with rounded moments.
+        The increment in the compute dtype, -eta*(direction + decay*p), and the state with rounded fields.
     """
-    moments, squares = _accumulated(ops, rule, hyperparameters, corrections, parameter, gradient, state, first)
-    added = _stepped(ops, rule, hyperparameters, parameter, moments, squares if mean_square is None else mean_square)
-    return added, TensorState(*_rounded(ops, moments, state), state.compensation)
+    fields, squares, entered = _accumulated(ops, rule, hyperparameters, corrections, parameter, gradient, state, first)
+    squares = squares if mean_square is None else mean_square
+    added = _stepped(ops, rule, hyperparameters, parameter, fields, squares, entered)
+    return added, TensorState(_rounded(ops, fields, state), state.compensation)
 
 
 def update(
     ops: ArrayOps,
     rule: Rule,
     hyperparameters: Hyperparameters,
-    corrections: Corrections,
+    corrections: Any,
     compensation: str,
     parameter: Array,
     gradient: Array,
@@ -187,19 +184,19 @@ def update(
 ) -> tuple[Array, TensorState]:
     r"""One update of one tensor: the gradient of the only, or of the last, micro-batch, and the step.
 
-        m += c1*(g-m)    v += c2*(g*g-v)    eta = lr / max(1, sqrt(mean_square))
-        p <- p - eta*(m/(sqrt(v)+eps) + decay*p)
+        fields <- accumulate(fields, g)    eta = lr / max(1, sqrt(mean_square))
+        p <- p - eta*(direction(fields) + decay*p)
 
     Args:
         ops: the framework's casts.
         rule: which optimizer.
         hyperparameters: validated.
-        corrections: c1 and c2, from `core.moments.bias_corrections`, for the number of this update.
+        corrections: from `Rule.corrections`, for the number of this update.
         compensation: resolved: "none", "kahan" or "split".
         parameter: any shape, any of `core.dtypes.PARAMETER_DTYPES`.
         gradient: of the parameter's shape.
         state: of the parameter.
-        first: no micro-batch of this update is in the moments yet.
+        first: no micro-batch of this update is in the fields yet.
         mean_square: of the whole tensor, 0-d, if `parameter` is only a part of it; from `accumulate` of all parts.
 
     Returns:
@@ -211,14 +208,14 @@ def update(
         ops, rule, hyperparameters, corrections, number, gradient, state, first=first, mean_square=mean_square
     )
     stored = compensations.store(ops, compensation, number + added, dtype)
-    return stored.parameter, TensorState(state.exp_avg, state.exp_avg_sq, stored.compensation)
+    return stored.parameter, TensorState(state.fields, stored.compensation)
 
 
 def accumulate(
     ops: ArrayOps,
     rule: Rule,
     hyperparameters: Hyperparameters,
-    corrections: Corrections,
+    corrections: Any,
     compensation: str,
     parameter: Array,
     gradient: Array,
@@ -226,10 +223,10 @@ def accumulate(
     *,
     first: bool,
 ) -> TensorState:
-    """Put one micro-batch into the moments; the parameter does not change. Arguments as in `update`."""
+    """Put one micro-batch into the fields; the parameter does not change. Arguments as in `update`."""
     number = compensations.load(ops, compensation, Stored(parameter, state.compensation))
-    moments, squares = _accumulated(ops, rule, hyperparameters, corrections, number, gradient, state, first)
-    return TensorState(*_rounded(ops, moments, state), state.compensation, squares)
+    fields, squares, _ = _accumulated(ops, rule, hyperparameters, corrections, number, gradient, state, first)
+    return TensorState(_rounded(ops, fields, state), state.compensation, squares)
 
 
 def apply(
@@ -240,10 +237,10 @@ def apply(
     parameter: Array,
     state: TensorState,
 ) -> tuple[Array, TensorState]:
-    """Step from moments that contain all micro-batches of the update. Arguments as in `update`."""
+    """Step from fields that contain all micro-batches of the update. Arguments as in `update`."""
     dtype = ops.dtype_name(parameter)
     number = compensations.load(ops, compensation, Stored(parameter, state.compensation))
-    moments = Moments(ops.cast(state.exp_avg, compute_dtype(dtype)), ops.cast(state.exp_avg_sq, compute_dtype(dtype)))
-    added = _stepped(ops, rule, hyperparameters, number, moments, state.mean_square)
+    fields = _upcast(ops, state.fields, compute_dtype(dtype))
+    added = _stepped(ops, rule, hyperparameters, number, fields, state.mean_square, None)
     stored = compensations.store(ops, compensation, number + added, dtype)
-    return stored.parameter, TensorState(state.exp_avg, state.exp_avg_sq, stored.compensation)
+    return stored.parameter, TensorState(state.fields, stored.compensation)

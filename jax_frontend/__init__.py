@@ -27,7 +27,7 @@ from .portable import export_state, import_state  # noqa: E402
 from .release_layers import release_layers  # noqa: E402
 from .released_layers import ReleasedLayers  # noqa: E402
 from .separability import check_separable  # noqa: E402
-from .state import AdamState, AdamStateWithBetas, CompensatedState  # noqa: E402
+from .state import CompensatedState, RuleState, RuleStateWithBetas  # noqa: E402
 from .train_state import LayeredState, TrainState, init_train_state  # noqa: E402
 from .train_step import make_train_step  # noqa: E402
 from .transforms import adam, adamw, scale_by_stable_adam, stable_adamw  # noqa: E402
@@ -36,14 +36,14 @@ from .walk.layer_stack import Layers, LayerStack  # noqa: E402
 from .walk.release_step import make_release_step  # noqa: E402
 
 __all__ = [
-    "AdamState",
-    "AdamStateWithBetas",
     "CompensatedState",
     "LayerStack",
     "LayeredState",
     "Layers",
     "LossScale",
     "ReleasedLayers",
+    "RuleState",
+    "RuleStateWithBetas",
     "TrainState",
     "WeightedMean",
     "adam",

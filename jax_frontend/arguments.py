@@ -14,7 +14,8 @@ import numpy as np
 from ..core import compensation as compensations
 from ..core.dtypes import StateDtypes, state_dtypes
 from ..core.errors import InvalidArgumentError, PenstockError
-from ..core.hyperparameters import RANGES, Hyperparameters, Scalar
+from ..core.hyperparameters import Hyperparameters, Scalar
+from ..core.rules import Field, Rule
 from .buffers import is_concrete
 from .state import PyTree
 
@@ -22,7 +23,8 @@ Schedule = Callable[[Any], Any]
 ScalarOrSchedule = Scalar | Schedule
 Mask = PyTree | Callable[[PyTree], PyTree] | None
 
-NAMES = {"beta1": "b1", "beta2": "b2"}
+NAMES = {"beta1": "b1", "beta2": "b2", "beta3": "b3"}
+"""The names of hyperparameters in Optax."""
 
 _LOW_PRECISION = ("bfloat16", "float16")
 
@@ -31,13 +33,13 @@ _LOW_PRECISION = ("bfloat16", "float16")
 class Arguments:
     """The arguments of a transform; Python numbers are checked at once, traced ones and schedules cannot be.
 
-    Fields as in `stable_adamw`; scales_only: the transform returns the direction, neither negated nor times a learning rate.
+    own: the hyperparameters of the rule alone, by core's names; the others as in `stable_adamw`; scales_only: the transform
+    returns the direction, neither negated nor times a learning rate.
     """
 
+    rule: Rule
     learning_rate: ScalarOrSchedule
-    b1: Scalar
-    b2: Scalar
-    eps: Scalar
+    own: Mapping[str, Any]
     weight_decay: ScalarOrSchedule
     mask: Mask = None
     mu_dtype: Any = None
@@ -50,10 +52,7 @@ class Arguments:
     def __post_init__(self) -> None:
         self.hyperparameters(0, check_schedules=False)
         compensations.resolve(self.compensation, "bfloat16")
-        for name, dtype in (("mu_dtype", self.mu_dtype), ("nu_dtype", self.nu_dtype)):
-            if dtype is not None:
-                asked = {"exp_avg" if name == "mu_dtype" else "exp_avg_sq": _dtype_name(dtype, name)}
-                state_dtypes("float32", self.b2, **asked, argument=name, beta2_argument=NAMES["beta2"])
+        self.dtypes("float32")
 
     def hyperparameters(self, count: Any, *, check_schedules: bool = True) -> Hyperparameters:
         """Return the hyperparameters of the update after `count` others.
@@ -66,43 +65,55 @@ class Arguments:
             (value(count) if check_schedules else 0.0) if callable(value) else value
             for value in (self.learning_rate, self.weight_decay)
         )
-        for name, value in (("b1", self.b1), ("b2", self.b2), ("eps", self.eps)):
+        for field, value in self.own.items():
+            name = NAMES.get(field, field)
             if not isinstance(value, numbers.Real) and getattr(value, "dtype", None) in _LOW_PRECISION:
                 raise InvalidArgumentError(
                     f"{name} is a {value.dtype} array, in which it may round to a value out of its range; give a Python "
                     "number or a float32 array: optax.inject_hyperparams(..., hyperparam_dtype=jnp.float32)."
                 )
         highest_by_default = self.decouple_lr and self.max_lr is None and isinstance(self.learning_rate, numbers.Real)
-        hyperparameters = Hyperparameters(
-            learning_rate,
-            self.b1,
-            self.b2,
-            self.eps,
-            weight_decay,
+        hyperparameters = self.rule.hyperparameters(
+            **self.own,
+            learning_rate=learning_rate,
+            weight_decay=weight_decay,
             decouple_lr=self.decouple_lr,
             max_lr=self.learning_rate if highest_by_default else self.max_lr,
             names=NAMES,
         )
-        for field in RANGES:
+        for field in hyperparameters.RANGES:
             if shape := getattr(getattr(hyperparameters, field), "shape", ()):
                 raise InvalidArgumentError(f"{NAMES.get(field, field)} has shape {shape}; it must be a number or a 0-d array.")
         return hyperparameters
 
     def dtypes(self, parameter_dtype: str) -> StateDtypes:
-        """Return the dtypes of a parameter's moments."""
-        mu = None if self.mu_dtype is None else _dtype_name(self.mu_dtype, "mu_dtype")
-        nu = None if self.nu_dtype is None else _dtype_name(self.nu_dtype, "nu_dtype")
-        return state_dtypes(parameter_dtype, self.b2, mu, nu, argument="nu_dtype", beta2_argument=NAMES["beta2"])
+        """Return the dtypes of the rule's fields for a parameter."""
+        fields = self.rule.fields
+        arguments = [dtype_argument(field) for field in fields]
+        given = [getattr(self, argument) for argument in arguments]
+        asked = [None if dtype is None else _dtype_name(dtype, name) for dtype, name in zip(given, arguments, strict=True)]
+        betas = [None if field.beta is None else self.own[field.beta] for field in fields]
+        return state_dtypes(fields, parameter_dtype, betas, asked, arguments=arguments, names=NAMES)
+
+    @property
+    def betas(self) -> dict[str, Scalar]:
+        """The betas that fields are debiased by, by core's names."""
+        return {field.beta: self.own[field.beta] for field in self.rule.fields if field.beta is not None}
 
     @property
     def betas_may_change(self) -> bool:
         """Whether b1 or b2 is an array, which may have another value in the next update."""
-        return not all(isinstance(beta, numbers.Real) for beta in (self.b1, self.b2))
+        return not all(isinstance(beta, numbers.Real) for beta in self.betas.values())
 
     @property
     def decays(self) -> bool:
         """Whether weight_decay may be anything but zero."""
         return not (isinstance(self.weight_decay, numbers.Real) and self.weight_decay == 0)
+
+
+def dtype_argument(field: Field) -> str:
+    """Return the argument for the dtype of a rule's field, by Optax's names for those of Adam."""
+    return "nu_dtype" if field.of_squares else "mu_dtype"
 
 
 Settings = Mapping[str, float | bool | None]
@@ -120,9 +131,7 @@ def settings_of(arguments: Arguments, decays: bool) -> Settings:
     highest = arguments.learning_rate if arguments.max_lr is None else arguments.max_lr
     given = {
         "learning_rate": None if arguments.scales_only else arguments.learning_rate,
-        "beta1": arguments.b1,
-        "beta2": arguments.b2,
-        "eps": arguments.eps,
+        **arguments.own,
         "weight_decay": arguments.weight_decay if decays else 0.0,
         "max_lr": highest if decoupled else None,
     }

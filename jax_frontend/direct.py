@@ -17,7 +17,7 @@ import optax
 
 from ..core.errors import InvalidArgumentError, PenstockError, RefusedError
 from .records import ARGUMENT, Recorder
-from .state import ADAM_STATES, CompensatedState, PyTree, compensated_leaves
+from .state import RULE_STATES, CompensatedState, PyTree, compensated_leaves
 
 
 def _states(*names: str) -> tuple[type, ...]:
@@ -49,7 +49,7 @@ def _contains(state: PyTree, kinds: tuple[type, ...]) -> bool:
 
 def _compensates_last(state: PyTree) -> bool:
     """Return whether nothing follows a compensated transform, judged by the states of chains (tuples) and wrappers."""
-    if isinstance(state, (*ADAM_STATES, CompensatedState)) or not compensated_leaves(state):
+    if isinstance(state, (*RULE_STATES, CompensatedState)) or not compensated_leaves(state):
         return True
     if type(state) is tuple:
         return not compensated_leaves(state[:-1]) and _compensates_last(state[-1])

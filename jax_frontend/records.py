@@ -11,7 +11,6 @@ from typing import Any, NamedTuple, cast
 
 import jax
 
-from ..core.rules import Rule
 from .arguments import Arguments
 
 ARGUMENT = "penstock_record"
@@ -39,7 +38,6 @@ class Recorder:
 class Source(NamedTuple):
     """The transform that a record comes from."""
 
-    rule: Rule
     arguments: Arguments
     decays: bool  # weight decay applies to the parameter
 

@@ -10,31 +10,29 @@ import jax.numpy as jnp
 PyTree = Any
 
 
-class AdamState(NamedTuple):
-    """State of `stable_adamw`, `adamw`, `adam` and `scale_by_stable_adam`.
+class RuleState(NamedTuple):
+    """State of penstock's transforms: what the rule keeps for each parameter.
 
-    Its moments are debiased already: what reads Optax's mu and nu, and debiases them, must not find these.
+    Means of Adam and its relatives are debiased already: code that reads Optax's mu and nu, and debiases them, must not find
+    these.
     """
 
     count: jax.Array  # type: ignore[assignment]  # shape=(), dtype=int32: updates so far
-    exp_avg: PyTree  # like params: debiased mean of the gradients, parameter's dtype unless mu_dtype
-    exp_avg_sq: PyTree  # like params: debiased mean of their squares, parameter's dtype unless nu_dtype or too low
+    fields: dict[str, PyTree]  # by name ("exp_avg", "exp_avg_sq"), each like params
     compensation: PyTree  # like params: int16 (split) or the parameter's dtype (kahan); None where not compensated
 
 
-class AdamStateWithBetas(NamedTuple):
-    """`AdamState` where b1 or b2 is an array, which may be another one in the next update (`optax.inject_hyperparams`)."""
+class RuleStateWithBetas(NamedTuple):
+    """`RuleState` where b1 or b2 is an array, which may be another one in the next update (`optax.inject_hyperparams`)."""
 
     count: jax.Array  # type: ignore[assignment]
-    exp_avg: PyTree
-    exp_avg_sq: PyTree
+    fields: dict[str, PyTree]
     compensation: PyTree
-    b1: jax.Array  # shape=(): that exp_avg is debiased under, of the last update
-    b2: jax.Array  # shape=(): that exp_avg_sq is debiased under
+    betas: dict[str, jax.Array]  # "beta1" and so on, each of shape (): that the fields are debiased by, of the last update
 
 
-ADAM_STATES = (AdamState, AdamStateWithBetas)
-AnyAdamState = AdamState | AdamStateWithBetas
+RULE_STATES = (RuleState, RuleStateWithBetas)
+AnyRuleState = RuleState | RuleStateWithBetas
 
 
 class CompensatedState(NamedTuple):
@@ -46,7 +44,7 @@ class CompensatedState(NamedTuple):
 
 def compensated_leaves(state: PyTree) -> int:
     """Return the number of parameters that have a compensation in an optimizer state."""
-    kinds = (*ADAM_STATES, CompensatedState)
+    kinds = (*RULE_STATES, CompensatedState)
     nodes = jax.tree.leaves(state, is_leaf=lambda node: isinstance(node, kinds))
     found = 0
     for node in nodes:

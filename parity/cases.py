@@ -17,8 +17,8 @@ import numpy as np
 from ..core.compensation import possible, resolve
 from ..core.dtypes import LOW_PRECISION, StateDtypes, compute_dtype, state_dtypes
 from ..core.errors import InvalidArgumentError
-from ..core.hyperparameters import Hyperparameters
 from ..core.rules import RULES, Rule
+from ..core.rules.adam_family import AdamHyperparameters
 from .gradients import gradients, parameters
 from .settings import QUICK_STEP_COUNTS, SETTINGS, STEP_COUNTS, Setting
 
@@ -34,14 +34,17 @@ class Problem:
     dtype: str
 
     @property
-    def hyperparameters(self) -> Hyperparameters:
+    def hyperparameters(self) -> AdamHyperparameters:
         """The rule's defaults with the setting's learning rate and decay; before any schedule, of tensors in no group."""
-        beta1, beta2 = self.rule.betas
         setting = self.setting
-        max_lr = setting.lr if setting.decouple_lr else None
-        return Hyperparameters(setting.lr, beta1, beta2, self.rule.eps, setting.weight_decay, setting.decouple_lr, max_lr)
+        return AdamHyperparameters(
+            **{**self.rule.defaults, "weight_decay": setting.weight_decay},
+            learning_rate=setting.lr,
+            decouple_lr=setting.decouple_lr,
+            max_lr=setting.lr if setting.decouple_lr else None,
+        )
 
-    def group_hyperparameters(self, step: int | None = None) -> tuple[Hyperparameters, ...]:
+    def group_hyperparameters(self, step: int | None = None) -> tuple[AdamHyperparameters, ...]:
         """The hyperparameters of each of the setting's `groups` at update number `step`, from 1 on; None: before a schedule."""
         usual, group, schedule = self.hyperparameters, self.setting.group, self.setting.schedule
         found = (usual,) if group is None else (usual, group.of(usual))
@@ -60,7 +63,7 @@ class Problem:
         """Whether betas differ from step to step."""
         return self.setting.schedule is not None and self.setting.schedule.betas_cycle
 
-    def hyperparameters_at(self, step: int) -> dict[str, Hyperparameters]:
+    def hyperparameters_at(self, step: int) -> dict[str, AdamHyperparameters]:
         """The hyperparameters of update number `step`, from 1 on, by tensor."""
         found = zip(self.setting.groups, self.group_hyperparameters(step), strict=True)
         return {name: given for names, given in found for name in names}
@@ -113,7 +116,7 @@ class Storage:
 
     def moments(self, problem: Problem) -> StateDtypes:
         """The dtypes of exp_avg and exp_avg_sq."""
-        return state_dtypes(problem.dtype, problem.rule.betas[1], self.state_dtype, self.state_dtype)
+        return state_dtypes(problem.rule.fields, problem.dtype, problem.rule.betas, [self.state_dtype] * 2)
 
 
 @dataclasses.dataclass(frozen=True)

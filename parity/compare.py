@@ -113,12 +113,12 @@ def rows(
         name: what the rows call the case; None: its name.
     """
     bounds = truth.bounds_of(case.storage, flushes=flushes)
-    moments = case.storage.moments(case.problem)
     units: dict[str, Unit] = {
         "parameter": functools.partial(stored_spacing, case.problem.dtype, case.storage.compensation),
-        "exp_avg": functools.partial(spacing, moments.exp_avg),
-        "exp_avg_sq": functools.partial(spacing, moments.exp_avg_sq),
     }
+    dtypes = case.storage.moments(case.problem)
+    fields = zip(case.problem.rule.fields, dtypes, strict=True)
+    units |= {field.name: functools.partial(spacing, dtype) for field, dtype in fields}
     found = [
         against(case.name, backend, truth.steps, quantity, value, truth.values[quantity], bounds[quantity], units[quantity])
         for quantity, value in numbers(case.problem, held).items()

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from ..core.dtypes import StateDtypes, compute_dtype
-from ..core.hyperparameters import Hyperparameters
+from ..core.rules.adam_family import AdamHyperparameters
 from .bounds import (
     ARITHMETIC,
     CORRECTION,
@@ -44,7 +44,7 @@ class Coefficients:
     beta2: Number
 
     @classmethod
-    def of(cls, groups: Sequence[Hyperparameters], numbers: np.ndarray) -> Coefficients:
+    def of(cls, groups: Sequence[AdamHyperparameters], numbers: np.ndarray) -> Coefficients:
         """From the hyperparameters of groups, and the number of the group of every element."""
 
         def each(values: list[float]) -> Number:
@@ -89,7 +89,8 @@ class MomentErrors:
     """The rounding errors of exp_avg and exp_avg_sq. Without an L2 term they do not depend on the compensation."""
 
     def __init__(self, problem: Problem, dtypes: StateDtypes, n: int, *, flushes: bool) -> None:
-        self.problem, self.dtypes, self.flushes = problem, dtypes, flushes
+        self.problem, self.flushes = problem, flushes
+        self.dtypes = {field.name: dtype for field, dtype in zip(problem.rule.fields, dtypes, strict=True)}
         self.compute = compute_dtype(problem.dtype)
         self.exp_avg, self.exp_avg_sq = RoundingErrors(n), RoundingErrors(n)
         self.step = 0
@@ -122,7 +123,7 @@ class MomentErrors:
 
     def _change_beta(self, errors: RoundingErrors, name: str, point: Point, before: Number, after: Number) -> None:
         """A moment times (1-before^t)/(1-after^t), with the errors so far; roundings of the ratio, product and storage."""
-        updates, dtype = point.step - 1, getattr(self.dtypes, name)
+        updates, dtype = point.step - 1, self.dtypes[name]
         errors.decay(np.expm1(updates * np.log(before)) / np.expm1(updates * np.log(after)))
         value = np.abs(getattr(point, f"{name}_before"))
         errors.linear += (2 * CORRECTION + 1) * SIDES[self.compute] * unit_roundoff(self.compute) * value
@@ -145,7 +146,7 @@ class MomentErrors:
     ) -> None:
         """Roundings of a moment: u times the correction times `magnitudes`; the sum's; the storage's."""
         correction = (1.0 - beta) / -np.expm1(point.step * np.log(beta))
-        value, dtype = getattr(point, name), getattr(self.dtypes, name)
+        value, dtype = getattr(point, name), self.dtypes[name]
         unit, sides = unit_roundoff(self.compute), SIDES[self.compute]
         increment = value - getattr(point, f"{name}_before")
         spread = errors.spread(increment)
@@ -217,7 +218,7 @@ class Propagation:
         given = point.coefficients_of(self.problem)
         lr = given.learning_rate
         parameter, root = np.abs(point.parameter_before), np.sqrt(point.exp_avg_sq)
-        q = root + rule.eps
+        q = root + rule.defaults["eps"]
         direction = np.abs(point.exp_avg) / q
         decay = 0.0 if rule.l2 else given.decay_rate
         step = lr * (direction + decay * parameter)
@@ -226,8 +227,8 @@ class Propagation:
         lowest = smallest_normal(self.compute)
         flushed = lowest if self.flushes else 0.0  # where it is read
         linear = exp_avg_sq.linear + flushed
-        of_linear = _of_root(point.exp_avg_sq, root, linear, rule.eps)
-        of_worst = _of_root(point.exp_avg_sq, root, linear + exp_avg_sq.worst, rule.eps) - of_linear
+        of_linear = _of_root(point.exp_avg_sq, root, linear, rule.defaults["eps"])
+        of_worst = _of_root(point.exp_avg_sq, root, linear + exp_avg_sq.worst, rule.defaults["eps"]) - of_linear
         deviation = np.sqrt(exp_avg_sq.variance) / (2.0 * np.maximum(root, lowest))
         errors.persistent += lr * (np.sqrt(exp_avg.variance) + direction * deviation) / q
         errors.worst += lr * (exp_avg.worst / q + direction * of_worst)
@@ -266,7 +267,7 @@ class Propagation:
 
     def _clip(self, point: Point, step: np.ndarray) -> None:
         """What the errors of v do to eta of StableAdamW: a weighted mean over the elements of the tensor, halved."""
-        numbers, eps, unit = self.problem.tensor_numbers(), self.problem.rule.eps, unit_roundoff(self.compute)
+        numbers, eps, unit = self.problem.tensor_numbers(), self.problem.rule.defaults["eps"], unit_roundoff(self.compute)
         ratio = point.gradient**2 / np.maximum(point.exp_avg_sq, eps**2)
         sizes = np.maximum(np.bincount(numbers), 1)
         total = np.bincount(numbers, ratio)

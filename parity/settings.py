@@ -11,7 +11,7 @@ from types import MappingProxyType
 import numpy as np
 
 from ..core.dtypes import PARAMETER_DTYPES
-from ..core.hyperparameters import Hyperparameters
+from ..core.rules.adam_family import AdamHyperparameters
 
 STEP_COUNTS = (1, 100, 2000)
 QUICK_STEP_COUNTS = (1, 100)
@@ -83,7 +83,7 @@ class Group:
     weight_decay: float
     decay_factors: tuple[float, float]
 
-    def of(self, given: Hyperparameters) -> Hyperparameters:
+    def of(self, given: AdamHyperparameters) -> AdamHyperparameters:
         """The group's hyperparameters, from those of the setting."""
         first, second = self.decay_factors
         return dataclasses.replace(

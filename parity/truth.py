@@ -11,8 +11,8 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from ..core.dtypes import StateDtypes
-from ..core.hyperparameters import Hyperparameters
 from ..core.reference import Change, Gradient, Reference, Settings
+from ..core.rules.adam_family import AdamHyperparameters
 from .bounds import Bound
 from .cases import Problem, Storage
 from .propagation import Coefficients, MomentErrors, Point, Propagation
@@ -105,7 +105,7 @@ class _References:
             for names, given in zip(problem.setting.groups, problem.group_hyperparameters(), strict=True)
         ]
 
-    def change(self, given: Sequence[Hyperparameters]) -> None:
+    def change(self, given: Sequence[AdamHyperparameters]) -> None:
         """Take over the hyperparameters of the next update, by group."""
         for (_, reference), current in zip(self.members, given, strict=True):
             rates = {"lr": current.learning_rate, "weight_decay": current.weight_decay}
@@ -129,7 +129,7 @@ class _References:
         return {"parameter": flatten(parameter), "exp_avg": flatten(exp_avg), "exp_avg_sq": flatten(exp_avg_sq)}
 
 
-def _settings(problem: Problem, given: Hyperparameters) -> Settings:
+def _settings(problem: Problem, given: AdamHyperparameters) -> Settings:
     return Settings(
         problem.rule.name,
         given.learning_rate,

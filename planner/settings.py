@@ -93,8 +93,11 @@ class Training:
     def kept(self) -> dict[str, str]:
         """What is kept for each parameter from step to step, itself included, and in which dtype."""
         low = compensation_dtype(resolve(self.compensation, self.dtype), self.dtype)
-        moments = state_dtypes(self.dtype, OPTIMIZERS[self.optimizer].betas[1], self.state_dtype, self.state_dtype)
-        return {"parameter": self.dtype, **({} if low is None else {"compensation": low}), **moments._asdict()}
+        rule = OPTIMIZERS[self.optimizer]
+        betas = [None if field.beta is None else rule.defaults[field.beta] for field in rule.fields]
+        dtypes = state_dtypes(rule.fields, self.dtype, betas, [self.state_dtype] * len(betas))
+        fields = {field.name: dtype for field, dtype in zip(rule.fields, dtypes, strict=True)}
+        return {"parameter": self.dtype, **({} if low is None else {"compensation": low}), **fields}
 
     @property
     def kept_bytes(self) -> int:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -13,21 +14,43 @@ from torch.nn.parameter import is_lazy
 
 from ..core import compensation, dtypes
 from ..core.errors import InvalidArgumentError, RefusedError, UnsupportedTensorError
-from ..core.hyperparameters import RANGES, Hyperparameters, check_number
-from ..core.rules import Rule
+from ..core.hyperparameters import DECAY, Hyperparameters, check_number
+from ..core.rules import RULES, Rule
 from .array_ops import dtype_name
 from .communication.shards import PLAIN, check_placements, local, placements
 
-NAMES = {"learning_rate": "lr", "beta1": "betas[0]", "beta2": "betas[1]"}
+NAMES = {"learning_rate": "lr", **{f"beta{number}": f"betas[{number - 1}]" for number in (1, 2, 3)}}
 """The names of hyperparameters in torch."""
 
-SETTINGS = ("lr", "betas", "eps", "weight_decay", "decouple_lr", "max_lr", "maximize")
-"""The keys of a group that an update depends on."""
-
-USED_BY_MOMENTS = ("betas", "eps", "maximize")
-"""The settings that a micro-batch uses when it goes into the moments; the step uses lr and decay."""
+USED_BY_STEP = ("lr", "weight_decay", "decouple_lr", "max_lr")
+"""The settings that only the step uses; the others are used when a micro-batch goes into a rule's fields."""
 
 Group = dict[str, Any]
+
+
+def rule_of(group: Mapping[str, Any]) -> Rule:
+    """Return the rule of a group."""
+    return RULES[group["rule"]]
+
+
+@functools.cache
+def own_names(rule: Rule) -> tuple[str, ...]:
+    """Return the names of the hyperparameters that this rule has and others have not, as core has them."""
+    common = {field.name for field in dataclasses.fields(Hyperparameters)}
+    return tuple(field.name for field in dataclasses.fields(rule.hyperparameters) if field.name not in common)
+
+
+@functools.cache
+def own_settings(rule: Rule) -> tuple[str, ...]:
+    """Return the keys of a group for `own_names`: "betas" for all of its betas."""
+    return tuple(dict.fromkeys("betas" if name.startswith("beta") else name for name in own_names(rule)))
+
+
+@functools.cache
+def settings_of(rule: Rule) -> tuple[str, ...]:
+    """Return the keys of a group that an update by this rule depends on."""
+    return ("lr", *own_settings(rule), "weight_decay", "decouple_lr", "max_lr", "maximize")
+
 
 PLAIN_GRADIENT = torch.strided
 """The layout of gradients that updates accept."""
@@ -55,12 +78,10 @@ def hyperparameters(group: Mapping[str, Any]) -> Hyperparameters:
 
     A 0-d tensor on the CPU is read; one on a device stays there, so that no step synchronises.
     """
-    beta1, beta2 = _betas(group)
-    return Hyperparameters(
+    rule = rule_of(group)
+    return rule.hyperparameters(
+        **{name: _number(NAMES.get(name, name), value) for name, value in own_values(rule, group).items()},
         learning_rate=_number("lr", group["lr"]),
-        beta1=_number("betas[0]", beta1),
-        beta2=_number("betas[1]", beta2),
-        eps=_number("eps", group["eps"]),
         weight_decay=_number("weight_decay", group["weight_decay"]),
         decouple_lr=group["decouple_lr"],
         max_lr=_number("max_lr", group["max_lr"]) if group["decouple_lr"] else None,
@@ -69,11 +90,20 @@ def hyperparameters(group: Mapping[str, Any]) -> Hyperparameters:
     )
 
 
-def _betas(group: Mapping[str, Any]) -> tuple[Any, Any]:
-    betas = group["betas"]
-    if not isinstance(betas, (tuple, list)) or len(betas) != 2:
-        raise InvalidArgumentError(f"betas={betas!r} must be a pair of numbers, each in {RANGES['beta1']}.")
-    return betas[0], betas[1]
+def own_values(rule: Rule, group: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the values of `own_names` in a group."""
+    betas = iter(_betas(rule, group))
+    return {name: next(betas) if name.startswith("beta") else group[name] for name in own_names(rule)}
+
+
+def _betas(rule: Rule, group: Mapping[str, Any]) -> Sequence[Any]:
+    """Return the betas of a group; none for a rule without them."""
+    count = sum(name.startswith("beta") for name in own_names(rule))
+    betas = group["betas"] if count else ()
+    if not isinstance(betas, (tuple, list)) or len(betas) != count:
+        many = "a pair of numbers" if count == 2 else f"{count} numbers"
+        raise InvalidArgumentError(f"betas={betas!r} must be {many}, each in {DECAY}.")
+    return betas
 
 
 def _number(name: str, value: Any) -> Any:
@@ -91,8 +121,9 @@ def _number(name: str, value: Any) -> Any:
 
 def fingerprint(group: Mapping[str, Any]) -> tuple[Any, ...]:
     """Return a value that changes exactly when a setting of the group does; it never synchronises."""
-    betas = tuple(_seen(f"betas[{index}]", beta) for index, beta in enumerate(_betas(group)))
-    return tuple(betas if name == "betas" else _seen(name, group[name]) for name in SETTINGS)
+    rule = rule_of(group)
+    betas = tuple(_seen(f"betas[{index}]", beta) for index, beta in enumerate(_betas(rule, group)))
+    return tuple(betas if name == "betas" else _seen(name, group[name]) for name in settings_of(rule))
 
 
 def _seen(name: str, value: Any) -> Any:
@@ -104,16 +135,16 @@ def _seen(name: str, value: Any) -> Any:
 
 def changed_settings(before: tuple[Any, ...], group: Mapping[str, Any]) -> list[str]:
     """Return the names of the settings that differ from an earlier fingerprint."""
-    return [name for name, old, new in zip(SETTINGS, before, fingerprint(group), strict=True) if old != new]
+    pairs = zip(settings_of(rule_of(group)), before, fingerprint(group), strict=True)
+    return [name for name, old, new in pairs if old != new]
 
 
 class UsedSettings:
     """The settings that a step has used: a change between their use and optimizer.step() comes too late."""
 
-    def __init__(self, rule: Rule) -> None:
+    def __init__(self) -> None:
         self._seen: list[tuple[Any, ...]] | None = None
         self._stepped = False
-        self._by_moments = (*USED_BY_MOMENTS, "weight_decay") if rule.l2 else USED_BY_MOMENTS
 
     def remember(self, groups: list[Group], *, stepped: bool) -> None:
         """Record that the present settings are used; `stepped`: including lr and decay."""
@@ -126,7 +157,8 @@ class UsedSettings:
         for number, (before, group) in enumerate(zip(self._seen or [], groups, strict=False)):
             changed = changed_settings(before, group)
             if not self._stepped:  # only micro-batches went into the moments so far
-                changed = [name for name in changed if name in self._by_moments]
+                l2 = rule_of(groups[number]).l2  # weight_decay is part of the gradient
+                changed = [name for name in changed if name not in USED_BY_STEP or (l2 and name == "weight_decay")]
             if changed and not self._stepped:
                 raise RefusedError(
                     f"{', '.join(changed)} of parameter group {number} changed after micro-batches had gone into the moments "
@@ -141,7 +173,7 @@ class UsedSettings:
                 )
 
 
-def check_group(rule: Rule, group: Group) -> None:
+def check_group(group: Group) -> None:
     """Raise if a group cannot be optimized; set a missing `max_lr` to `lr` with decouple_lr=True.
 
     Raises:
@@ -150,6 +182,7 @@ def check_group(rule: Rule, group: Group) -> None:
         UnsupportedTensorError: a parameter is complex, integer, sparse or a DTensor of partial sums, or its elements share
             memory.
     """
+    rule, ranges = rule_of(group), Hyperparameters.RANGES
     for name in ("decouple_lr", "maximize", "capturable"):
         if not isinstance(group[name], bool):
             raise InvalidArgumentError(f"{name}={group[name]!r} must be True or False.")
@@ -160,11 +193,11 @@ def check_group(rule: Rule, group: Group) -> None:
                 f"decouple_lr=True has no meaning for {rule.name}, whose weight_decay is added to the gradient; use AdamW."
             )
         if group["max_lr"] is None:
-            check_number("lr", float(lr) if isinstance(lr, Tensor) else lr, RANGES["learning_rate"])
+            check_number("lr", float(lr) if isinstance(lr, Tensor) else lr, ranges["learning_rate"])
             group["max_lr"] = float(lr)
-            check_number("max_lr (taken from lr)", group["max_lr"], RANGES["max_lr"])
+            check_number("max_lr (taken from lr)", group["max_lr"], ranges["max_lr"])
     elif group["max_lr"] is not None:
-        check_number("max_lr", group["max_lr"], RANGES["max_lr"])
+        check_number("max_lr", group["max_lr"], ranges["max_lr"])
     checked = hyperparameters(group)
     if len(set(group["params"])) < len(group["params"]):
         raise InvalidArgumentError(
@@ -180,12 +213,12 @@ def check_group(rule: Rule, group: Group) -> None:
 
 def on_device(current: Hyperparameters) -> bool:
     """Whether a hyperparameter is a tensor on a device."""
-    return any(isinstance(getattr(current, field), Tensor) for field in RANGES)
+    return any(isinstance(getattr(current, field), Tensor) for field in current.RANGES)
 
 
 def check_device(current: Hyperparameters, parameter: Tensor) -> None:
     """Raise `InvalidArgumentError` if a hyperparameter is on a device from which the parameter's update cannot read it."""
-    for field in RANGES:
+    for field in current.RANGES:
         value = getattr(current, field)
         if isinstance(value, Tensor) and value.device.type not in ("cpu", parameter.device.type):
             name = NAMES.get(field, field)
@@ -244,5 +277,6 @@ def check_gradient(parameter: Tensor, gradient: Tensor) -> None:
 
 def moment_dtypes(group: Mapping[str, Any], parameter_dtype: str, checked: Hyperparameters) -> dtypes.StateDtypes:
     """Return the dtypes of a parameter's moments in this group."""
-    asked = None if group["state_dtype"] is None else dtype_name(group["state_dtype"])
-    return dtypes.state_dtypes(parameter_dtype, checked.beta2, asked, asked)
+    rule = rule_of(group)
+    asked = None if group["state_dtype"] is None else [dtype_name(group["state_dtype"])] * len(rule.fields)
+    return dtypes.state_dtypes(rule.fields, parameter_dtype, rule.decays(checked), asked)

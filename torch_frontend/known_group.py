@@ -9,10 +9,8 @@ import torch
 from torch import Tensor
 
 from .backends.numbers import GroupSettings
-from .changing_betas import BETAS_OF_MOMENTS, betas_of, default_betas_of_moments, follow_betas
-from .groups import SETTINGS, Group, SeenTensor, check_device, fingerprint, hyperparameters, on_device
-
-_BETAS = SETTINGS.index("betas")  # in a fingerprint
+from .changing_betas import BETAS_OF_MOMENTS, default_betas_of_moments, follow_betas
+from .groups import Group, SeenTensor, check_device, fingerprint, hyperparameters, on_device, settings_of
 
 
 class KnownGroup:
@@ -22,6 +20,8 @@ class KnownGroup:
         default_betas_of_moments(group)
         self.group = group
         self.settings = settings
+        debiased = any(field.beta for field in settings.rule.fields)
+        self._betas = settings_of(settings.rule).index("betas") if debiased else None  # in a fingerprint
         self.ids = dict.fromkeys(map(id, group["params"]))
         self._order = list(self.ids)
         self._seen = fingerprint(group)
@@ -34,7 +34,9 @@ class KnownGroup:
         Tensors on a device are not read. They count as changed when they are replaced or written to, and whenever a CUDA graph
         is captured, in whose replays they may be.
         """
-        betas = self._seen[_BETAS]
+        if self._betas is None:
+            return False
+        betas = self._seen[self._betas]
         if betas == self.group[BETAS_OF_MOMENTS]:
             return False
         on_device = any(isinstance(beta, SeenTensor) for beta in betas)
@@ -42,8 +44,8 @@ class KnownGroup:
 
     def follow_betas(self, states: Mapping[Tensor, dict[str, Any]]) -> None:
         """Express the group's moments, in the states of its parameters, under its betas."""
-        follow_betas(self.group, betas_of(self.settings.hyperparameters), states)
-        self._followed = self._seen[_BETAS]
+        follow_betas(self.group, self.settings.rule.decays(self.settings.hyperparameters), states)
+        self._followed = self._seen[self._betas] if self._betas is not None else None
 
     def is_current(self, group: Group) -> bool:
         """Whether it is the same group with the same parameters and storage settings."""

@@ -18,6 +18,7 @@ from .changing_betas import default_betas_of_moments
 from .communication.shards import is_released
 from .finiteness import SkipCount, each_finite
 from .groups import PLAIN_GRADIENT, Group, check_gradient, check_group, hyperparameters
+from .signatures import signature_of
 from .updates import TensorUpdates
 
 if TYPE_CHECKING:
@@ -27,7 +28,7 @@ ON_NONFINITE = ("propagate", "skip", "raise")
 
 
 class ReleasableOptimizer(TensorUpdates):
-    """Base class of StableAdamW, AdamW and Adam.
+    """Base class of the optimizers.
 
     Attributes:
         rule: what the subclass computes.
@@ -38,24 +39,12 @@ class ReleasableOptimizer(TensorUpdates):
     _opt_called: bool  # read by torch's schedulers, which warn if step() was not called first
     _step_supports_amp_scaling = False  # GradScaler unscales the gradients before step(), as for most optimizers
 
-    def __init__(
-        self,
-        params: Any,
-        lr: float | Tensor = 1e-3,
-        betas: tuple[float, float] | None = None,
-        eps: float | None = None,
-        weight_decay: float | None = None,
-        *,
-        decouple_lr: bool = False,
-        max_lr: float | None = None,
-        compensation: str = "auto",
-        state_dtype: torch.dtype | None = None,
-        backend: str = "auto",
-        on_nonfinite: str = "propagate",
-        maximize: bool = False,
-        capturable: bool = False,
-        gradient_release: bool = False,
-    ) -> None:
+    def __init__(self, params: Any, *args: Any, **kwargs: Any) -> None:
+        bound = signature_of(self.rule).bind(params, *args, **kwargs)
+        bound.apply_defaults()
+        given = bound.arguments
+        _, backend, on_nonfinite, gradient_release = map(given.pop, ("params", "backend", "on_nonfinite", "gradient_release"))
+        state_dtype = given["state_dtype"]
         if on_nonfinite not in ON_NONFINITE:
             raise InvalidArgumentError(
                 f"on_nonfinite={on_nonfinite!r} is not known; it must be one of {', '.join(ON_NONFINITE)}."
@@ -71,19 +60,7 @@ class ReleasableOptimizer(TensorUpdates):
         self._optimizer_accumulation = False
         self._warned_of_decay = False
         self._forget_groups()
-        defaults = {
-            "lr": lr,
-            "betas": self.rule.betas if betas is None else betas,
-            "eps": self.rule.eps if eps is None else eps,
-            "weight_decay": self.rule.weight_decay if weight_decay is None else weight_decay,
-            "decouple_lr": decouple_lr,
-            "max_lr": max_lr,
-            "maximize": maximize,
-            "capturable": capturable,
-            "compensation": compensation,
-            "state_dtype": state_dtype,
-        }
-        super().__init__(params, defaults)
+        super().__init__(params, {"rule": self.rule.name, **given})
         self._backend = select_backend(backend, self._parameters())
 
     @property
@@ -126,7 +103,7 @@ class ReleasableOptimizer(TensorUpdates):
         super().add_param_group(param_group)
         group = self.param_groups[-1]
         try:
-            check_group(self.rule, group)
+            check_group(group)
             default_betas_of_moments(group)
             if self.release is not None:
                 self.release._check_ownership(group["params"])
@@ -236,7 +213,7 @@ class ReleasableOptimizer(TensorUpdates):
 
         handle = self.register_load_state_dict_pre_hook(check)  # runs last, after the user's own hooks
         try:
-            super().load_state_dict(saved_state.with_present_keys(state_dict))
+            super().load_state_dict(saved_state.with_present_keys(self.rule, state_dict))
         finally:
             handle.remove()
         with torch.no_grad():
@@ -254,6 +231,7 @@ class ReleasableOptimizer(TensorUpdates):
         super().__setstate__(state)
         self._forget_groups()
         for group in self.param_groups:
+            group.setdefault("rule", self.rule.name)  # which earlier versions did not save
             default_betas_of_moments(group)
         if isinstance(self.__dict__.get("_skipped"), int):
             self._skipped = SkipCount(self.__dict__["_skipped"])

@@ -14,19 +14,19 @@ from ..core.hyperparameters import Hyperparameters
 from ..core.rules import Rule
 from ..core.update import init_state
 from .array_ops import dtype_name, torch_ops
-from .backends.backend import EXP_AVG, EXP_AVG_SQ
+from .backends.backend import state_keys
 from .communication.shards import is_sharded, placements
-from .groups import SETTINGS, check_group, moment_dtypes
+from .groups import check_group, moment_dtypes, rule_of, settings_of
 
-REQUIRED = (*SETTINGS, "compensation", "state_dtype", "capturable")
-"""The keys of every parameter group of penstock's optimizers."""
 
-MOMENTS = (EXP_AVG, EXP_AVG_SQ)
-EARLIER_KEYS = {"exp_avg": EXP_AVG, "exp_avg_sq": EXP_AVG_SQ}
-"""What earlier versions called the keys of a parameter's state."""
+def required_keys(rule: Rule) -> tuple[str, ...]:
+    """Return the keys of every parameter group of penstock's optimizers with this rule; earlier versions had no "rule"."""
+    return (*settings_of(rule), "compensation", "state_dtype", "capturable")
 
-PER_ELEMENT = (*MOMENTS, "compensation")
-"""The keys of a parameter's state whose tensors have its shape."""
+
+def keys_per_element(rule: Rule) -> tuple[str, ...]:
+    """Return the keys of a parameter's state whose tensors have its shape."""
+    return (*state_keys(rule), "compensation")
 
 
 def initial_state(group: Mapping[str, Any], parameter: Tensor, current: Hyperparameters) -> dict[str, Tensor]:
@@ -41,24 +41,25 @@ def initial_state(group: Mapping[str, Any], parameter: Tensor, current: Hyperpar
     fresh = init_state(torch_ops, parameter, moment_dtypes(group, name, current), compensated)
     place = parameter.device if group["capturable"] else "cpu"
     state = {"step": torch.zeros((), dtype=torch.float32, device=place)}
-    state |= {EXP_AVG: fresh.exp_avg, EXP_AVG_SQ: fresh.exp_avg_sq}
+    state |= zip(state_keys(rule_of(group)), fresh.fields, strict=True)
     return state if fresh.compensation is None else {**state, "compensation": fresh.compensation}
 
 
-def check_fits(state: Mapping[str, Any], parameter: Tensor, compensation_dtype: str | None) -> None:
+def check_fits(rule: Rule, state: Mapping[str, Any], parameter: Tensor, compensation_dtype: str | None) -> None:
     """Raise `RefusedError` if the parameter was converted or resized after its state was made.
 
     Args:
-        state: of the parameter.
+        rule, state: of the parameter.
         compensation_dtype: the dtype that its compensation must have, or None for no compensation.
     """
     kept = state.get("compensation")
     has = None if kept is None else dtype_name(kept.dtype)
-    if has == compensation_dtype and state[EXP_AVG].shape == parameter.shape:
+    shape = next((state[key].shape for key in state_keys(rule)), parameter.shape)
+    if has == compensation_dtype and shape == parameter.shape:
         return
     raise RefusedError(
         f"the state of a parameter of shape {tuple(parameter.shape)} and dtype {dtype_name(parameter.dtype)} is of shape "
-        f"{tuple(state[EXP_AVG].shape)} and has {'no compensation' if has is None else f'a compensation of dtype {has}'}: "
+        f"{tuple(shape)} and has {'no compensation' if has is None else f'a compensation of dtype {has}'}: "
         "the model was converted or resized, or compensation= of the group changed, after the first step. Convert the model "
         "first and construct the optimizer (and the release) then; export_state and import_state carry its moments over."
     )
@@ -77,10 +78,11 @@ def sendable(state_dict: dict[str, Any]) -> dict[str, Any]:
     return {**state_dict, "state": states}
 
 
-def with_present_keys(state_dict: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a state_dict of this or an earlier version with the keys of this one."""
+def with_present_keys(rule: Rule, state_dict: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a state_dict of this or an earlier version, which called debiased fields by their names, with present keys."""
+    present = {field.name: key for field, key in zip(rule.fields, state_keys(rule), strict=True)}
     states = state_dict.get("state") or {}
-    renamed = {i: {EARLIER_KEYS.get(key, key): value for key, value in state.items()} for i, state in states.items()}
+    renamed = {i: {present.get(key, key): value for key, value in state.items()} for i, state in states.items()}
     return {**state_dict, "state": renamed} if "state" in state_dict else dict(state_dict)
 
 
@@ -101,7 +103,7 @@ def check_loadable(rule: Rule, state_dict: Mapping[str, Any], groups: list[dict[
         raise InvalidArgumentError(
             "state_dict has no 'param_groups' and 'state'; give what an optimizer's state_dict() returned."
         )
-    if any(key not in group for group in saved_groups for key in REQUIRED):
+    if any(key not in group for group in saved_groups for key in required_keys(rule)):
         raise InvalidArgumentError(
             "state_dict comes from another optimizer than penstock's: its moments are debiased elsewhere. Load it into "
             "that optimizer, and take its state over with export_state and import_state, or a checkpoint of Transformers' "
@@ -118,14 +120,20 @@ def check_loadable(rule: Rule, state_dict: Mapping[str, Any], groups: list[dict[
                 f"parameter group {number} of state_dict has {len(saved['params'])} parameters, the optimizer's has "
                 f"{len(group['params'])}; construct it as the saved one was."
             )
-        check_group(rule, {**saved, "params": group["params"]})
+        if saved.get("rule", group["rule"]) != group["rule"]:
+            raise InvalidArgumentError(
+                f"parameter group {number} of state_dict is of the rule {saved['rule']!r}, the optimizer's is of "
+                f"{group['rule']!r}; construct the optimizer that was saved, or take its moments over with export_state, "
+                "penstock convert --rule and import_state."
+            )
+        check_group({"rule": rule.name, **saved, "params": group["params"]})
         for index, parameter in zip(saved["params"], group["params"], strict=True):
             described = f"parameter {index} of group {number}"
             expected = compensation.resolve(saved["compensation"], dtype_name(parameter.dtype))
-            _check_tensor_state(states.get(index, {}), parameter, expected, described)
+            _check_tensor_state(rule, states.get(index, {}), parameter, expected, described)
 
 
-def _check_tensor_state(state: Mapping[str, Any], parameter: Tensor, expected: str, described: str) -> None:
+def _check_tensor_state(rule: Rule, state: Mapping[str, Any], parameter: Tensor, expected: str, described: str) -> None:
     kept = state.get("compensation")
     has = None if kept is None else dtype_name(_saved_dtype("compensation", kept))
     wants = compensation.compensation_dtype(expected, dtype_name(parameter.dtype))
@@ -134,7 +142,7 @@ def _check_tensor_state(state: Mapping[str, Any], parameter: Tensor, expected: s
             f"the compensation of {described} is {has} in state_dict, and a parameter of dtype {dtype_name(parameter.dtype)} "
             f"needs {wants}; load it into a model of the dtype that it was saved with."
         )
-    for key in PER_ELEMENT:
+    for key in keys_per_element(rule):
         value: Tensor | None = state.get(key)
         if value is not None and value.shape != parameter.shape:
             raise InvalidArgumentError(
@@ -147,8 +155,8 @@ def _check_tensor_state(state: Mapping[str, Any], parameter: Tensor, expected: s
                 f"{placements(parameter) or 'none'}; load it with torch.distributed.checkpoint.state_dict's "
                 "set_optimizer_state_dict, which distributes it."
             )
-    if state and any(key not in state for key in ("step", *MOMENTS)):
-        missing = ", ".join(key for key in ("step", *MOMENTS) if key not in state)
+    missing = ", ".join(key for key in ("step", *state_keys(rule)) if key not in state)
+    if state and missing:
         raise InvalidArgumentError(f"the state of {described} lacks {missing}; the file is damaged or of another optimizer.")
 
 
@@ -160,7 +168,7 @@ def restore_tensors(saved: Mapping[str, Any], groups: list[dict[str, Any]], stat
             if step is not None and not isinstance(step, Tensor):  # as torch's optimizers accept it
                 place = parameter.device if group["capturable"] else "cpu"
                 state[parameter]["step"] = torch.tensor(float(step), dtype=torch.float32, device=place)
-            for key in PER_ELEMENT:
+            for key in keys_per_element(rule_of(group)):
                 value = saved["state"].get(index, {}).get(key)
                 if not isinstance(value, Tensor):
                     continue

@@ -20,7 +20,7 @@ from .backends.numbers import GroupSettings
 from .changing_betas import check_between_updates
 from .communication.shards import LocalState, is_sharded, local, means_over_shards, shard_of
 from .finiteness import SkipCount
-from .groups import check_device, hyperparameters
+from .groups import check_device, hyperparameters, rule_of
 from .known_group import KnownGroup
 
 
@@ -218,7 +218,7 @@ class TensorUpdates(Optimizer):
         groups = self.param_groups
         known = self._groups
         if len(known) != len(groups) or not all(map(KnownGroup.is_current, known, groups)):
-            fresh = [KnownGroup(group, GroupSettings(hyperparameters(group))) for group in groups]
+            fresh = [KnownGroup(group, GroupSettings(rule_of(group), hyperparameters(group))) for group in groups]
             self._follow_betas(fresh)
             self._forget_groups()
             self._groups = fresh
@@ -264,10 +264,10 @@ class TensorUpdates(Optimizer):
         state = self.state[parameter]
         if not state:
             state.update(saved_state.initial_state(group, parameter, current))
-        saved_state.check_fits(state, parameter, compensations.compensation_dtype(compensation, name))
+        saved_state.check_fits(entry.settings.rule, state, parameter, compensations.compensation_dtype(compensation, name))
         shard = shard_of(parameter)
         here = state if shard is None else LocalState(state)
-        slot = TensorSlot(local(parameter), here, compensation, self.rule, entry.settings, group["capturable"], shard)
+        slot = TensorSlot(local(parameter), here, compensation, entry.settings.rule, entry.settings, group["capturable"], shard)
         slot.kind = parameter.shape, parameter.dtype, parameter.device
         self._slots[id(parameter)] = slot
         return slot

@@ -11,7 +11,7 @@ import torch
 from penstock.core.array_ops import numpy_ops
 from penstock.core.compensation import possible
 from penstock.core.dtypes import PARAMETER_DTYPES
-from penstock.core.moments import bias_corrections
+from penstock.core.rules.adam_family import bias_corrections
 from penstock.core.update import TensorState, accumulate, apply, update
 from penstock.parity.backends import choose
 from penstock.parity.backends.torch_arguments import to_numpy
@@ -20,8 +20,8 @@ from penstock.parity.cases import QUICK_STEP_COUNTS
 from penstock.parity.sections import select
 from penstock.parity.suite import run_sections
 from penstock.torch_frontend import Adam, AdamW, StableAdamW
+from penstock.torch_frontend.backends.backend import EXP_AVG, EXP_AVG_SQ
 from penstock.torch_frontend.groups import hyperparameters
-from penstock.torch_frontend.state import MOMENTS
 
 from .setting import BETAS, Setting
 
@@ -76,7 +76,7 @@ def _largest_ratio(setting: Setting, optimizer_class: Any, dtype: torch.dtype, c
     backend, current = optimizer._backend, hyperparameters(optimizer.param_groups[0])
     state = optimizer._slot(p).state
     stored = to_numpy(state["compensation"]) if compensation != "none" else None
-    expected = TensorState(*(to_numpy(state[key]) for key in MOMENTS), stored)
+    expected = TensorState(tuple(to_numpy(state[key]) for key in (EXP_AVG, EXP_AVG_SQ)), stored)
     parameter = to_numpy(p)
     for t, given in enumerate((gradients[:1], gradients[1:4], gradients[4:5]), 1):
         slot, corrections = optimizer._slot(p), bias_corrections(current, t, np)
@@ -96,7 +96,9 @@ def _largest_ratio(setting: Setting, optimizer_class: Any, dtype: torch.dtype, c
                 parameter, expected = apply(*common, compensation, parameter, expected)
         slot.state["step"] += 1
     pairs = [(p, parameter, dtype)]
-    pairs += [(state[key], moment, state[key].dtype) for key, moment in zip(MOMENTS, expected[:2], strict=True)]
+    pairs += [
+        (state[key], moment, state[key].dtype) for key, moment in zip((EXP_AVG, EXP_AVG_SQ), expected.fields, strict=True)
+    ]
     ratios = []
     for got, right, kind in pairs:
         error = np.abs(to_numpy(got).astype(np.float64) - right.astype(np.float64))

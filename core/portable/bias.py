@@ -17,79 +17,95 @@ Source: Kingma and Ba, 2015, https://arxiv.org/abs/1412.6980, algorithm 1.
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 
 from ..array_ops import numpy_dtype, numpy_ops
-from ..dtypes import StateDtypes
+from ..debiasing import one_minus_power
 from ..errors import InvalidArgumentError
-from ..moments import Moments, one_minus_power
+from ..rules import RULES, Rule
 from ..update import rebiased
 from .state import ParameterState, PortableState
 
-Betas = tuple[float, float]
+Decays = tuple[float | None, ...]
+"""The beta that each field of a rule is debiased by; None for one that is not."""
+
+Fields = Mapping[str, np.ndarray]
+"""The fields of a rule by name, in its order."""
 
 
-def bias_correction(beta: float, step: int) -> float:
-    """Return 1 - beta^t; 1 before the first update, when there is nothing to correct.
+def bias_correction(beta: float | None, step: int) -> float:
+    """Return 1 - beta^t; 1 before the first update, when there is nothing to correct, and for a field that is not debiased.
 
     Args:
-        beta: in [0, 1).
+        beta: in [0, 1), or None.
         step: t, the number of updates so far.
     """
-    return one_minus_power(beta, step, np) if step > 0 else 1.0
+    return one_minus_power(beta, step, np) if step > 0 and beta is not None else 1.0
 
 
-def without_bias(biased: Moments, betas: Betas, step: int, dtypes: StateDtypes) -> Moments:
-    """Return the debiased moments of biased ones.
+def without_bias(biased: Fields, decays: Decays, step: int, dtypes: Sequence[str]) -> dict[str, np.ndarray]:
+    """Return the debiased fields of biased ones.
 
     Args:
         biased: arrays of one shape, any floating-point dtype.
-        betas: those of the optimizer.
+        decays: those of the optimizer.
         step: of the parameter.
         dtypes: of the result.
     """
-    wide = [moment.astype(np.float64) / bias_correction(beta, step) for moment, beta in zip(biased, betas, strict=True)]
-    return Moments(*(x.astype(numpy_dtype(dtype)) for x, dtype in zip(wide, dtypes, strict=True)))
+    return {
+        name: (array.astype(np.float64) / bias_correction(beta, step)).astype(numpy_dtype(dtype))
+        for (name, array), beta, dtype in zip(biased.items(), decays, dtypes, strict=True)
+    }
 
 
-def with_bias(name: str, debiased: Moments, betas: Betas, step: int, dtypes: StateDtypes) -> Moments:
-    """Return the biased moments of debiased ones; arguments as for `without_bias`.
+def with_bias(
+    rule: Rule, name: str, debiased: Fields, decays: Decays, step: int, dtypes: Sequence[str]
+) -> dict[str, np.ndarray]:
+    """Return the biased fields of debiased ones; arguments as for `without_bias`.
 
     Raises:
         InvalidArgumentError: `dtypes` cannot hold them; the text has the parameter's `name`.
     """
-    rounded = []
-    for field, moment, beta, dtype in zip(Moments._fields, debiased, betas, dtypes, strict=True):
-        wide = moment.astype(np.float64) * bias_correction(beta, step)
+    rounded = {}
+    for field, beta, dtype in zip(rule.fields, decays, dtypes, strict=True):
+        wide = debiased[field.name].astype(np.float64) * bias_correction(beta, step)
         with np.errstate(over="ignore"):
             kept = wide.astype(numpy_dtype(dtype))
         # Below float32's range a second moment is far below any eps; in float16 it is not, and m/(0+eps) would explode.
-        lost = dtype == "float16" and field == "exp_avg_sq" and bool(((kept == 0) & (wide != 0)).any())
+        lost = dtype == "float16" and field.of_squares and bool(((kept == 0) & (wide != 0)).any())
         if lost or not np.isfinite(kept).all():
             raise InvalidArgumentError(
-                f"{field} of {name!r} does not fit into {dtype}, in which the optimizer keeps it; use float32 parameters."
+                f"{field.name} of {name!r} does not fit into {dtype}, in which the optimizer keeps it; use float32 parameters."
             )
-        rounded.append(kept)
-    return Moments(*rounded)
+        rounded[field.name] = kept
+    return rounded
 
 
-def under_betas(moments: Moments, step: int, before: Betas, after: Betas) -> Moments:
-    """Return moments, debiased under the betas `before`, as debiased under `after`; bit for bit if these are equal."""
-    pairs = zip(moments, before, after, strict=True)
-    return Moments(*(rebiased(numpy_ops, moment, step, old, new) for moment, old, new in pairs))
+def under_decays(fields: Fields, step: int, before: Decays, after: Decays) -> dict[str, np.ndarray]:
+    """Return fields, debiased by `before`, as debiased by `after`; bit for bit where these are equal."""
+    return {
+        name: array if old is None else rebiased(numpy_ops, array, step, old, new)
+        for (name, array), old, new in zip(fields.items(), before, after, strict=True)
+    }
 
 
-def betas_of(state: PortableState, name: str) -> Betas | None:
-    """Return the betas under which the moments of a parameter are debiased; None where its group does not tell."""
+def decays_in(state: PortableState, name: str) -> Decays | None:
+    """Return the betas that the fields of a parameter are debiased by; None where its group does not tell one of them."""
     (group,) = (group.hyperparameters for group in state.groups if name in group.parameters)
-    beta1, beta2 = group.get("beta1"), group.get("beta2")
-    return None if beta1 is None or beta2 is None else (beta1, beta2)
+    return decays_of(RULES[state.rule], group)
 
 
-def for_betas(entry: ParameterState, before: Betas | None, after: Betas | None) -> ParameterState:
-    """Return an entry with its moments, debiased under `before`, as debiased under `after`; unknown betas are the other's."""
+def decays_of(rule: Rule, hyperparameters: Mapping[str, float | bool | None]) -> Decays | None:
+    """Return the betas that the fields of a rule are debiased by; None where the hyperparameters lack one of them."""
+    found = tuple(None if field.beta is None else hyperparameters.get(field.beta) for field in rule.fields)
+    missing = any(beta is None and field.beta is not None for beta, field in zip(found, rule.fields, strict=True))
+    return None if missing else found
+
+
+def for_decays(entry: ParameterState, before: Decays | None, after: Decays | None) -> ParameterState:
+    """Return an entry with its fields, debiased by `before`, as debiased by `after`; unknown betas are the other's."""
     if before is None or after is None:
         return entry
-    moments = under_betas(Moments(entry.exp_avg, entry.exp_avg_sq), entry.step, before, after)
-    return dataclasses.replace(entry, **moments._asdict())
+    return dataclasses.replace(entry, fields=under_decays(entry.fields, entry.step, before, after))

@@ -1,8 +1,8 @@
 """The file of a portable state: `save`, `load`, and `describe`, which reads no arrays.
 
-Of every parameter NAME the file has the tensors "exp_avg/NAME", "exp_avg_sq/NAME" and "step/NAME" (int64, 0-d), and where
-there are any "compensation/NAME" and "parameter/NAME". The document says the rest: the rule, the groups, and each parameter's
-dtype, shape and compensation. `core.portable.safetensors` has the bytes.
+Of every parameter NAME the file has the tensors FIELD/NAME for each field of its rule ("exp_avg/NAME"), "step/NAME" (int64,
+0-d), and where there are any "compensation/NAME" and "parameter/NAME". The document says the rest: the rule, the groups, and
+each parameter's dtype, shape and compensation. `core.portable.safetensors` has the bytes.
 """
 
 from __future__ import annotations
@@ -14,8 +14,9 @@ from typing import Any
 import numpy as np
 
 from ..errors import PenstockError
+from ..rules import RULES, Rule
 from .safetensors import Path, Reader, shown, write
-from .state import ARRAYS, Layout, ParameterState, PortableGroup, PortableState, check_groups
+from .state import Layout, ParameterState, PortableGroup, PortableState, array_names, check_groups, check_rule
 
 
 @dataclasses.dataclass(frozen=True)
@@ -27,7 +28,7 @@ class ParameterDescription:
         shape: of the parameter.
         compensated: "none", "kahan" or "split".
         step: updates so far.
-        dtypes: of those of `ARRAYS` that the file has.
+        dtypes: of those arrays that the file has.
     """
 
     dtype: str
@@ -98,12 +99,8 @@ def load(path: Path) -> PortableState:
     with Reader(path) as reader:
         about = _describe(reader)
         parameters = {
-            name: ParameterState(
-                parameter.dtype,
-                parameter.shape,
-                parameter.compensated,
-                parameter.step,
-                **{field: reader.read(f"{field}/{name}") for field in parameter.dtypes},
+            name: ParameterState(parameter.dtype, parameter.shape, parameter.compensated, parameter.step, {}).with_arrays(
+                parameter.shape, {field: reader.read(f"{field}/{name}") for field in parameter.dtypes}
             )
             for name, parameter in about.parameters.items()
         }
@@ -138,15 +135,19 @@ def _describe(reader: Reader) -> Description:
     rule = _kind(reader, "the rule", document["rule"], str)
     groups = tuple(_group(reader, group) for group in _kind(reader, "the groups", document["groups"], list))
     rows = _kind(reader, "the parameters", document["parameters"], dict)
-    layouts = {name: _layout(reader, name, row) for name, row in rows.items()}
+    try:
+        check_rule(rule)
+    except PenstockError as error:
+        reader.refuse(str(error).removesuffix("."))
+    layouts = {name: _layout(reader, RULES[rule], name, row) for name, row in rows.items()}
     wanted = {f"{field}/{name}" for name, layout in layouts.items() for field in ("step", *layout.arrays)}
     if extra := sorted(set(reader.entries) - wanted):
         reader.refuse(f"it has an array {shown(extra[0])}, which belongs to no parameter of it")
     parameters = {}
     try:
-        check_groups(rule, groups, layouts)
+        check_groups(groups, layouts)
         for name, layout in layouts.items():
-            layout.check(name)
+            layout.check(name, RULES[rule])
     except PenstockError as error:
         reader.refuse(str(error).removesuffix("."))
     for name, layout in layouts.items():
@@ -177,13 +178,13 @@ def _group(reader: Reader, row: Any) -> PortableGroup:
     return PortableGroup(hyperparameters, tuple(names))
 
 
-def _layout(reader: Reader, name: str, row: Any) -> Layout:
+def _layout(reader: Reader, rule: Rule, name: str, row: Any) -> Layout:
     """Return the dtypes and shapes of a parameter and of its arrays in the file."""
     what = f"parameter {shown(name)}"
     dtype, shape, compensated = _record(reader, what, row, dtype=str, shape=list, compensated=str)
     for length in shape:
         _kind(reader, f"a length in the shape of {what}", length, int)
-    found = {field: reader.entries.get(f"{field}/{name}") for field in ("step", *ARRAYS)}
+    found = {field: reader.entries.get(f"{field}/{name}") for field in ("step", *array_names(rule))}
     if (step := found.pop("step")) is None or (step.dtype, step.shape) != ("int64", ()):
         reader.refuse(f"{what} has no step, one int64")
     arrays = {field: (entry.dtype, entry.shape) for field, entry in found.items() if entry is not None}

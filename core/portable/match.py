@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Collection, Mapping
+from types import MappingProxyType
 
 import numpy as np
 
@@ -32,14 +33,13 @@ class Expected:
     Args:
         dtype, shape: of the parameter.
         compensated: resolved: "none", "kahan" or "split".
-        exp_avg, exp_avg_sq: dtypes of its moments; None where the caller rounds them himself.
+        fields: dtypes of its rule's fields by name; None where the caller rounds them himself.
     """
 
     dtype: str
     shape: tuple[int, ...]
     compensated: str
-    exp_avg: str | None
-    exp_avg_sq: str | None
+    fields: Mapping[str, str | None]
 
 
 def matched(
@@ -48,7 +48,7 @@ def matched(
     expected: Mapping[str, Expected],
     *,
     parameters: bool,
-    arguments: tuple[str, str] = ("state_dtype", "state_dtype"),
+    arguments: Mapping[str, str] = MappingProxyType({}),
 ) -> dict[str, ParameterState]:
     """Return the parameters of a state with arrays in the optimizer's dtypes.
 
@@ -60,7 +60,7 @@ def matched(
         rule: the optimizer's.
         expected: what the optimizer keeps, by name.
         parameters: whether the parameters themselves are wanted.
-        arguments: how the optimizer calls the dtypes of its two moments, for the errors.
+        arguments: how the optimizer calls the dtypes of its fields, by field, for the errors; "state_dtype" where not given.
 
     Raises:
         InvalidArgumentError: it is another optimizer's or model's, or it would lose digits; the text names the remedy.
@@ -125,7 +125,7 @@ def _check_names(found: Collection[str], expected: Collection[str]) -> None:
         )
 
 
-def _matched(name: str, entry: ParameterState, expected: Expected, arguments: tuple[str, str]) -> ParameterState:
+def _matched(name: str, entry: ParameterState, expected: Expected, arguments: Mapping[str, str]) -> ParameterState:
     if entry.shape != expected.shape:
         raise InvalidArgumentError(
             f"parameter {name!r} has shape {entry.shape} in the state and {expected.shape} in the model; if it is transposed, "
@@ -137,23 +137,25 @@ def _matched(name: str, entry: ParameterState, expected: Expected, arguments: tu
         )
     return dataclasses.replace(
         entry,
-        exp_avg=_widened(name, "exp_avg", entry.exp_avg, expected.exp_avg, arguments[0]),
-        exp_avg_sq=_widened(name, "exp_avg_sq", entry.exp_avg_sq, expected.exp_avg_sq, arguments[1]),
+        fields={
+            field: _widened(name, field, entry.fields[field], dtype, arguments.get(field, "state_dtype"))
+            for field, dtype in expected.fields.items()
+        },
         compensated=expected.compensated,
         compensation=_compensation(name, entry, expected.compensated),
     )
 
 
-def _widened(name: str, field: str, moment: np.ndarray, dtype: str | None, argument: str) -> np.ndarray:
-    there = moment.dtype.name
+def _widened(name: str, field: str, array: np.ndarray, dtype: str | None, argument: str) -> np.ndarray:
+    there = array.dtype.name
     if dtype is None or dtype == there:
-        return moment
+        return array
     if dtype not in WIDER[there]:
         raise InvalidArgumentError(
             f"{field} of {name!r} is {there} in the state, and the optimizer keeps it in {dtype}, which would round it; "
             f"construct the optimizer with {argument}={there}."
         )
-    return moment.astype(numpy_dtype(dtype))
+    return array.astype(numpy_dtype(dtype))
 
 
 def _compensation(name: str, entry: ParameterState, compensated: str) -> np.ndarray | None:

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
 from ..errors import InvalidArgumentError
+from ..rules import RULES
 from .names import Line, Table, check, each, inverted
-from .state import ARRAYS, ParameterState, PortableGroup, PortableState, listed
+from .state import ParameterState, PortableGroup, PortableState, array_names, listed
 
 CONVENTIONS = (("kernel", "weight"), ("weight", "kernel"))
 """Last parts of names of which one side's array is transposed: flax has kernels [in, out], torch weights [out, in]."""
@@ -82,11 +82,12 @@ def is_square(shape: tuple[int, ...]) -> bool:
 def _check_stackable(layers: Sequence[str], state: PortableState) -> None:
     """Raise `InvalidArgumentError` unless these parameters can be stacked."""
     group = {name: number for number, one in enumerate(state.groups) for name in one.parameters}
+    names = array_names(RULES[state.rule])
 
     def kind(name: str) -> dict[str, Any]:
         one = state.parameters[name]
         arrays = one.arrays()
-        dtypes = {f"dtype of {field}": arrays[field].dtype.name if field in arrays else None for field in ARRAYS}
+        dtypes = {f"dtype of {field}": arrays[field].dtype.name if field in arrays else None for field in names}
         return dtypes | {"shape": one.shape, "compensation": one.compensated, "step": one.step, "group": group[name]}
 
     first = layers[0]
@@ -99,14 +100,16 @@ def _check_stackable(layers: Sequence[str], state: PortableState) -> None:
                 )
 
 
-def _changed(parameter: ParameterState, change: Callable[[str, np.ndarray], np.ndarray]) -> ParameterState:
-    """Apply a change to each array of a parameter."""
-    arrays: dict[str, Any] = {field: change(field, array) for field, array in parameter.arrays().items()}
-    return dataclasses.replace(parameter, shape=arrays["exp_avg"].shape, **arrays)
+def _changed(parameter: ParameterState, change: Callable[[np.ndarray], np.ndarray]) -> ParameterState:
+    """Apply a change of shape to each array of a parameter."""
+    shape = change(np.broadcast_to(np.int8(0), parameter.shape)).shape
+    return parameter.with_arrays(shape, {field: change(array) for field, array in parameter.arrays().items()})
 
 
 def _stacked(layers: list[ParameterState]) -> ParameterState:
-    return _changed(layers[0], lambda field, _: np.stack([getattr(layer, field) for layer in layers]))
+    columns = {field: [layer.arrays()[field] for layer in layers] for field in layers[0].arrays()}
+    shape = (len(layers), *layers[0].shape)
+    return layers[0].with_arrays(shape, {field: np.stack(column) for field, column in columns.items()})
 
 
 def _unstacked(line: Line, parameter: ParameterState) -> list[ParameterState]:
@@ -116,7 +119,7 @@ def _unstacked(line: Line, parameter: ParameterState) -> list[ParameterState]:
             f"{line.own!r} has shape {parameter.shape}, and names gives {count} names for the layers along its leading axis; "
             "give one for each layer."
         )
-    return [_changed(parameter, lambda _, array, n=n: array[n]) for n in range(count)]  # type: ignore[misc]
+    return [_changed(parameter, lambda array, n=n: array[n]) for n in range(count)]  # type: ignore[misc]
 
 
 def _last_parts(line: Line) -> tuple[str, str]:
@@ -145,4 +148,4 @@ def _transposed(parameter: ParameterState, line: Line, usual: Mapping[tuple[str,
         return parameter
     if line.axes is not None and len(line.axes) != len(parameter.shape):
         raise InvalidArgumentError(f"axes={line.axes} cannot be those of {own!r}, of shape {parameter.shape} (without layers).")
-    return _changed(parameter, lambda _, array: array.transpose(line.axes))
+    return _changed(parameter, lambda array: array.transpose(line.axes))

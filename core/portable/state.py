@@ -2,12 +2,12 @@ r"""Portable state: everything that a run needs to continue, as named numpy arra
 
 Every parameter has an entry of its own, whatever the framework's grouping or stacking of them:
 
-    exp_avg, exp_avg_sq   the *debiased* moments, as `core.moments` defines them, in the dtype in which they are kept
+    exp_avg and so on     the fields of its rule (debiased where the rule keeps them so), in the dtype in which they are kept
     compensation          the bits that a low-precision parameter cannot hold, or None
     step                  the number of updates applied to it
     parameter             the parameter itself, or None where the state was exported without
 
-The header says of which rule the moments are, and by groups the hyperparameters as they were; a stacked layer is one entry a
+The header says of which rule the fields are, and by groups the hyperparameters as they were; a stacked layer is one entry a
 layer. There are no Python objects in it: a file of it (`core.portable.file`) can be read without executing anything.
 """
 
@@ -24,10 +24,15 @@ import numpy as np
 from ..compensation import compensation_dtype, resolve
 from ..dtypes import PARAMETER_DTYPES, check_parameter_dtype
 from ..errors import InvalidArgumentError
-from ..rules import RULES
+from ..rules import RULES, Rule
 
-ARRAYS = ("exp_avg", "exp_avg_sq", "compensation", "parameter")
-"""The fields of a `ParameterState` that are arrays of the parameter's shape."""
+BESIDES = ("compensation", "parameter")
+"""The arrays of a `ParameterState` beside the fields of its rule; all have the parameter's shape."""
+
+
+def array_names(rule: Rule) -> tuple[str, ...]:
+    """Return the names of the arrays that a parameter of this rule may have."""
+    return (*(field.name for field in rule.fields), *BESIDES)
 
 
 def listed(names: Sequence[str], most: int = 5) -> str:
@@ -44,7 +49,7 @@ class Layout:
         dtype: of the parameter, one of `core.dtypes.PARAMETER_DTYPES`.
         shape: of the parameter.
         compensated: "none", "kahan" or "split".
-        arrays: dtype and shape of those of `ARRAYS` that there are.
+        arrays: dtype and shape of those of `array_names` that there are.
     """
 
     dtype: str
@@ -52,7 +57,7 @@ class Layout:
     compensated: str
     arrays: Mapping[str, tuple[str, tuple[int, ...]]]
 
-    def check(self, name: str) -> None:
+    def check(self, name: str, rule: Rule) -> None:
         """Raise `InvalidArgumentError` or `UnsupportedTensorError` unless they can be those of a parameter called `name`."""
         check_parameter_dtype(self.dtype, f"parameter {name!r}")
         if self.compensated == "auto" or resolve(self.compensated, self.dtype) != self.compensated:
@@ -63,21 +68,19 @@ class Layout:
             raise InvalidArgumentError(
                 f"the compensation of parameter {name!r} is {self.compensated!r}, but as an array it {there}."
             )
-        for moment in ("exp_avg", "exp_avg_sq"):
-            if moment not in self.arrays:
-                raise InvalidArgumentError(f"parameter {name!r} has no {moment}.")
-        possible = {
-            "exp_avg": PARAMETER_DTYPES,
-            "exp_avg_sq": PARAMETER_DTYPES,
-            "compensation": (compensation,),
-            "parameter": (self.dtype,),
-        }
-        for field, (dtype, shape) in self.arrays.items():
+        for field in rule.fields:
+            if field.name not in self.arrays:
+                raise InvalidArgumentError(f"parameter {name!r} has no {field.name}.")
+        possible: dict[str, tuple[str | None, ...]] = {field.name: PARAMETER_DTYPES for field in rule.fields}
+        possible |= {"compensation": (compensation,), "parameter": (self.dtype,)}
+        if odd := sorted(self.arrays.keys() - possible.keys()):
+            raise InvalidArgumentError(f"parameter {name!r} has {listed(odd)}, which {rule.name} does not keep.")
+        for array, (dtype, shape) in self.arrays.items():
             if shape != self.shape:
-                raise InvalidArgumentError(f"{field} of {name!r} has shape {shape}, the parameter has {self.shape}.")
-            if dtype not in possible[field]:
-                allowed = " or ".join(str(one) for one in possible[field])
-                raise InvalidArgumentError(f"{field} of {name!r} has dtype {dtype}; it must be {allowed}.")
+                raise InvalidArgumentError(f"{array} of {name!r} has shape {shape}, the parameter has {self.shape}.")
+            if dtype not in possible[array]:
+                allowed = " or ".join(str(one) for one in possible[array])
+                raise InvalidArgumentError(f"{array} of {name!r} has dtype {dtype}; it must be {allowed}.")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -89,8 +92,7 @@ class ParameterState:
         shape: of the parameter.
         compensated: "none", "kahan" or "split": what `compensation` is.
         step: updates so far, from 0 on.
-        exp_avg: debiased mean of the gradients, a floating-point array of the shape.
-        exp_avg_sq: debiased mean of their squares.
+        fields: those of its rule by name, floating-point arrays of the shape.
         compensation: int16 (split) or `dtype` (kahan), or None.
         parameter: in `dtype`, or None where the parameters are kept elsewhere.
     """
@@ -99,27 +101,33 @@ class ParameterState:
     shape: tuple[int, ...]
     compensated: str
     step: int
-    exp_avg: np.ndarray
-    exp_avg_sq: np.ndarray
+    fields: Mapping[str, np.ndarray]
     compensation: np.ndarray | None = None
     parameter: np.ndarray | None = None
 
     def arrays(self) -> dict[str, np.ndarray]:
-        """The arrays that exist, by name (`ARRAYS`)."""
-        found = {name: getattr(self, name) for name in ARRAYS}
-        return {name: array for name, array in found.items() if array is not None}
+        """The arrays that exist, by name (`array_names`)."""
+        besides = {name: array for name in BESIDES if (array := getattr(self, name)) is not None}
+        return {**self.fields, **besides}
 
-    def check(self, name: str) -> None:
+    def with_arrays(self, shape: tuple[int, ...], arrays: Mapping[str, np.ndarray]) -> ParameterState:
+        """Return it with other arrays, of this shape, under the names of `arrays()`."""
+        fields = {name: array for name, array in arrays.items() if name not in BESIDES}
+        besides: dict[str, Any] = {name: arrays.get(name) for name in BESIDES}
+        return dataclasses.replace(self, shape=shape, fields=fields, **besides)
+
+    def check(self, name: str, rule: Rule) -> None:
         """Raise `InvalidArgumentError` unless shapes, dtypes and numbers can be those of a parameter called `name`."""
         layouts = {field: (array.dtype.name, array.shape) for field, array in self.arrays().items()}
-        Layout(self.dtype, self.shape, self.compensated, layouts).check(name)
+        Layout(self.dtype, self.shape, self.compensated, layouts).check(name, rule)
         if not isinstance(self.step, int) or not 0 <= self.step < 2**63:
             raise InvalidArgumentError(f"step of parameter {name!r} is {self.step}; it must be an int, 0 or more.")
-        for field, array in self.arrays().items():
+        for kind, array in self.arrays().items():
             if array.dtype.kind != "i" and not np.isfinite(array).all():
-                raise InvalidArgumentError(f"{field} of {name!r} holds an infinity or a NaN: no run can go on from there.")
-        if (np.asarray(self.exp_avg_sq) < 0).any():
-            raise InvalidArgumentError(f"exp_avg_sq of {name!r} holds a negative number; a mean of squares has none.")
+                raise InvalidArgumentError(f"{kind} of {name!r} holds an infinity or a NaN: no run can go on from there.")
+        for field in rule.fields:
+            if field.of_squares and (np.asarray(self.fields[field.name]) < 0).any():
+                raise InvalidArgumentError(f"{field.name} of {name!r} holds a negative number; a mean of squares has none.")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -147,10 +155,14 @@ class PortableGroup:
                 )
 
 
-def check_groups(rule: str, groups: Sequence[PortableGroup], names: Iterable[str]) -> None:
-    """Raise `InvalidArgumentError` unless the rule is known and every parameter is in exactly one group."""
+def check_rule(rule: str) -> None:
+    """Raise `InvalidArgumentError` unless the rule is known."""
     if rule not in RULES:
         raise InvalidArgumentError(f"rule={rule!r} is not known; it must be one of {', '.join(RULES)}.")
+
+
+def check_groups(groups: Sequence[PortableGroup], names: Iterable[str]) -> None:
+    """Raise `InvalidArgumentError` unless every parameter is in exactly one group."""
     for number, group in enumerate(groups):
         group.check(number)
     grouped = Counter(name for group in groups for name in group.parameters)
@@ -178,9 +190,10 @@ class PortableState:
     parameters: Mapping[str, ParameterState]
 
     def __post_init__(self) -> None:
-        check_groups(self.rule, self.groups, self.parameters)
+        check_rule(self.rule)
+        check_groups(self.groups, self.parameters)
         for name, parameter in self.parameters.items():
-            parameter.check(name)
+            parameter.check(name, RULES[self.rule])
 
     @property
     def holds_parameters(self) -> bool:
@@ -189,10 +202,18 @@ class PortableState:
 
 
 def with_rule(state: PortableState, rule: str) -> PortableState:
-    """Return the state as another rule's, with the same arrays: m and v are means of g and g*g in every rule.
+    """Return the state as another rule's that keeps the same fields.
 
-    Adam's g has weight_decay*p in it, the others' has not: with weight decay its moments are only about theirs.
+    Adam's g has weight_decay*p in it, AdamW's has not: with weight decay its moments are only about theirs.
+
+    Raises:
+        InvalidArgumentError: the rule keeps other fields, or is not known.
     """
+    if rule in RULES and RULES[rule].fields != RULES[state.rule].fields:
+        raise InvalidArgumentError(
+            f"the fields of {state.rule!r} cannot be those of {rule!r}, which keeps "
+            f"{listed([field.name for field in RULES[rule].fields])}; start that rule with a fresh state."
+        )
     return dataclasses.replace(state, rule=rule)
 
 

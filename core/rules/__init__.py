@@ -1,12 +1,12 @@
-"""The rules, one in each file; tests and parity suite run over all rows of `RULES`."""
+"""The rules, one in each file; frontends, tests and the parity suite run over all rows of `RULES`."""
 
 from types import MappingProxyType
 
 from .adam import ADAM
 from .adamw import ADAMW
-from .rule import Rule
+from .rule import Entered, Field, Fields, Rule
 from .stable_adamw import STABLE_ADAMW
 
 RULES = MappingProxyType({rule.name: rule for rule in (STABLE_ADAMW, ADAMW, ADAM)})
 
-__all__ = ["ADAM", "ADAMW", "RULES", "STABLE_ADAMW", "Rule"]
+__all__ = ["ADAM", "ADAMW", "RULES", "STABLE_ADAMW", "Entered", "Field", "Fields", "Rule"]

@@ -1,8 +1,18 @@
-"""AdamW (Loshchilov and Hutter, 2019, https://arxiv.org/abs/1711.05101).
+"""AdamW (Loshchilov and Hutter, 2019)."""
 
-p <- p - lr * (m/(sqrt(v)+eps) + weight_decay*p)
-"""
+import dataclasses
 
-from .rule import Rule
+from .adam import ADAM
 
-ADAMW = Rule(name="adamw", clips_update=False, l2=False, betas=(0.9, 0.999), eps=1e-8, weight_decay=1e-2)
+ADAMW = dataclasses.replace(
+    ADAM,
+    name="adamw",
+    title="Adam with decoupled weight decay",
+    mathematics="""
+        m += c1*(g-m)    v += c2*(g*g-v)        c = (1-beta)/(1-beta^t)
+        p <- p - lr*(m/(sqrt(v)+eps) + weight_decay*p)
+    """,
+    source="Loshchilov and Hutter, 2019, https://arxiv.org/abs/1711.05101.",
+    defaults={**ADAM.defaults, "weight_decay": 1e-2},
+    l2=False,
+)

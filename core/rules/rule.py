@@ -1,24 +1,101 @@
-"""The description of a rule."""
+"""The description of a rule: what it keeps, how a gradient enters that, and what the step is proportional to."""
 
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple, Protocol
+
+from ..array_ops import Array
+from ..hyperparameters import Hyperparameters, Scalar
+
+Fields = tuple[Array, ...]
+"""The arrays that a rule keeps for one parameter, in the order of `Rule.fields`; inside a rule in the compute dtype."""
 
 
-@dataclasses.dataclass(frozen=True)
-class Rule:
-    """One optimizer of the Adam family: its differences from the others, and its defaults.
+class Field(NamedTuple):
+    """An array of the parameter's shape that a rule keeps between updates.
 
     Args:
-        name: its name in both frontends ("stable_adamw").
-        clips_update: divide the step by max(1, sqrt(mean_square)): Adafactor's update clipping.
-        l2: weight decay enters the gradient (L2 regularisation) instead of the step (decoupled decay).
-        betas, eps, weight_decay: its defaults.
+        name: in states and portable files ("exp_avg").
+        beta: the hyperparameter by which it is debiased: it is stored divided by 1-beta^t. None: it is not debiased.
+        of_squares: it is a mean of squares, for which a low precision has too little range, or never decays it.
     """
 
     name: str
-    clips_update: bool
-    l2: bool
-    betas: tuple[float, float]
-    eps: float
-    weight_decay: float
+    beta: str | None = None
+    of_squares: bool = False
+
+
+class Entered(NamedTuple):
+    """What entered the fields just now, for the directions that depend on it.
+
+    Args:
+        corrections: of this update.
+        before: the fields without the gradient.
+        gradient: as it entered them.
+    """
+
+    corrections: Any
+    before: Fields
+    gradient: Array
+
+
+class Accumulate(Protocol):
+    """Puts one micro-batch's gradient into the fields; the first of an update decays them."""
+
+    def __call__(self, current: Any, corrections: Any, fields: Fields, gradient: Array, xp: Any, *, first: bool) -> Fields:
+        """Return the new fields."""
+        ...
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+class Rule:
+    """One optimizer. Its functions are pure, and take the array namespace last; their arrays are in the compute dtype.
+
+    Args:
+        name: its name in both frontends ("stable_adamw").
+        title: what it is, in a few words.
+        mathematics: of one update, by lines; `lr` is the learning rate.
+        source: the paper.
+        fields: what it keeps for each parameter.
+        hyperparameters: what it needs besides arrays: a subclass of `Hyperparameters`.
+        defaults: of the hyperparameters that have one, by name.
+        corrections: from the hyperparameters and the number of this update to the scalars that follow from both: a tuple. The
+            rule reads its decays here only; elsewhere it may ask whether one is zero.
+        accumulate: the fields after one more gradient.
+        direction: from the hyperparameters, the fields and an `Entered` to what the step is proportional to, decoupled decay
+            apart.
+        mean_square: from the hyperparameters, the fields and the gradient to a 0-d array, by whose root the step is divided
+            where it is above 1 (Adafactor's update clipping). None: the rule does not clip.
+        l2: weight decay enters the gradient (L2 regularisation) instead of the step (decoupled decay).
+        clips_update: whether there is a mean_square.
+        needs_gradient: `direction` reads its `Entered`, so that no step can be taken from the fields alone.
+    """
+
+    name: str
+    title: str
+    mathematics: str
+    source: str
+    fields: tuple[Field, ...]
+    hyperparameters: type[Hyperparameters]
+    defaults: Mapping[str, Any]
+    corrections: Callable[[Any, Scalar, Any], Any]
+    accumulate: Accumulate
+    direction: Callable[[Any, Fields, Entered | None, Any], Array]
+    mean_square: Callable[[Any, Fields, Array, Any], Array] | None = None
+    l2: bool = False
+    needs_gradient: bool = False
+    clips_update: bool = dataclasses.field(init=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "clips_update", self.mean_square is not None)
+
+    @property
+    def betas(self) -> tuple[float, ...]:
+        """The defaults of beta1, beta2 and so on."""
+        return tuple(value for name, value in self.defaults.items() if name.startswith("beta"))
+
+    def decays(self, current: Hyperparameters) -> tuple[Scalar | None, ...]:
+        """Return the decay by which each field is debiased; None for one that is not."""
+        return tuple(None if field.beta is None else getattr(current, field.beta) for field in self.fields)

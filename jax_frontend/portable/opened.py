@@ -11,9 +11,8 @@ import jax
 import numpy as np
 import optax
 
-from ...core.dtypes import StateDtypes
 from ...core.errors import InvalidArgumentError, RefusedError
-from ...core.portable.bias import Betas
+from ...core.portable.bias import Decays, decays_of
 from ...core.portable.match import Expected
 from ...core.portable.names import Line, Names, each, table_of
 from ...core.portable.state import PortableGroup
@@ -25,7 +24,7 @@ from ..state import PyTree
 from ..train_state import TrainState, check_made_by
 from .arrays import check_readable, to_host
 from .optax_adam import Declared, check_decays, declared
-from .roles import BETAS, Kind, Part, parts_of, roles_of, zipped
+from .roles import Kind, Part, parts_of, roles_of, zipped
 
 
 @dataclasses.dataclass(frozen=True)
@@ -33,8 +32,10 @@ class Slot:
     """One parameter and the arrays of the optimizer state that belong to it; all with a layer axis where `layered`."""
 
     parameter: Any
-    arrays: dict[Kind, Any]
-    biased: bool  # the moments are Optax's
+    fields: dict[str, Any]  # of its rule, by name
+    compensation: Any  # or None
+    betas_kept: dict[str, Any]  # in the state, by core's names: what the fields are debiased by
+    biased: bool  # the fields are those of Optax's Adam
     count: Any  # number of updates; of each layer
     layered: bool
 
@@ -55,35 +56,33 @@ class Slot:
 
     @property
     def betas(self) -> dict[str, float]:
-        """The betas that its moments are debiased under, by the names of a portable state; empty where they are constant.
+        """The betas that its fields are debiased by, by the names of a portable state; empty where they are constant.
 
         Raises:
             RefusedError: the layers have different ones.
         """
         found = {}
-        for kind in BETAS:
-            if kind in self.arrays:
-                values = set(to_host(self.arrays[kind]).reshape(-1).tolist())
-                if len(values) > 1:
-                    raise RefusedError(
-                        f"the moments of the layers of a stack are debiased under different {kind.value}, {min(values)} to "
-                        f"{max(values)}: a wrapper such as optax.apply_if_finite has dropped updates of some. A file has one "
-                        "number for all layers of a parameter."
-                    )
-                found[kind.value] = float(values.pop())
+        for name, array in self.betas_kept.items():
+            values = set(to_host(array).reshape(-1).tolist())
+            if len(values) > 1:
+                raise RefusedError(
+                    f"the moments of the layers of a stack are debiased under different {name}, {min(values)} to "
+                    f"{max(values)}: a wrapper such as optax.apply_if_finite has dropped updates of some. A file has one "
+                    "number for all layers of a parameter."
+                )
+            found[name] = float(values.pop())
         return found
 
-    @property
-    def dtypes(self) -> StateDtypes:
-        """Dtypes of the moments."""
-        return StateDtypes(*(self.arrays[kind].dtype.name for kind in (Kind.EXP_AVG, Kind.EXP_AVG_SQ)))
+    def dtypes(self, rule: Rule) -> dict[str, str]:
+        """Dtypes of the fields of its rule, by name."""
+        return {field.name: self.fields[field.name].dtype.name for field in rule.fields}
 
-    @property
-    def expected(self) -> Expected:
+    def expected(self, rule: Rule) -> Expected:
         """The shapes, dtypes and compensation that a file must have for the parameter."""
-        dtype, kept = self.parameter.dtype.name, self.arrays.get(Kind.COMPENSATION)
+        dtype, kept = self.parameter.dtype.name, self.compensation
         compensated = "none" if kept is None else "split" if kept.dtype.name == "int16" else "kahan"
-        return Expected(dtype, self.parameter.shape, compensated, *((None, None) if self.biased else self.dtypes))
+        dtypes = self.dtypes(rule)
+        return Expected(dtype, self.parameter.shape, compensated, dict.fromkeys(dtypes) if self.biased else dtypes)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -93,7 +92,7 @@ class Opened:
     parts: list[tuple[Part, PyTree]]  # with the roles of their arrays
     slots: dict[str, Slot]  # of the parameters that an Adam updates, by name
     rule: Rule  # of all of them
-    betas: tuple[float, float] | None  # of Optax's Adam; None where there is none
+    betas: Decays | None  # of Optax's Adam; None where there is none
     settings: dict[str, Settings]  # hyperparameters by name of the parameter
 
     @classmethod
@@ -113,7 +112,7 @@ class Opened:
         _check_counts(parts, slots)
         biased = {name for name, slot in slots.items() if slot.biased}
         sources = _sources(tx, [part for part, _ in parts], [name for name in slots if name not in biased])
-        rules = {source.rule for source in sources.values()}
+        rules = {source.arguments.rule for source in sources.values()}
         settings: dict[str, Settings] = {
             n: {**settings_of(source.arguments, source.decays), **slots[n].betas} for n, source in sources.items()
         }
@@ -144,19 +143,19 @@ class Opened:
                     table.append(Line(name, tuple(part.name(path, layer=number) for number in range(leaf.shape[0]))))
         return table
 
-    def betas_after_import(self, in_file: Mapping[str, Betas | None]) -> dict[str, Betas | None]:
-        """Return the betas that the moments are debiased under after an import, by name; None where they are not known.
+    def decays_after_import(self, in_file: Mapping[str, Decays | None]) -> dict[str, Decays | None]:
+        """Return the betas that the fields are debiased by after an import, by name; None where they are not known.
 
         Constant betas stay. Those that the state keeps become the file's, in their dtype: of the first parameter that has them.
         """
         own = {name: dict(self.settings[name]) for name in self.slots}
         for part, roles in self.parts:
             for role, leaf in zipped(part, roles):
-                if role.kind in BETAS and (given := in_file[role.names[0]]) is not None:
-                    beta = float(np.asarray(given[BETAS.index(role.kind)], leaf.dtype))
+                if role.kind is Kind.BETA and (given := in_file[role.names[0]]) is not None:
+                    beta = float(np.asarray(beta_in(self.rule, given, role.field), leaf.dtype))
                     for name in role.names:
-                        own[name][role.kind.value] = beta
-        return {name: _betas(settings) for name, settings in own.items()}
+                        own[name][role.field] = beta
+        return {name: decays_of(self.rule, settings) for name, settings in own.items()}
 
     def groups(self) -> tuple[PortableGroup, ...]:
         """Return the parameters grouped by their hyperparameters."""
@@ -166,9 +165,9 @@ class Opened:
         return tuple(PortableGroup(dict(settings), tuple(sorted(found))) for settings, found in members.items())
 
 
-def _betas(settings: Settings) -> Betas | None:
-    beta1, beta2 = settings.get("beta1"), settings.get("beta2")
-    return None if beta1 is None or beta2 is None else (float(beta1), float(beta2))
+def beta_in(rule: Rule, decays: Decays, name: str) -> float | None:
+    """Return the beta of this name among the decays of a rule's fields."""
+    return next(decay for field, decay in zip(rule.fields, decays, strict=True) if field.beta == name)
 
 
 def _sources(tx: Any, parts: list[Part], names: Collection[str]) -> dict[str, Source]:
@@ -199,33 +198,36 @@ def _sources(tx: Any, parts: list[Part], names: Collection[str]) -> dict[str, So
 
 def _slots(part: Part, roles: PyTree) -> dict[str, Slot]:
     params = part.parameters()
-    arrays: dict[str, dict[Kind, Any]] = defaultdict(dict)
+    arrays: dict[tuple[Kind, str], dict[str, Any]] = defaultdict(dict)  # by kind and parameter
     counts: dict[str, Any] = {}
     biased = set()
     for role, leaf in zipped(part, roles):
-        if role.kind in (Kind.EXP_AVG, Kind.EXP_AVG_SQ, Kind.COMPENSATION):
+        if role.kind in (Kind.FIELD, Kind.COMPENSATION):
             (name,) = role.names
-            if role.kind in arrays[name]:
-                raise RefusedError(f"two transforms keep {role.kind.value} of {name!r}; a file has a place for one.")
-            arrays[name][role.kind] = leaf
+            if role.field in arrays[role.kind, name]:
+                raise RefusedError(f"two transforms keep {role.field} of {name!r}; a file has a place for one.")
+            arrays[role.kind, name][role.field] = leaf
             biased |= {name} if role.biased else set()
         elif role.kind is Kind.ZERO and to_host(leaf).any():
             raise RefusedError(
                 f"{role.where} of the optimizer state is {to_host(leaf)}: gradients are being accumulated, which a "
                 "portable state cannot hold. Take the last of the micro-steps first, or start from a fresh state."
             )
-        elif role.kind in BETAS:
+        elif role.kind is Kind.BETA:
             for name in role.names:
-                arrays[name][role.kind] = leaf
+                arrays[Kind.BETA, name][role.field] = leaf
         elif role.kind is Kind.COUNT:
             for name in role.names:
                 counts.setdefault(name, leaf)
-    for name, found in list(arrays.items()):
-        if Kind.EXP_AVG not in found:  # compensated, and updated by something without moments
-            if to_host(found[Kind.COMPENSATION]).any():
-                raise RefusedError(f"{name!r} is compensated, but no Adam updates it; a file would lose its compensation.")
-            del arrays[name]
-    return {name: Slot(params[name], found, name in biased, counts[name], part.layered) for name, found in arrays.items()}
+    slots = {}
+    for name, parameter in params.items():
+        fields, kept = arrays[Kind.FIELD, name], arrays[Kind.COMPENSATION, name].get("compensation")
+        if fields:
+            betas = arrays[Kind.BETA, name]
+            slots[name] = Slot(parameter, fields, kept, betas, name in biased, counts[name], part.layered)
+        elif kept is not None and to_host(kept).any():  # compensated, and updated by something without fields
+            raise RefusedError(f"{name!r} is compensated, but no Adam updates it; a file would lose its compensation.")
+    return slots
 
 
 def _check_arrays(tx: optax.GradientTransformation, part: Part, roles: PyTree) -> None:
@@ -239,7 +241,7 @@ def _check_arrays(tx: optax.GradientTransformation, part: Part, roles: PyTree) -
                 f"{role.where}{of} has shape {leaf.shape} in the optimizer state, and these parameters need "
                 f"{(*layers, *own.shape)}; give the state that belongs to them."
             )
-        if role.kind in (Kind.EXP_AVG, Kind.EXP_AVG_SQ, Kind.COMPENSATION) and not role.biased and leaf.dtype != own.dtype:
+        if role.kind in (Kind.FIELD, Kind.COMPENSATION) and not role.biased and leaf.dtype != own.dtype:
             raise InvalidArgumentError(
                 f"{role.where} of {role.names[0]!r} is {leaf.dtype} in the optimizer state, and the transform keeps it in "
                 f"{own.dtype}; give the transform that made the state (mu_dtype, nu_dtype, compensation)."

@@ -15,7 +15,7 @@ import numpy as np
 import optax
 
 from ...core.errors import InvalidArgumentError
-from ...core.hyperparameters import RANGES, check_number
+from ...core.hyperparameters import DECAY, check_number
 from ...core.rules import ADAM, ADAMW, RULES, Rule
 from ..direct import as_transformation
 from .roles import Kind, Part, Role, roles_of
@@ -51,7 +51,7 @@ def declared(rule: Any, betas: Any) -> Declared:
     if not isinstance(betas, tuple | list) or len(betas) != 2:
         raise InvalidArgumentError(f"betas={betas!r} must be two numbers (b1, b2).")
     for name, beta in zip(("beta1", "beta2"), betas, strict=True):
-        check_number(f"{name} of betas", beta, RANGES[name])
+        check_number(f"{name} of betas", beta, DECAY)
     return Declared(RULES[rule], (float(betas[0]), float(betas[1])))
 
 
@@ -87,10 +87,10 @@ def check_decays(tx: optax.GradientTransformation, parts: Sequence[Part], betas:
 
 
 def _filled(role: Role, leaf: Any) -> Any:
-    if not role.biased or role.kind not in (Kind.EXP_AVG, Kind.EXP_AVG_SQ):
+    if not role.biased or role.kind is not Kind.FIELD:
         return leaf
     # The second moment is so small that adamax would keep its eps instead.
-    return jnp.full_like(leaf, 1.0 if role.kind is Kind.EXP_AVG else 4.0 * float(jnp.finfo(leaf.dtype).smallest_normal))
+    return jnp.full_like(leaf, 1.0 if role.field == ADAM.fields[0].name else 4.0 * float(jnp.finfo(leaf.dtype).smallest_normal))
 
 
 def _updated(roles: Sequence[Role], before: Any, after: Any) -> set[str]:
@@ -106,13 +106,13 @@ def _updated(roles: Sequence[Role], before: Any, after: Any) -> set[str]:
 
 def _compare(roles: Sequence[Role], before: Any, after: Any, updated: set[str], betas: tuple[float, float]) -> None:
     for role, old, new in zip(roles, jax.tree.leaves(before), jax.tree.leaves(after), strict=True):
-        if not role.biased or role.kind not in (Kind.EXP_AVG, Kind.EXP_AVG_SQ) or role.names[0] not in updated:
+        if not role.biased or role.kind is not Kind.FIELD or role.names[0] not in updated:
             continue
-        beta = betas[0 if role.kind is Kind.EXP_AVG else 1]
+        beta = betas[[field.name for field in ADAM.fields].index(role.field)]
         ratio = float(np.asarray(new, np.float64).item() / np.asarray(old, np.float64).item())
         if not abs(ratio - beta) <= 2.0 * float(jnp.finfo(new.dtype).eps):
             raise InvalidArgumentError(
-                f"betas={betas} are not those of this transform, which decays {role.kind.value} of {role.names[0]!r} by "
+                f"betas={betas} are not those of this transform, which decays {role.field} of {role.names[0]!r} by "
                 f"{ratio:.6g}, and not by {beta:g}; give what optax.adam or optax.adamw was called with. Transforms with other "
                 "moments (adamax, yogi, adopt) have no portable state."
             )

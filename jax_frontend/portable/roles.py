@@ -15,7 +15,8 @@ import jax
 import optax
 
 from ...core.errors import InvalidArgumentError, RefusedError
-from ..state import ADAM_STATES, CompensatedState, PyTree
+from ...core.rules import ADAM
+from ..state import RULE_STATES, CompensatedState, PyTree, RuleState
 from ..train_state import LayeredState, check_train_state
 from ..walk.layer_stack import looks_stacked
 
@@ -23,17 +24,12 @@ from ..walk.layer_stack import looks_stacked
 class Kind(enum.Enum):
     """Kind of an array of an optimizer state."""
 
-    EXP_AVG = "exp_avg"
-    EXP_AVG_SQ = "exp_avg_sq"
+    FIELD = "field"  # of a rule
     COMPENSATION = "compensation"
     COUNT = "count"  # of updates
-    BETA1 = "beta1"  # that EXP_AVG is debiased under
-    BETA2 = "beta2"  # that EXP_AVG_SQ is debiased under
+    BETA = "beta"  # that a field is debiased by
     ZERO = "zero"  # between updates
     KEPT = "kept"  # not part of a portable state: it stays as it is where one is imported
-
-
-BETAS = (Kind.BETA1, Kind.BETA2)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,6 +40,7 @@ class Role:
     names: tuple[str, ...]  # the parameter it belongs to; of a count or a beta, those that have it
     where: str  # its place in the optimizer state, for errors
     biased: bool = False  # a moment of Optax's Adam, or its count
+    field: str = ""  # the name of a field, of a compensation or of a beta
 
 
 # The known states of Optax by the names of their types (not all are exported), and the kinds of their fields; None: a state
@@ -142,7 +139,7 @@ def parts_of(state: Any) -> list[Part]:
 
 def is_adam(node: Any) -> bool:
     """Return whether a node of an optimizer state has Adam's moments, penstock's or Optax's."""
-    return isinstance(node, (*ADAM_STATES, optax.ScaleByAdamState))
+    return isinstance(node, (*RULE_STATES, optax.ScaleByAdamState))
 
 
 def roles_of(part: Part, state: PyTree) -> PyTree:
@@ -157,35 +154,40 @@ def roles_of(part: Part, state: PyTree) -> PyTree:
 def _names(part: Part, node: PyTree) -> tuple[str, ...]:
     """Return the names of the parameters whose moments are in a node, or below it."""
     states = [found for found in jax.tree.leaves(node, is_leaf=is_adam) if is_adam(found)]
-    firsts = [found.mu if isinstance(found, optax.ScaleByAdamState) else found.exp_avg for found in states]
+    firsts = [found.mu if isinstance(found, optax.ScaleByAdamState) else next(iter(found.fields.values())) for found in states]
     return tuple(part.name(path) for first in firsts for path, _ in jax.tree_util.tree_leaves_with_path(first))
 
 
 def _roles(part: Part, node: PyTree, scope: tuple[str, ...], where: str) -> PyTree:
     scope = _names(part, node) or scope
 
-    def each(kind: Kind, tree: PyTree, field: str) -> PyTree:
+    biased = isinstance(node, optax.ScaleByAdamState)
+
+    def each(kind: Kind, tree: PyTree, at: str, field: str) -> PyTree:
         """Return the roles of a tree like the parameters."""
-        biased = not isinstance(node, (*ADAM_STATES, CompensatedState))
         return jax.tree_util.tree_map_with_path(
-            lambda path, _: Role(kind, (part.name(path),), f"{where}.{field}", biased), tree
+            lambda path, _: Role(kind, (part.name(path),), f"{where}.{at}", biased, field), tree
         )
 
-    def all_of(kind: Kind, tree: PyTree, field: str) -> PyTree:
-        return jax.tree.map(lambda _: Role(kind, scope, f"{where}.{field}", isinstance(node, optax.ScaleByAdamState)), tree)
+    def all_of(kind: Kind, tree: PyTree, at: str, field: str = "") -> PyTree:
+        return jax.tree.map(lambda _: Role(kind, scope, f"{where}.{at}", biased, field), tree)
 
-    if is_adam(node):
-        kinds = {"exp_avg": Kind.EXP_AVG, "exp_avg_sq": Kind.EXP_AVG_SQ, "compensation": Kind.COMPENSATION}
-        if isinstance(node, optax.ScaleByAdamState):
-            kinds = {"mu": Kind.EXP_AVG, "nu": Kind.EXP_AVG_SQ}
-        found = {field: each(kind, getattr(node, field), field) for field, kind in kinds.items()}
-        for field, beta in zip(("b1", "b2"), BETAS, strict=True):
-            if hasattr(node, field):
-                found[field] = all_of(beta, getattr(node, field), field)
-        return node._replace(count=all_of(Kind.COUNT, node.count, "count"), **found)
+    if isinstance(node, optax.ScaleByAdamState):
+        mu, nu = (field.name for field in ADAM.fields)
+        moments = {"mu": each(Kind.FIELD, node.mu, "mu", mu), "nu": each(Kind.FIELD, node.nu, "nu", nu)}
+        return node._replace(count=all_of(Kind.COUNT, node.count, "count"), **moments)
+    if isinstance(node, RULE_STATES):
+        node = node._replace(
+            count=all_of(Kind.COUNT, node.count, "count"),
+            fields={name: each(Kind.FIELD, tree, f"fields[{name!r}]", name) for name, tree in node.fields.items()},
+            compensation=each(Kind.COMPENSATION, node.compensation, "compensation", "compensation"),
+        )
+        if isinstance(node, RuleState):
+            return node
+        return node._replace(betas={name: all_of(Kind.BETA, beta, "betas", name) for name, beta in node.betas.items()})
     if isinstance(node, CompensatedState):
         inner = _roles(part, node.inner_state, scope, f"{where}.inner_state")
-        return CompensatedState(inner, each(Kind.COMPENSATION, node.compensation, "compensation"))
+        return CompensatedState(inner, each(Kind.COMPENSATION, node.compensation, "compensation", "compensation"))
     if type(node) in (tuple, list):
         return type(node)(_roles(part, child, scope, f"{where}[{index}]") for index, child in enumerate(node))
     if isinstance(node, dict):

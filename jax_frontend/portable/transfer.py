@@ -11,21 +11,20 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from ...core.dtypes import StateDtypes
 from ...core.errors import InvalidArgumentError
-from ...core.moments import Moments
 from ...core.portable import file as portable_file
-from ...core.portable.bias import Betas, betas_of, for_betas, with_bias, without_bias
+from ...core.portable.bias import Decays, decays_in, for_decays, with_bias, without_bias
 from ...core.portable.match import check_own, matched
 from ...core.portable.names import Names
 from ...core.portable.rename import rename, rename_back
 from ...core.portable.state import ParameterState, PortableState
+from ..arguments import dtype_argument
 from ..state import PyTree
 from ..train_state import LayeredState, TrainState
 from .arrays import placed, to_host
-from .opened import Opened
+from .opened import Opened, beta_in
 from .processes import together
-from .roles import BETAS, Kind, Part, Role, zipped
+from .roles import Kind, Part, Role, zipped
 
 
 def export_state(
@@ -73,17 +72,17 @@ def export_state(
     opened = _opened(tx, state, rule, betas, parameters)
     entries = {}
     for name, slot in opened.slots.items():
-        moments, step = Moments(to_host(slot.arrays[Kind.EXP_AVG]), to_host(slot.arrays[Kind.EXP_AVG_SQ])), slot.step
+        fields, step = {field.name: to_host(slot.fields[field.name]) for field in opened.rule.fields}, slot.step
         if opened.betas and slot.biased:
-            moments = without_bias(moments, opened.betas, step, StateDtypes(*(moment.dtype.name for moment in moments)))
-        kept = slot.arrays.get(Kind.COMPENSATION)
-        expected = slot.expected
+            fields = without_bias(fields, opened.betas, step, [array.dtype.name for array in fields.values()])
+        kept = slot.compensation
+        expected = slot.expected(opened.rule)
         entries[name] = ParameterState(
             dtype=expected.dtype,
             shape=expected.shape,
             compensated=expected.compensated,
             step=step,
-            **moments._asdict(),
+            fields=fields,
             compensation=None if kept is None else to_host(kept),
             parameter=to_host(slot.parameter) if parameters else None,
         )
@@ -131,25 +130,26 @@ def import_state(
     """
     opened = _opened(tx, state, rule, betas, parameters)
     # Every process reads the file; what follows may gather arrays, so that none may fail alone.
-    entries, betas_of_file = together(lambda: _matched(path, opened, names, parameters), same=_described)
-    arrays: dict[tuple[str, Kind], np.ndarray | None] = {}
+    entries, decays_of_file = together(lambda: _matched(path, opened, names, parameters), same=_described)
+    arrays: dict[tuple[str, str], np.ndarray | None] = {}  # by parameter and `Role.field`
     for name, slot in opened.slots.items():
         entry = entries[name]
         check_own(name, entry, functools.partial(_holds, slot.parameter), parameters=parameters, layered=slot.layered)
-        moments = Moments(entry.exp_avg, entry.exp_avg_sq)
+        fields = entry.fields
         if opened.betas and slot.biased:
-            moments = with_bias(name, moments, opened.betas, entry.step, slot.dtypes)
-        arrays |= {(name, kind): array for kind, array in zip((Kind.EXP_AVG, Kind.EXP_AVG_SQ), moments, strict=True)}
-        arrays[name, Kind.COMPENSATION] = entry.compensation
+            dtypes = list(slot.dtypes(opened.rule).values())
+            fields = with_bias(opened.rule, name, fields, opened.betas, entry.step, dtypes)
+        arrays |= {(name, field): array for field, array in fields.items()}
+        arrays[name, "compensation"] = entry.compensation
     steps = {name: entry.step for name, entry in entries.items()}
 
     def value(role: Role, leaf: Any) -> np.ndarray | None:
         """Return the new value of an array, or None if it stays."""
         if role.kind is Kind.COUNT:
             return _count(role, leaf, steps)
-        if role.kind in BETAS and (found := betas_of_file[role.names[0]]) is not None:
-            return np.full(leaf.shape, found[BETAS.index(role.kind)], leaf.dtype)
-        return arrays.get((role.names[0], role.kind)) if role.names else None
+        if role.kind is Kind.BETA and (found := decays_of_file[role.names[0]]) is not None:
+            return np.full(leaf.shape, beta_in(opened.rule, found, role.field), leaf.dtype)
+        return arrays.get((role.names[0], role.field)) if role.names else None
 
     # All values are known before any is put on a device.
     values = [[value(role, leaf) for role, leaf in zipped(part, roles)] for part, roles in opened.parts]
@@ -173,14 +173,15 @@ def _opened(tx: optax.GradientTransformation, state: TrainState, rule: Any, beta
 
 def _matched(
     path: str | os.PathLike[str], opened: Opened, names: Names, parameters: bool
-) -> tuple[dict[str, ParameterState], dict[str, Betas | None]]:
+) -> tuple[dict[str, ParameterState], dict[str, Decays | None]]:
     """Return the parameters of a file as the transform keeps them, and the betas in the file, by their names here."""
     given = rename_back(portable_file.load(path), opened.table(names))
-    expected = {name: slot.expected for name, slot in opened.slots.items()}
-    entries = matched(given, opened.rule.name, expected, parameters=parameters, arguments=("mu_dtype", "nu_dtype"))
-    betas = {name: betas_of(given, name) for name in entries}
-    own = opened.betas_after_import(betas)
-    return {name: for_betas(entry, betas[name], own[name]) for name, entry in entries.items()}, betas
+    expected = {name: slot.expected(opened.rule) for name, slot in opened.slots.items()}
+    arguments = {field.name: dtype_argument(field) for field in opened.rule.fields}
+    entries = matched(given, opened.rule.name, expected, parameters=parameters, arguments=arguments)
+    decays = {name: decays_in(given, name) for name in entries}
+    own = opened.decays_after_import(decays)
+    return {name: for_decays(entry, decays[name], own[name]) for name, entry in entries.items()}, decays
 
 
 def _described(found: tuple[dict[str, ParameterState], Any]) -> Any:

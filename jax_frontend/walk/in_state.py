@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import operator
+from collections.abc import Callable, Sequence
 from typing import Any, cast
 
 import jax
@@ -19,17 +20,12 @@ from ...core import update as specification
 from ...core.errors import RefusedError
 from ..array_ops import jax_ops, upcast
 from ..losses import with_aux
-from ..rule_transform import Leaf, RuleTransformation, leaves_of, under_betas
-from ..state import AdamState, AdamStateWithBetas, AnyAdamState, PyTree
+from ..rule_transform import Leaf, RuleTransformation, leaves_of, named, under_betas
+from ..state import AnyRuleState, PyTree, RuleState, RuleStateWithBetas
 from ..train_state import TrainState
 from .passes import Arrays, backward, forward, head
 from .stacked import at
 from .step_settings import StepSettings, joined_state, split_state
-
-_MOMENTS = ("exp_avg", "exp_avg_sq", "mean_square")
-_UPDATED = ("params", "exp_avg", "exp_avg_sq", "compensation")
-_BETAS = ("b1", "b2")
-"""Where the state keeps them: they change before the first micro-batch, and stay for the others."""
 
 
 def check_in_state(tx: optax.GradientTransformation) -> None:
@@ -106,8 +102,8 @@ def accumulate(tx: Any, arrays: Arrays, grads: PyTree, *, first: bool) -> Arrays
 
     Args:
         tx: one of penstock's transforms.
-        arrays: "params", "count", "compensation", and what changes: "exp_avg", "exp_avg_sq" and "mean_square", the sum
-            over the micro-batches so far.
+        arrays: "params", "count", "compensation", and what changes: "fields" and "mean_square", the sum over the
+            micro-batches so far.
         grads: of the layer.
         first: this is the first micro-batch, which decays the moments.
     """
@@ -115,9 +111,10 @@ def accumulate(tx: Any, arrays: Arrays, grads: PyTree, *, first: bool) -> Arrays
 
     def new(leaf: Leaf) -> tuple[Any, ...]:
         state = specification.accumulate(jax_ops, tx.rule, *leaf, first=first)
-        return state.exp_avg, state.exp_avg_sq, state.mean_square
+        return *state.fields, state.mean_square
 
-    return _columns(treedef, [(None,) * 3 if leaf is None else new(leaf) for leaf in leaves], _MOMENTS)
+    *fields, mean_square = _columns(treedef, leaves, new, len(tx.rule.fields) + 1)
+    return {"fields": named(tx.rule, fields), "mean_square": mean_square}
 
 
 def update_last(tx: Any, arrays: Arrays, grads: PyTree) -> Arrays:
@@ -126,19 +123,22 @@ def update_last(tx: Any, arrays: Arrays, grads: PyTree) -> Arrays:
 
     def new(leaf: Leaf) -> tuple[Any, ...]:
         parameter, state = specification.update(jax_ops, tx.rule, *leaf, first=False)
-        return parameter, state.exp_avg, state.exp_avg_sq, state.compensation
+        return parameter, *state.fields, state.compensation
 
-    columns = _columns(treedef, [(None,) * 4 if leaf is None else new(leaf) for leaf in leaves], _UPDATED)
-    return {**columns, "count": count, **{name: arrays[name] for name in _BETAS if name in arrays}}
+    params, *fields, compensation = _columns(treedef, leaves, new, len(tx.rule.fields) + 2)
+    changed = {"params": params, "fields": named(tx.rule, fields), "compensation": compensation, "count": count}
+    return changed | ({"betas": arrays["betas"]} if "betas" in arrays else {})  # they stay after the first micro-batch
 
 
-def _columns(treedef: Any, rows: list[tuple[Any, ...]], names: tuple[str, ...]) -> Arrays:
-    return {name: treedef.unflatten([row[i] for row in rows]) for i, name in enumerate(names)}
+def _columns(treedef: Any, leaves: Sequence[Leaf | None], new: Callable[[Leaf], tuple[Any, ...]], count: int) -> list[PyTree]:
+    """Return `count` trees of what `new` returns for each leaf; of None where there is no gradient."""
+    rows = [(None,) * count if leaf is None else new(leaf) for leaf in leaves]
+    return [treedef.unflatten([row[i] for row in rows]) for i in range(count)]
 
 
 def _leaves(tx: RuleTransformation, arrays: Arrays, grads: PyTree) -> tuple[jax.Array, Any, list[Leaf | None]]:
     _, state = _pair(arrays)
-    count, treedef, leaves = leaves_of(tx.rule, tx.arguments, grads, state, arrays["params"])
+    count, treedef, leaves = leaves_of(tx.arguments, grads, state, arrays["params"])
     sums = treedef.flatten_up_to(arrays["mean_square"])
 
     def with_sum(leaf: Leaf | None, mean_square: Any) -> Leaf | None:
@@ -147,7 +147,7 @@ def _leaves(tx: RuleTransformation, arrays: Arrays, grads: PyTree) -> tuple[jax.
     return count, treedef, list(map(with_sum, leaves, sums))
 
 
-def _split(state: AnyAdamState, params: PyTree, stacked: bool) -> tuple[Arrays, Arrays]:
+def _split(state: AnyRuleState, params: PyTree, stacked: bool) -> tuple[Arrays, Arrays]:
     """Return (the arrays that micro-batches change, those that they only read), before the first micro-batch.
 
     Args:
@@ -157,10 +157,10 @@ def _split(state: AnyAdamState, params: PyTree, stacked: bool) -> tuple[Arrays, 
     def zero(leaf: jax.Array) -> jax.Array:
         return jnp.zeros(leaf.shape[:1] if stacked else (), jax.eval_shape(upcast, leaf).dtype)
 
-    moments = {"exp_avg": state.exp_avg, "exp_avg_sq": state.exp_avg_sq, "mean_square": jax.tree.map(zero, params)}
-    return moments, {"params": params, **{name: x for name, x in state._asdict().items() if name not in moments}}
+    changing = {"fields": state.fields, "mean_square": jax.tree.map(zero, params)}
+    return changing, {"params": params, **{name: x for name, x in state._asdict().items() if name not in changing}}
 
 
-def _pair(arrays: Arrays) -> tuple[PyTree, AnyAdamState]:
-    kind = AdamStateWithBetas if "b1" in arrays else AdamState
+def _pair(arrays: Arrays) -> tuple[PyTree, AnyRuleState]:
+    kind = RuleStateWithBetas if "betas" in arrays else RuleState
     return arrays["params"], kind(**{name: arrays[name] for name in kind._fields})

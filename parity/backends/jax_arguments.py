@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 
 from ...core.dtypes import StateDtypes
-from ...core.hyperparameters import Hyperparameters
 from ...core.rules import Rule
+from ...core.rules.adam_family import AdamHyperparameters
 from ..cases import Case, Storage
 from ..settings import Schedule
 from .protocol import Held, converted
@@ -23,7 +23,7 @@ FACTORS = (-0.5, 1.0, 0.25)
 MIDDLE = 1
 
 
-def transform_of(rule: Rule, given: Hyperparameters, storage: Storage, **scheduled: Any) -> Any:
+def transform_of(rule: Rule, given: AdamHyperparameters, storage: Storage, **scheduled: Any) -> Any:
     """Return the transform of a group; `scheduled` are arguments that a schedule replaces."""
     from ... import jax_frontend
 
@@ -52,7 +52,7 @@ class Recipe:
 
     rule: Rule
     groups: tuple[tuple[str, ...], ...]
-    given: tuple[Hyperparameters, ...]
+    given: tuple[AdamHyperparameters, ...]
     schedule: Schedule | None
     longest: int | None
     storage: Storage
@@ -88,14 +88,14 @@ class Recipe:
             return transform_of(self.rule, given, self.storage, **scheduled)
         return self._with_betas(given, **scheduled)
 
-    def _with_betas(self, given: Hyperparameters, **scheduled: Any) -> Any:
+    def _with_betas(self, given: AdamHyperparameters, **scheduled: Any) -> Any:
         import jax.numpy as jnp
         import optax
 
         assert self.schedule is not None
         assert self.moments is not None
         betas = functools.partial(self.schedule.betas, beta1=given.beta1, beta2=given.beta2)
-        dtypes = {"mu_dtype": self.moments.exp_avg, "nu_dtype": self.moments.exp_avg_sq}
+        dtypes = dict(zip(("mu_dtype", "nu_dtype"), self.moments, strict=True))
 
         def make(b1: Any, b2: Any) -> Any:
             return transform_of(self.rule, given, self.storage, b1=b1, b2=b2, **dtypes, **scheduled)
@@ -115,11 +115,12 @@ class Recipe:
 def arrays_of(parameters: Mapping[str, Any], state: Any) -> dict[str, dict[str, Any]]:
     """Return JAX arrays of parameters and transform state, by tensor, then by field of `Held`."""
     found = {}
-    for adam in _adam_states(state):
-        for name, exp_avg in adam.exp_avg.items():
-            if hasattr(exp_avg, "dtype"):  # the others are masked: another group's
-                kept = None if adam.compensation is None else adam.compensation[name]
-                found[name] = {"compensation": kept, "exp_avg": exp_avg, "exp_avg_sq": adam.exp_avg_sq[name]}
+    for node in _rule_states(state):
+        for name in parameters:
+            fields = {field: tree[name] for field, tree in node.fields.items() if name in tree}
+            if any(hasattr(array, "dtype") for array in fields.values()):  # the others are masked: another group's
+                kept = None if node.compensation is None else node.compensation[name]
+                found[name] = {"compensation": kept, **fields}
     return {name: {"parameter": parameter, **found[name]} for name, parameter in parameters.items()}
 
 
@@ -128,13 +129,13 @@ def held_of(parameters: Mapping[str, Any], state: Any) -> dict[str, Held]:
     return {name: converted(arrays, np.array) for name, arrays in arrays_of(parameters, state).items()}
 
 
-def _adam_states(state: Any) -> Iterator[Any]:
+def _rule_states(state: Any) -> Iterator[Any]:
     """The states of penstock's transforms: one alone or inside a chain, or one for each group, where others are masked."""
-    if hasattr(state, "exp_avg"):
+    if hasattr(state, "fields"):
         yield state
     elif isinstance(state, tuple | dict):
         for part in state.values() if isinstance(state, dict) else state:
-            yield from _adam_states(part)
+            yield from _rule_states(part)
 
 
 def precision(dtype: str) -> contextlib.AbstractContextManager[Any]:

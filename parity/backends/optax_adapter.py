@@ -10,14 +10,14 @@ from typing import Any
 import numpy as np
 
 from ...core.errors import InvalidArgumentError
-from ...core.hyperparameters import Hyperparameters
+from ...core.rules.adam_family import AdamHyperparameters
 from ..cases import Case
 from .declaration import Declaration, check
 from .jax_arguments import precision
 from .protocol import Held
 
-Make = Callable[[Hyperparameters], Any]
-Groups = tuple[tuple[tuple[str, ...], Hyperparameters], ...]
+Make = Callable[[AdamHyperparameters], Any]
+Groups = tuple[tuple[tuple[str, ...], AdamHyperparameters], ...]
 
 
 @functools.lru_cache(maxsize=64)  # cases that differ in their gradients only share what is compiled
@@ -28,7 +28,7 @@ def _transform_and_update(make: Make, groups: Groups, scheduled: bool) -> tuple[
 
     labels = {name: str(number) for number, (names, _) in enumerate(groups) for name in names}
 
-    def transform(hyperparameters: list[Hyperparameters]) -> Any:
+    def transform(hyperparameters: list[AdamHyperparameters]) -> Any:
         if len(groups) == 1:
             return make(hyperparameters[0])
         return optax.multi_transform({str(number): make(given) for number, given in enumerate(hyperparameters)}, labels)
@@ -57,7 +57,7 @@ class TransformRun:
         problem = case.problem
         self.problem, self.count = problem, 0
         start = problem.initial_parameters()
-        members: dict[Hyperparameters, list[str]] = {}
+        members: dict[AdamHyperparameters, list[str]] = {}
         for name, given in problem.hyperparameters_at(1).items():
             members.setdefault(given, []).append(name)
         groups = tuple((tuple(names), given) for given, names in members.items())

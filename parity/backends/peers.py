@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from ...core.hyperparameters import Hyperparameters
+from ...core.rules.adam_family import AdamHyperparameters
 from .optax_adapter import TransformBackend, optax_transform
 from .torch_adapter import OptimizerBackend, torch_optimizer
 
 
-def _torch(class_name: str, **arguments: Any) -> Callable[[list[Any], Hyperparameters], Any]:
-    def make(params: list[Any], h: Hyperparameters) -> Any:
+def _torch(class_name: str, **arguments: Any) -> Callable[[list[Any], AdamHyperparameters], Any]:
+    def make(params: list[Any], h: AdamHyperparameters) -> Any:
         import torch
 
         optimizer = getattr(torch.optim, class_name)
@@ -26,8 +26,8 @@ def _torch_peer(name: str, **arguments: Any) -> OptimizerBackend:
     return torch_optimizer(name, make, ("float64", "float32", "bfloat16"), peer=True)
 
 
-def _optimi(class_name: str) -> Callable[[list[Any], Hyperparameters], Any]:
-    def make(params: list[Any], h: Hyperparameters) -> Any:
+def _optimi(class_name: str) -> Callable[[list[Any], AdamHyperparameters], Any]:
+    def make(params: list[Any], h: AdamHyperparameters) -> Any:
         import optimi
 
         optimizer = getattr(optimi, class_name)
@@ -51,13 +51,13 @@ def _optimi_kept(optimizer: Any, parameter: Any) -> Mapping[str, Any]:
     return kept if compensation is None else {**kept, "compensation": compensation}
 
 
-def _optax_adamw(h: Hyperparameters) -> Any:
+def _optax_adamw(h: AdamHyperparameters) -> Any:
     import optax
 
     return optax.adamw(h.learning_rate, b1=h.beta1, b2=h.beta2, eps=h.eps, weight_decay=h.weight_decay)
 
 
-def _optax_adam(h: Hyperparameters) -> Any:
+def _optax_adam(h: AdamHyperparameters) -> Any:
     import optax
 
     adam = optax.adam(h.learning_rate, b1=h.beta1, b2=h.beta2, eps=h.eps)

@@ -9,7 +9,6 @@ import numpy as np
 
 from ...core.array_ops import numpy_ops
 from ...core.hyperparameters import Hyperparameters
-from ...core.moments import bias_corrections
 from ...core.update import TensorState, init_state, rebiased, update
 from ..cases import Case
 from .protocol import Held
@@ -43,7 +42,7 @@ class NumpyRun:
                     numpy_ops,
                     problem.rule,
                     given[name],
-                    bias_corrections(given[name], self.count, np),
+                    problem.rule.corrections(given[name], self.count, np),
                     self.case.storage.compensation,
                     self.parameters[name],
                     gradient,
@@ -52,17 +51,18 @@ class NumpyRun:
 
     def _change_betas(self, before: Mapping[str, Hyperparameters], after: Mapping[str, Hyperparameters]) -> None:
         for name, state in self.states.items():
-            old, new = before[name], after[name]
-            self.states[name] = state._replace(
-                exp_avg=rebiased(numpy_ops, state.exp_avg, self.count - 1, old.beta1, new.beta1),
-                exp_avg_sq=rebiased(numpy_ops, state.exp_avg_sq, self.count - 1, old.beta2, new.beta2),
-            )
+            decays = map(self.case.problem.rule.decays, (before[name], after[name]))
+            fields = [
+                field if old is None else rebiased(numpy_ops, field, self.count - 1, old, new)
+                for field, old, new in zip(state.fields, *decays, strict=True)
+            ]
+            self.states[name] = state._replace(fields=tuple(fields))
 
     def held(self) -> dict[str, Held]:
         held = {}
         for name, parameter in self.parameters.items():
             state = self.states[name]
-            held[name] = Held(parameter, state.compensation, state.exp_avg, state.exp_avg_sq)
+            held[name] = Held(parameter, state.compensation, *state.fields)
         return held
 
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ...core.errors import InvalidArgumentError
-from ...core.hyperparameters import Hyperparameters
+from ...core.rules.adam_family import AdamHyperparameters
 from ..cases import Case
 from .declaration import Declaration, check
 from .protocol import Held, converted
@@ -18,7 +18,7 @@ from .torch_arguments import to_numpy, to_torch
 if TYPE_CHECKING:
     import torch
 
-    Make = Callable[[list[torch.nn.Parameter], Hyperparameters], torch.optim.Optimizer]
+    Make = Callable[[list[torch.nn.Parameter], AdamHyperparameters], torch.optim.Optimizer]
     Kept = Callable[[torch.optim.Optimizer, torch.nn.Parameter], Mapping[str, torch.Tensor]]
 
 

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ...core.array_ops import numpy_dtype
-from ...core.hyperparameters import Hyperparameters
 from ...core.rules import Rule
+from ...core.rules.adam_family import AdamHyperparameters
 from ..cases import Storage
 from .protocol import Held, converted
 
@@ -21,7 +21,7 @@ CLASSES = {"stable_adamw": "StableAdamW", "adamw": "AdamW", "adam": "Adam"}
 """Optimizers of the torch frontend by rule."""
 
 
-def optimizer_of(rule: Rule, parameters: Iterable[Tensor], given: Hyperparameters, storage: Storage, **more: Any) -> Any:
+def optimizer_of(rule: Rule, parameters: Iterable[Tensor], given: AdamHyperparameters, storage: Storage, **more: Any) -> Any:
     """Return an optimizer of the torch frontend; `more` are its further arguments, such as the backend."""
     import torch
 
@@ -37,10 +37,12 @@ def optimizer_of(rule: Rule, parameters: Iterable[Tensor], given: Hyperparameter
 
 def kept_by(optimizer: Optimizer, parameter: Any) -> dict[str, Tensor]:
     """Return the torch frontend's state of an updated parameter, by field of `Held`."""
-    from ...torch_frontend.state import MOMENTS
+    from ...torch_frontend.backends.backend import state_keys
 
-    state = optimizer.state[parameter]
-    keys = dict(zip(("exp_avg", "exp_avg_sq", "compensation"), (*MOMENTS, "compensation"), strict=True))
+    state, rule = optimizer.state[parameter], optimizer.rule  # type: ignore[attr-defined]
+    keys = {field.name: key for field, key in zip(rule.fields, state_keys(rule), strict=True)} | {
+        "compensation": "compensation"
+    }
     return {field: state[key] for field, key in keys.items() if key in state}
 
 
@@ -52,7 +54,7 @@ def held_of(optimizer: Optimizer, named_parameters: Iterable[tuple[str, Tensor]]
     }
 
 
-def group_of(given: Hyperparameters) -> dict[str, Any]:
+def group_of(given: AdamHyperparameters) -> dict[str, Any]:
     """Return hyperparameters with the names of a torch parameter group."""
     group = {
         "lr": given.learning_rate,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from ...core.errors import PenstockError
-from ...core.hyperparameters import Hyperparameters
+from ...core.rules.adam_family import AdamHyperparameters
 from ..cases import Case
 from .protocol import Run
 from .torch_adapter import OptimizerRun
@@ -60,7 +60,7 @@ class TorchBackend:
         return None if case.problem.rule.name in CLASSES else f"the torch frontend has no {case.problem.rule.name}"
 
     def start(self, case: Case) -> Run:
-        def make(parameters: list[Any], given: Hyperparameters) -> Any:
+        def make(parameters: list[Any], given: AdamHyperparameters) -> Any:
             return optimizer_of(case.problem.rule, parameters, given, case.storage, backend=self.name)
 
         return OptimizerRun(case, make, kept_by, self.device, keeps_gradients=True)

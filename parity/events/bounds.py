@@ -78,8 +78,8 @@ class TensorErrors:
             self._add_micro_batch(moments, step, later)
         self._add_gradient_errors(moments, step, micro_batches)
         # The gradient for which g^2/v is the sum over the micro-batches; the moments have advanced already.
-        gradient = np.sqrt(sum(_ratio(micro, micro.exp_avg_sq, problem.rule.eps) for micro in micro_batches))
-        gradient = gradient * np.maximum(np.sqrt(last.exp_avg_sq), problem.rule.eps)
+        gradient = np.sqrt(sum(_ratio(micro, micro.exp_avg_sq, problem.rule.defaults["eps"]) for micro in micro_batches))
+        gradient = gradient * np.maximum(np.sqrt(last.exp_avg_sq), problem.rule.defaults["eps"])
         propagation.advance(Point(step, gradient, *before, last.exp_avg, last.exp_avg_sq, parameter, coefficients))
         if problem.rule.clips_update:
             self._add_mean_square(learning_rate, before[2], micro_batches)
@@ -91,7 +91,7 @@ class TensorErrors:
             ("exp_avg_sq", moments.problem.rule.betas[1], square, 2),
         ):
             errors: RoundingErrors = getattr(moments, name)
-            value, dtype = np.abs(getattr(micro, name)), getattr(moments.dtypes, name)
+            value, dtype = np.abs(getattr(micro, name)), moments.dtypes[name]
             unit = SIDES[self._compute] * unit_roundoff(self._compute)
             errors.linear += unit * ((CORRECTION + roundings) * _complement(beta, step) * magnitude + value)
             if self._compute == "float64":
@@ -110,7 +110,7 @@ class TensorErrors:
     def _add_mean_square(self, learning_rate: float, parameter: np.ndarray, micro_batches: Sequence[MicroBatch]) -> None:
         """What errors of gradients and of earlier v do to eta: half of what they do to the mean square, relatively."""
         problem, last, count = self._propagation.problem, micro_batches[-1], parameter.size
-        eps, unit = problem.rule.eps, unit_roundoff(self._compute)
+        eps, unit = problem.rule.defaults["eps"], unit_roundoff(self._compute)
         ratios = [_ratio(micro, micro.exp_avg_sq, eps) for micro in micro_batches]
         total = float(sum(ratio.sum() for ratio in ratios))
         if total <= 0.25 * count:  # as in `Propagation`: no error brings the mean above 1

@@ -12,8 +12,8 @@ import numpy as np
 from ...core.array_ops import numpy_dtype
 from ...core.compensation import resolve
 from ...core.dtypes import StateDtypes
-from ...core.hyperparameters import Hyperparameters
 from ...core.rules import Rule
+from ...core.rules.adam_family import AdamHyperparameters
 from ..cases import Problem, Storage
 from ..settings import Setting
 
@@ -148,10 +148,9 @@ class EventCase:
         """The dtypes of exp_avg and exp_avg_sq."""
         return self.storage.moments(self.problem())
 
-    def hyperparameters(self, learning_rate: float = LEARNING_RATE) -> Hyperparameters:
+    def hyperparameters(self, learning_rate: float = LEARNING_RATE) -> AdamHyperparameters:
         """The rule's defaults with the sequences' weight decay."""
-        beta1, beta2 = self.rule.betas
-        return Hyperparameters(learning_rate, beta1, beta2, self.rule.eps, WEIGHT_DECAY)
+        return AdamHyperparameters(**{**self.rule.defaults, "weight_decay": WEIGHT_DECAY}, learning_rate=learning_rate)
 
     def problem(self, tensors: tuple[str, ...] = ALL) -> Problem:
         """Some of the tensors as a problem of the suite."""

@@ -10,7 +10,6 @@ import numpy as np
 
 from ...core.array_ops import numpy_dtype, numpy_ops
 from ...core.dtypes import compute_dtype
-from ...core.moments import bias_corrections
 from ...core.release import Action, GradientReady, Ledger, Policy, Status, ZeroGrad, decide
 from ...core.release import Step as StepEvent
 from ...core.update import TensorState, accumulate, apply, init_state, update
@@ -54,7 +53,7 @@ class NumpyEvents:
 
     def held(self) -> dict[str, Held]:
         return {
-            name: Held(parameter, self.states[name].compensation, self.states[name].exp_avg, self.states[name].exp_avg_sq)
+            name: Held(parameter, self.states[name].compensation, *self.states[name].fields)
             for name, parameter in self.parameters.items()
         }
 
@@ -130,7 +129,7 @@ class NumpyEvents:
             gradient = self.waiting[name]
             for factor in factors:
                 gradient = (gradient.astype(numpy_dtype(compute_dtype(given.dtype))) * factor).astype(gradient.dtype)
-            corrections = bias_corrections(self.hyperparameters, self.counts[name] + 1, np)
+            corrections = self.case.rule.corrections(self.hyperparameters, self.counts[name] + 1, np)
             shared = (numpy_ops, rule, self.hyperparameters, corrections, compensation, parameter, gradient, state)
             if action.steps:
                 self.parameters[name], self.states[name] = update(*shared, first=action.first)

@@ -55,7 +55,9 @@ def truth(case: EventCase, norm_eps: float = 0.0) -> EventTruth:
     """
     rule = case.rule
     current = case.hyperparameters()
-    settings = Settings(rule.name, current.learning_rate, rule.betas, rule.eps, current.weight_decay, accumulation="state")
+    settings = Settings(
+        rule.name, current.learning_rate, rule.betas, rule.defaults["eps"], current.weight_decay, accumulation="state"
+    )
     reference = Reference(settings, case.initial_parameters())
     errors = {name: TensorErrors(case, name) for name in SHAPES}
     for rate, passes, stepped in case.sequence.groups():

@@ -8,8 +8,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from ...core.hyperparameters import Hyperparameters
 from ...core.rules import RULES, Rule
+from ...core.rules.adam_family import AdamHyperparameters
 from ...demonstration.initialisation import Parameters, initial_parameters
 from ...demonstration.settings import ModelShape
 from ...demonstration.text import Batches
@@ -79,9 +79,9 @@ class Trajectory:
         return FEW if self.quick or self.mode in ("clip", "state") else STEP_COUNTS
 
     @property
-    def hyperparameters(self) -> Hyperparameters:
+    def hyperparameters(self) -> AdamHyperparameters:
         """The rule's defaults with this module's learning rate and decay."""
-        return Hyperparameters(LEARNING_RATE, *self.rule.betas, self.rule.eps, WEIGHT_DECAY)
+        return AdamHyperparameters(**{**self.rule.defaults, "weight_decay": WEIGHT_DECAY}, learning_rate=LEARNING_RATE)
 
     @property
     def microbatches(self) -> int:

@@ -43,7 +43,7 @@ def _representative(case: Trajectory) -> Trajectory:
 def _values_of(case: Trajectory, norm_eps: float, seed: int | None = None) -> Mapping[int, Values]:
     rule = case.rule
     accumulation = "state" if case.mode == "state" else None
-    settings = Settings(rule.name, LEARNING_RATE, rule.betas, rule.eps, WEIGHT_DECAY, accumulation=accumulation)
+    settings = Settings(rule.name, LEARNING_RATE, rule.betas, rule.defaults["eps"], WEIGHT_DECAY, accumulation=accumulation)
     reference = Reference(settings, start("float64"))
     model = Transformer(start("float64"), SHAPE)
     disturbance = None if seed is None else Disturbance(seed)

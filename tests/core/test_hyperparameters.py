@@ -9,7 +9,8 @@ import pytest
 
 from penstock.core.dtypes import check_parameter_dtype, compute_dtype, state_dtypes
 from penstock.core.errors import InvalidArgumentError, UnsupportedTensorError
-from penstock.core.hyperparameters import Hyperparameters
+from penstock.core.rules import ADAM
+from penstock.core.rules.adam_family import AdamHyperparameters
 
 GOOD = {"learning_rate": 1e-3, "beta1": 0.9, "beta2": 0.99, "eps": 1e-6, "weight_decay": 0.01}
 BAD = [
@@ -32,43 +33,48 @@ BAD = [
 @pytest.mark.parametrize(("field", "value", "said"), BAD)
 def test_a_bad_value_names_itself(field: str, value: object, said: str) -> None:
     with pytest.raises(InvalidArgumentError, match=rf"spelled={value!r}.*{said}"):
-        Hyperparameters(**{**GOOD, "decouple_lr": True, "max_lr": 1.0, field: value}, names={field: "spelled"})
+        AdamHyperparameters(**{**GOOD, "decouple_lr": True, "max_lr": 1.0, field: value}, names={field: "spelled"})
 
 
 def test_it_is_frozen_and_lets_arrays_through() -> None:
-    good = Hyperparameters(**{**GOOD, "learning_rate": np.float32(0.1)})
+    good = AdamHyperparameters(**{**GOOD, "learning_rate": np.float32(0.1)})
     with pytest.raises(dataclasses.FrozenInstanceError):
         good.eps = 1.0  # type: ignore[misc]
-    Hyperparameters(**{**GOOD, "learning_rate": np.array(-1.0)})  # an array may be on a device: it is not looked into
+    AdamHyperparameters(**{**GOOD, "learning_rate": np.array(-1.0)})  # an array may be on a device: it is not looked into
 
 
 def test_fully_decoupled_decay() -> None:
     with pytest.raises(InvalidArgumentError, match=r"max_lr=None.*decouple_lr=True"):
-        Hyperparameters(**GOOD, decouple_lr=True)
-    full = Hyperparameters(**GOOD, decouple_lr=True, max_lr=0.1)
+        AdamHyperparameters(**GOOD, decouple_lr=True)
+    full = AdamHyperparameters(**GOOD, decouple_lr=True, max_lr=0.1)
     assert full.decay_rate == pytest.approx(0.1)
     assert full.fully_decoupled_decay_is_high
-    assert not Hyperparameters(**GOOD).fully_decoupled_decay_is_high
+    assert not AdamHyperparameters(**GOOD).fully_decoupled_decay_is_high
+
+
+def moments(parameter: str, beta2: object, *asked: str) -> tuple[str, ...]:
+    """The dtypes of Adam's moments."""
+    return state_dtypes(ADAM.fields, parameter, (0.9, beta2), asked)
 
 
 def test_state_dtypes_follow_the_parameter_where_they_can() -> None:
-    assert state_dtypes("float32", 0.999) == ("float32", "float32")
-    assert state_dtypes("float64", 0.999) == ("float64", "float64")
-    assert state_dtypes("bfloat16", 0.99) == ("bfloat16", "bfloat16")
-    assert state_dtypes("bfloat16", 0.999) == ("bfloat16", "float32")
-    assert state_dtypes("bfloat16", 1 - 2.0**-7) == ("bfloat16", "bfloat16")
-    assert state_dtypes("bfloat16", np.array(0.5)) == ("bfloat16", "float32")  # not known yet
-    assert state_dtypes("float16", 0.5) == ("float16", "float32")
-    assert state_dtypes("float32", 0.99, "bfloat16", "bfloat16") == ("bfloat16", "bfloat16")
+    assert moments("float32", 0.999) == ("float32", "float32")
+    assert moments("float64", 0.999) == ("float64", "float64")
+    assert moments("bfloat16", 0.99) == ("bfloat16", "bfloat16")
+    assert moments("bfloat16", 0.999) == ("bfloat16", "float32")
+    assert moments("bfloat16", 1 - 2.0**-7) == ("bfloat16", "bfloat16")
+    assert moments("bfloat16", np.array(0.5)) == ("bfloat16", "float32")  # not known yet
+    assert moments("float16", 0.5) == ("float16", "float32")
+    assert moments("float32", 0.99, "bfloat16", "bfloat16") == ("bfloat16", "bfloat16")
 
 
 @pytest.mark.parametrize(("asked", "beta2"), [("float16", 0.5), ("bfloat16", 0.999)])
 def test_a_state_dtype_that_is_too_low_is_refused(asked: str, beta2: float) -> None:
     for parameter in ("float32", "bfloat16", "float16"):
         with pytest.raises(InvalidArgumentError, match=rf"state_dtype={asked}.*float32"):
-            state_dtypes(parameter, beta2, asked, asked)
+            moments(parameter, beta2, asked, asked)
     with pytest.raises(InvalidArgumentError, match="state_dtype=int8"):
-        state_dtypes("float32", 0.9, "int8", "int8")
+        moments("float32", 0.9, "int8", "int8")
 
 
 def test_parameter_dtypes() -> None:

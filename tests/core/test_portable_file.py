@@ -9,18 +9,20 @@ from pathlib import Path
 import numpy as np
 import pytest
 from safetensors import safe_open
-from tests.support.portable_states import KINDS, contents, parameter, put_together, state, taken_apart
+from tests.support.portable_states import KINDS, changed, contents, parameter, put_together, state, taken_apart
 
 from penstock.core.errors import InvalidArgumentError, UnsupportedTensorError
 from penstock.core.portable.file import describe, load, save
 from penstock.core.portable.state import (
-    ARRAYS,
+    BESIDES,
     PortableGroup,
     PortableState,
+    array_names,
     with_rule,
     without_compensation,
     without_parameters,
 )
+from penstock.core.rules import ADAMW
 
 SHAPES = ((), (1,), (3, 5), (0,), (4, 0, 2), (2, 1, 3))
 
@@ -43,17 +45,17 @@ def test_every_dtype_compensation_and_shape_comes_back_bit_for_bit(tmp_path: Pat
 def test_special_numbers_keep_their_bits(tmp_path: Path) -> None:
     one = parameter((4,), ("float32", "none"))
     moments = np.array([-0.0, 1e-45, 3.4e38, -1e-39], np.float32)
-    one = dataclasses.replace(one, exp_avg=moments, exp_avg_sq=np.array([-0.0, 1e-45, 3.4e38, 0.0], np.float32))
+    one = changed(one, exp_avg=moments, exp_avg_sq=np.array([-0.0, 1e-45, 3.4e38, 0.0], np.float32))
     save(tmp_path / "file", state({"w": one}))
-    assert load(tmp_path / "file").parameters["w"].exp_avg.tobytes() == moments.tobytes()
+    assert load(tmp_path / "file").parameters["w"].fields["exp_avg"].tobytes() == moments.tobytes()
 
 
 def test_the_order_of_parameters_and_how_they_lie_in_memory_do_not_change_the_file(tmp_path: Path) -> None:
     made = state()
     moved = dict(reversed(made.parameters.items()))
     w = moved["w"]
-    big_endian = {"exp_avg_sq": w.exp_avg_sq.astype(">f4"), "compensation": w.compensation.astype(">i2")}
-    moved["w"] = dataclasses.replace(w, exp_avg=np.asfortranarray(w.exp_avg), **big_endian)
+    big_endian = {"exp_avg_sq": w.fields["exp_avg_sq"].astype(">f4"), "compensation": w.compensation.astype(">i2")}
+    moved["w"] = changed(w, exp_avg=np.asfortranarray(w.fields["exp_avg"]), **big_endian)
     group = dataclasses.replace(made.groups[0], parameters=tuple(moved))
     group = dataclasses.replace(group, hyperparameters=dict(reversed(group.hyperparameters.items())))
     save(tmp_path / "one", made)
@@ -117,10 +119,10 @@ def test_describe_reads_no_moments(tmp_path: Path) -> None:
 def test_left_out_arrays_are_gone_and_the_rest_is_unchanged() -> None:
     made = state()
     assert with_rule(made, "adam").rule == "adam"
-    for changed, gone in ((without_compensation(made), "compensation"), (without_parameters(made), "parameter")):
+    for after, gone in ((without_compensation(made), "compensation"), (without_parameters(made), "parameter")):
         for name, one in made.parameters.items():
             kept = {field: array for field, array in one.arrays().items() if field != gone}
-            assert changed.parameters[name].arrays() == kept  # the arrays themselves, not copies
+            assert after.parameters[name].arrays() == kept  # the arrays themselves, not copies
     assert {one.compensated for one in without_compensation(made).parameters.values()} == {"none"}
 
 
@@ -153,7 +155,7 @@ BAD = {
 def test_a_parameter_that_cannot_be_is_refused(fault: str) -> None:
     changes, kind, sentence = BAD[fault]
     with pytest.raises(kind, match=sentence):
-        state({"w": dataclasses.replace(parameter(), **changes)})
+        state({"w": changed(parameter(), **changes)})
 
 
 @pytest.mark.parametrize(
@@ -174,8 +176,8 @@ def test_a_state_that_cannot_be_is_refused(rule: str, groups: tuple[PortableGrou
 
 
 def test_an_array_is_never_left_out_of_the_file(tmp_path: Path) -> None:
-    """`ARRAYS` is what a parameter has beside its step: a field more would have to be written, too."""
+    """`array_names` is what a parameter has beside its step: an array more would have to be written, too."""
     fields = {field.name for field in dataclasses.fields(parameter())}
-    assert fields == {"dtype", "shape", "compensated", "step", *ARRAYS}
+    assert fields == {"dtype", "shape", "compensated", "step", "fields", *BESIDES}
     save(tmp_path / "file", state({"w": parameter(kind=("bfloat16", "split"))}))
-    assert set(taken_apart(tmp_path / "file")[0]) == {f"{field}/w" for field in ("step", *ARRAYS)}
+    assert set(taken_apart(tmp_path / "file")[0]) == {f"{field}/w" for field in ("step", *array_names(ADAMW))}

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.support.portable_states import KINDS, contents, parameter, state
+from tests.support.portable_states import KINDS, changed, contents, parameter, state
 
 from penstock.core.errors import InvalidArgumentError
 from penstock.core.portable.names import Line, Names, Target, Transposed, inverted, parse_table, table_of
@@ -87,8 +87,8 @@ def test_every_array_of_every_layer_is_where_it_should_be(kind: tuple[str, str])
 
 
 def test_axes_are_those_of_the_file() -> None:
-    given = np.asarray(stacked().parameters["layers.cube"].exp_avg)
-    there = rename(stacked(), {"layers.cube": Transposed("cube", (3, 0, 2, 1))}).parameters["cube"].exp_avg
+    given = np.asarray(stacked().parameters["layers.cube"].fields["exp_avg"])
+    there = rename(stacked(), {"layers.cube": Transposed("cube", (3, 0, 2, 1))}).parameters["cube"].fields["exp_avg"]
     assert there.tobytes() == given.transpose(3, 0, 2, 1).tobytes()
 
 
@@ -126,7 +126,7 @@ def test_any_table_is_undone_by_its_inverse(data: st.DataObject) -> None:
 
 def layers(**changes: Any) -> PortableState:
     """Two layers, the second with changes."""
-    return state({"h.0.w": parameter(), "h.1.w": dataclasses.replace(parameter(), **changes)})
+    return state({"h.0.w": parameter(), "h.1.w": changed(parameter(), **changes)})
 
 
 TOGETHER = {("h.0.w", "h.1.w"): "w"}
@@ -246,8 +246,8 @@ def test_a_square_matrix_must_be_declared_where_others_are_transposed(forgotten:
         said = {name: Transposed(f"{name}.new", axes) for name in made.parameters}
         there = rename(made, said)
         for name, old in made.parameters.items():
-            array = there.parameters[f"{name}.new"].exp_avg
-            assert array.tobytes() == (old.exp_avg.T if axes is None else old.exp_avg).tobytes()
+            array = there.parameters[f"{name}.new"].fields["exp_avg"]
+            assert array.tobytes() == (old.fields["exp_avg"].T if axes is None else old.fields["exp_avg"]).tobytes()
         assert contents(renamed(there, inverted(table_of(said, made.parameters)))) == contents(made)
 
 

@@ -8,16 +8,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from penstock.core.array_ops import numpy_ops
-from penstock.core.dtypes import StateDtypes
 from penstock.core.errors import RefusedError
-from penstock.core.hyperparameters import Hyperparameters
-from penstock.core.moments import bias_corrections
 from penstock.core.reference import EndOfStep, Gradient, Reference, Settings
 from penstock.core.release import Action, Decision, GradientReady, Ledger, Policy, Status, Step, ZeroGrad, decide
-from penstock.core.rules import RULES
+from penstock.core.rules import RULES, STABLE_ADAMW
+from penstock.core.rules.adam_family import AdamHyperparameters, bias_corrections
 from penstock.core.update import accumulate, apply, init_state, update
 
-CURRENT = Hyperparameters(1e-2, 0.9, 0.99, 1e-6, 0.1)
+CURRENT = AdamHyperparameters(learning_rate=1e-2, **{**STABLE_ADAMW.defaults, "weight_decay": 0.1})
 ACCUMULATION = {Policy.RELEASE: None, Policy.HOLD: "hold", Policy.STATE: "state"}
 NAMES = ("a", "b", "c")
 
@@ -29,7 +27,7 @@ class Model:
         self.rule, self.policy, self.strict = RULES[rule_name], policy, strict
         generator = np.random.default_rng(0)
         self.parameters = {name: generator.normal(size=4) for name in NAMES}
-        wide = StateDtypes("float64", "float64")
+        wide = ("float64", "float64")
         self.states = {name: init_state(numpy_ops, p, wide, "none") for name, p in self.parameters.items()}
         self.steps = dict.fromkeys(NAMES, 0)
         self.status = dict.fromkeys(NAMES, Status.IDLE)

@@ -14,12 +14,12 @@ from tests.support.jax_training import float64
 from penstock.core import compensation as compensations
 from penstock.core.array_ops import numpy_dtype, numpy_ops
 from penstock.core.compensation import Stored
+from penstock.core.debiasing import corrected_one_minus_beta
 from penstock.core.dtypes import state_dtypes
 from penstock.core.errors import InvalidArgumentError
-from penstock.core.hyperparameters import Hyperparameters
-from penstock.core.moments import SMALLEST_NORMAL_FLOAT32, bias_corrections, corrected_one_minus_beta
 from penstock.core.reference import Change, Gradient, Reference, Settings
 from penstock.core.rules import ADAM, ADAMW, RULES, STABLE_ADAMW, Rule
+from penstock.core.rules.adam_family import SMALLEST_NORMAL_FLOAT32, AdamHyperparameters, bias_corrections
 from penstock.core.update import TensorState, accumulate, init_state, rebiased, update
 from penstock.jax_frontend.array_ops import JaxOps
 from penstock.torch_frontend.array_ops import torch_ops
@@ -28,19 +28,19 @@ STEPS = 60
 LEARNING_RATE, WEIGHT_DECAY = 1e-2, 0.1
 
 
-def hyperparameters(rule: Rule, **changed: object) -> Hyperparameters:
-    values = {
-        "learning_rate": LEARNING_RATE,
-        "beta1": rule.betas[0],
-        "beta2": rule.betas[1],
-        "eps": rule.eps,
-        "weight_decay": WEIGHT_DECAY,
-    }
-    return Hyperparameters(**{**values, **changed})
+def hyperparameters(rule: Rule, **changed: object) -> AdamHyperparameters:
+    values = {**rule.defaults, "learning_rate": LEARNING_RATE, "weight_decay": WEIGHT_DECAY}
+    return AdamHyperparameters(**{**values, **changed})
 
 
 def settings(rule: Rule, **changed: object) -> Settings:
-    values = {"rule": rule.name, "lr": LEARNING_RATE, "betas": rule.betas, "eps": rule.eps, "weight_decay": WEIGHT_DECAY}
+    values = {
+        "rule": rule.name,
+        "lr": LEARNING_RATE,
+        "betas": rule.betas,
+        "eps": rule.defaults["eps"],
+        "weight_decay": WEIGHT_DECAY,
+    }
     return Settings(**{**values, **changed})
 
 
@@ -53,7 +53,7 @@ def gradients(shape: tuple[int, ...], steps: int = STEPS, seed: int = 0) -> list
 def run(ops, rule: Rule, parameter, gradient_list, compensation: str = "none", **changed: object):
     current = hyperparameters(rule, **changed)
     dtype = ops.dtype_name(parameter)
-    state = init_state(ops, parameter, state_dtypes(dtype, current.beta2), compensation)
+    state = init_state(ops, parameter, state_dtypes(ADAM.fields, dtype, (0.9, current.beta2)), compensation)
     for step, gradient in enumerate(gradient_list, 1):
         corrections = bias_corrections(current, step, np)
         parameter, state = update(ops, rule, current, corrections, compensation, parameter, gradient, state)
@@ -82,7 +82,7 @@ def test_float64_equals_the_reference(rule: Rule, changed: dict) -> None:
 def test_the_reference_equals_torch(rule: Rule, peer: type[torch.optim.Optimizer]) -> None:
     start = np.random.default_rng(1).normal(size=(7, 5))
     parameter = torch.tensor(start, requires_grad=True)
-    optimizer = peer([parameter], lr=LEARNING_RATE, betas=rule.betas, eps=rule.eps, weight_decay=WEIGHT_DECAY)
+    optimizer = peer([parameter], lr=LEARNING_RATE, betas=rule.betas, eps=rule.defaults["eps"], weight_decay=WEIGHT_DECAY)
     reference = Reference(settings(rule), {"p": start})
     for gradient in gradients(start.shape):
         parameter.grad = torch.tensor(gradient)
@@ -94,7 +94,7 @@ def test_the_reference_equals_torch(rule: Rule, peer: type[torch.optim.Optimizer
 def test_the_reference_equals_optax() -> None:
     start = np.random.default_rng(1).normal(size=(7, 5))
     with float64():
-        transform = optax.adamw(LEARNING_RATE, *ADAMW.betas, eps=ADAMW.eps, weight_decay=WEIGHT_DECAY)
+        transform = optax.adamw(LEARNING_RATE, *ADAMW.betas, eps=ADAMW.defaults["eps"], weight_decay=WEIGHT_DECAY)
         parameter = jnp.asarray(start)
         state = transform.init(parameter)
         reference = Reference(settings(ADAMW), {"p": start})
@@ -150,14 +150,22 @@ def test_complements_of_arrays_are_those_of_numbers(beta: float) -> None:
 def test_the_rules_have_the_defaults_of_their_papers_and_of_torch() -> None:
     adam, adamw = torch.optim.Adam([torch.zeros(1)]).defaults, torch.optim.AdamW([torch.zeros(1)]).defaults
     for rule, theirs in ((ADAM, adam), (ADAMW, adamw)):
-        assert (rule.betas, rule.eps, rule.weight_decay) == (theirs["betas"], theirs["eps"], theirs["weight_decay"])
-    assert (STABLE_ADAMW.betas, STABLE_ADAMW.eps, STABLE_ADAMW.weight_decay) == ((0.9, 0.99), 1e-6, 1e-2)
+        assert (rule.betas, rule.defaults["eps"], rule.defaults["weight_decay"]) == (
+            theirs["betas"],
+            theirs["eps"],
+            theirs["weight_decay"],
+        )
+    assert (STABLE_ADAMW.betas, STABLE_ADAMW.defaults["eps"], STABLE_ADAMW.defaults["weight_decay"]) == (
+        (0.9, 0.99),
+        1e-6,
+        1e-2,
+    )
     assert np.finfo(np.float32).tiny == SMALLEST_NORMAL_FLOAT32
 
 
 def test_the_refusal_of_a_low_second_moment_says_what_beta2_it_needs() -> None:
     with pytest.raises(InvalidArgumentError, match=r"it needs beta2 <= 0\.9921875"):
-        state_dtypes("bfloat16", 0.999, exp_avg_sq="bfloat16")
+        state_dtypes(ADAM.fields, "bfloat16", (0.9, 0.999), ["bfloat16"] * 2)
 
 
 CASES = [
@@ -180,12 +188,12 @@ def test_a_constant_gradient_gives_a_direction_of_one(dtype: str, compensation: 
     current = hyperparameters(rule, beta2=beta2, weight_decay=0.0)
     parameter = np.array([1.0, -1.0], numpy_dtype(dtype))
     gradient = np.array([size, -size]).astype(numpy_dtype(dtype))
-    state = init_state(numpy_ops, parameter, state_dtypes(dtype, beta2), compensation)
+    state = init_state(numpy_ops, parameter, state_dtypes(ADAM.fields, dtype, (0.9, beta2)), compensation)
     for step in range(1, 400):
         corrections = bias_corrections(current, step, np)
         _, state = update(numpy_ops, rule, current, corrections, compensation, parameter, gradient, state)
-        moments = [np.asarray(x).astype(np.float64) for x in (state.exp_avg, state.exp_avg_sq)]
-        assert np.all(np.abs(np.abs(moments[0] / (np.sqrt(moments[1]) + rule.eps)) - 1) < 0.01), step
+        moments = [np.asarray(x).astype(np.float64) for x in state.fields]
+        assert np.all(np.abs(np.abs(moments[0] / (np.sqrt(moments[1]) + rule.defaults["eps"])) - 1) < 0.01), step
 
 
 @pytest.mark.parametrize(("dtype", "compensation"), CASES)
@@ -194,7 +202,7 @@ def test_a_steady_decay_is_not_lost(dtype: str, compensation: str) -> None:
     current = hyperparameters(STABLE_ADAMW, learning_rate=1e-4)
     parameter = np.ones(3, numpy_dtype(dtype))
     gradient = np.full(3, 1e-20).astype(parameter.dtype)
-    state = init_state(numpy_ops, parameter, state_dtypes(dtype, current.beta2), compensation)
+    state = init_state(numpy_ops, parameter, state_dtypes(ADAM.fields, dtype, (0.9, current.beta2)), compensation)
     for step in range(1, 2001):
         corrections = bias_corrections(current, step, np)
         parameter, state = update(numpy_ops, STABLE_ADAMW, current, corrections, compensation, parameter, gradient, state)
@@ -237,7 +245,7 @@ def test_parts_of_a_tensor_are_updated_with_the_mean_square_of_the_whole() -> No
     current, cuts = hyperparameters(STABLE_ADAMW), (slice(0, 3), slice(3, 11), slice(11, 11))
     whole = np.linspace(-1, 1, 11)
     parts = [whole[cut] for cut in cuts]
-    dtypes = state_dtypes("float64", current.beta2)
+    dtypes = state_dtypes(ADAM.fields, "float64", (0.9, current.beta2))
     state = init_state(numpy_ops, whole, dtypes, "none")
     states = [init_state(numpy_ops, part, dtypes, "none") for part in parts]
     for step, gradient in enumerate(gradients((11,), 17), 1):
@@ -268,8 +276,8 @@ def test_moments_whose_beta_is_zero_are_those_of_the_gradient_alone(rule: Rule) 
     spike, small = (np.full(3, size, np.float32) for size in (1e4, 1e-4))
     for ops, cast in ((numpy_ops, np.asarray), (torch_ops, torch.tensor), (JaxOps(), jnp.asarray)):
         _, state = run(ops, rule, cast(spike), [cast(spike), cast(small)], beta1=0.0, beta2=0.0, weight_decay=0.0)
-        np.testing.assert_array_equal(np.asarray(state.exp_avg), small)
-        np.testing.assert_array_equal(np.asarray(state.exp_avg_sq), small * small)
+        for field, expected in zip(state.fields, (small, small * small), strict=True):
+            np.testing.assert_array_equal(np.asarray(field), expected)
 
 
 @pytest.mark.parametrize("rule", RULES.values(), ids=RULES)
@@ -279,15 +287,13 @@ def test_moments_under_new_betas_give_the_numbers_of_raw_moments(rule: Rule) -> 
     betas = [(0.9, 0.99), (0.5, 0.99), (0.0, 0.9), (0.95, 0.0), (0.0, 0.0), (0.99, 0.999), (0.99, 0.999)]
     reference = Reference(settings(rule), {"p": start})
     parameter, before = start, betas[0]
-    state = init_state(numpy_ops, parameter, state_dtypes("float64", 0.99), "none")
+    state = init_state(numpy_ops, parameter, state_dtypes(ADAM.fields, "float64", (0.9, 0.99)), "none")
     for count, gradient in enumerate(given):
         beta1, beta2 = betas[count % len(betas)]
         reference.run(Change({"betas": (beta1, beta2)}))
         reference.run(Gradient("p", gradient))
-        state = state._replace(
-            exp_avg=rebiased(numpy_ops, state.exp_avg, count, before[0], beta1),
-            exp_avg_sq=rebiased(numpy_ops, state.exp_avg_sq, count, before[1], beta2),
-        )
+        decays = zip(state.fields, before, (beta1, beta2), strict=True)
+        state = state._replace(fields=tuple(rebiased(numpy_ops, field, count, old, new) for field, old, new in decays))
         current = hyperparameters(rule, beta1=beta1, beta2=beta2)
         corrections = bias_corrections(current, count + 1, np)
         parameter, state = update(numpy_ops, rule, current, corrections, "none", parameter, gradient, state)
@@ -331,7 +337,7 @@ def test_micro_batches_in_the_moments_step_as_far_as_their_sum_where_they_are_no
     given, count, size = hyperparameters(rule, weight_decay=0.0, eps=1e-12), 4, 10000
     for one_by_one, (first, last) in zip((False, True), STEP_LENGTHS[rule, regime], strict=True):
         generator = np.random.default_rng(0)
-        p, state, lengths = np.zeros(size), TensorState(np.zeros(size), np.zeros(size), None), {}
+        p, state, lengths = np.zeros(size), TensorState((np.zeros(size), np.zeros(size)), None), {}
         for step in range(1, 101):
             corrections = bias_corrections(given, step, np)
             shares = (generator.normal(size=(count, size)) if regime == "noise" else np.ones((count, size))) / count

@@ -97,7 +97,7 @@ def test_an_argument_that_is_not_possible_is_named(case) -> None:
 
 def test_the_nearest_possible_arguments_are_accepted() -> None:
     state = adamw(1e-3, mu_dtype=jnp.float32, nu_dtype=jnp.float32).init(jnp.ones(2, jnp.bfloat16))
-    assert (state.exp_avg.dtype, state.exp_avg_sq.dtype) == (jnp.float32, jnp.float32)
+    assert (state.fields["exp_avg"].dtype, state.fields["exp_avg_sq"].dtype) == (jnp.float32, jnp.float32)
     stable_adamw(1e-3, b2=0.99, nu_dtype="bfloat16")
     stable_adamw(schedule, **DECOUPLED, max_lr=1e-3)
     by_default = stable_adamw(1e-2, weight_decay=5e-4, decouple_lr=True)  # max_lr is the learning rate
@@ -117,7 +117,7 @@ def test_the_nearest_possible_arguments_are_accepted() -> None:
 )
 def test_the_default_dtype_of_the_second_moment_can_decay(b2, parameter, second) -> None:
     state = stable_adamw(1e-3, b2=b2).init(jnp.ones(2, parameter))
-    assert (state.exp_avg.dtype, state.exp_avg_sq.dtype) == (jnp.dtype(parameter), jnp.dtype(second))
+    assert (state.fields["exp_avg"].dtype, state.fields["exp_avg_sq"].dtype) == (jnp.dtype(parameter), jnp.dtype(second))
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])

@@ -15,8 +15,8 @@ from tests.support.jax_training import TRANSFORMS, assert_close, assert_equal, f
 
 from penstock.core.errors import InvalidArgumentError, RefusedError
 from penstock.jax_frontend import (
-    AdamState,
-    AdamStateWithBetas,
+    RuleState,
+    RuleStateWithBetas,
     adam,
     adamw,
     init_train_state,
@@ -128,7 +128,7 @@ def test_betas_that_change_give_optaxs_numbers(rule, dtype, way) -> None:
         2 * float(jnp.finfo(dtype).eps) / 2 * (rate * 8 * 2 * 32 * n * (n + 1) / 2 + n * (np.abs(expected).max() + n * rate))
     )
     assert np.abs(np.asarray(found["w"]) - np.asarray(expected)).max() <= bound
-    assert isinstance(state.inner_state, AdamStateWithBetas)
+    assert isinstance(state.inner_state, RuleStateWithBetas)
 
 
 def test_constant_betas_keep_the_state_and_compute_nothing(monkeypatch) -> None:
@@ -136,7 +136,7 @@ def test_constant_betas_keep_the_state_and_compute_nothing(monkeypatch) -> None:
     params = tree(0)
     for make in TRANSFORMS.values():
         _, state = train(make(optax.linear_schedule(1e-2, 1e-3, 6)), params, gradients(1))
-        assert type(state) is AdamState
+        assert type(state) is RuleState
 
 
 def test_betas_may_be_arrays_of_a_jitted_step_and_the_state_is_donated() -> None:
@@ -155,7 +155,7 @@ def test_betas_may_be_arrays_of_a_jitted_step_and_the_state_is_donated() -> None
     second, _ = train_directly(injected, params, [grads] * 6)
     assert_close(first[0], second, rtol=1e-6)
     constant = adamw(1e-2)
-    with pytest.raises(InvalidArgumentError, match=r"b1 or b2 is an array, .* the state is an AdamState of constant ones"):
+    with pytest.raises(InvalidArgumentError, match=r"b1 or b2 is an array, .* the state is a RuleState of constant ones"):
         step(jax.tree.map(jnp.copy, params), constant.init(params), jnp.asarray(0.9))
 
 
@@ -183,7 +183,12 @@ def test_apply_if_finite_skips_only_what_is_not_finite(rule, way, dtype) -> None
     after, state = way(optax.apply_if_finite(tx, 3), params, [grads[0], bad, *grads[1:]])
     expected, expected_state = train(tx, params, grads)
     assert_close(after, expected, rtol=1e-6 if dtype == "float32" else 2**-7)
-    assert_close(state.inner_state.exp_avg, expected_state.exp_avg, rtol=1e-6 if dtype == "float32" else 2**-6, atol=1e-6)
+    assert_close(
+        state.inner_state.fields["exp_avg"],
+        expected_state.fields["exp_avg"],
+        rtol=1e-6 if dtype == "float32" else 2**-6,
+        atol=1e-6,
+    )
     assert state.inner_state.count == len(grads)
 
 
@@ -257,8 +262,8 @@ def test_tree_map_params_finds_the_fields_like_parameters(rule, dtype) -> None:
     state = TRANSFORMS[rule](1e-3).init(params)
     specs = {"w": "spec of w", "b": "spec of b"}
     mapped = optax.tree_map_params(TRANSFORMS[rule](1e-3), lambda _, spec: spec, state, specs)
-    assert mapped.exp_avg == specs
-    assert mapped.exp_avg_sq == specs
+    assert mapped.fields["exp_avg"] == specs
+    assert mapped.fields["exp_avg_sq"] == specs
     assert mapped.count == 0
 
 

@@ -136,7 +136,7 @@ def test_explicit_dtype(shipped, name, params_dtype, state_dtype, monkeypatch) -
     test = shipped("_src.alias_test", "test_explicit_dtype")
     for place, function in (("tree", "get"), ("tree_utils", "tree_get")):
         if hasattr(getattr(optax, place, None), function):
-            monkeypatch.setattr(f"optax.{place}.{function}", lambda state, _: state.exp_avg)
+            monkeypatch.setattr(f"optax.{place}.{function}", lambda state, _: state.fields["exp_avg"])
     test(params_dtype=params_dtype, state_dtype=state_dtype, opt_name=name)
 
 

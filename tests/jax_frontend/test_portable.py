@@ -205,7 +205,9 @@ def test_names_are_mapped_and_kernels_transposed_both_ways(path: Path) -> None:
     export_state(path, TX, state, parameters=True, names=names)
     held = load(path).parameters
     assert {"h.1.up.weight", "wte.weight", "layers.1.down", "outer.scale"} <= set(held)
-    assert np.array_equal(held["h.1.up.weight"].exp_avg, np.asarray(state.opt_state.layers.exp_avg["up"])[1].T)
+    assert np.array_equal(
+        held["h.1.up.weight"].fields["exp_avg"], np.asarray(state.opt_state.layers.fields["exp_avg"]["up"])[1].T
+    )
     fresh = init_train_state(TX, parameters())
     assert_same_bits(import_state(path, TX, fresh, parameters=True, names=names), state)
     unrolled = init_train_state(TX, parameters(), layered=False)
@@ -214,7 +216,9 @@ def test_names_are_mapped_and_kernels_transposed_both_ways(path: Path) -> None:
     stacked = {f"layers.{kind}": [f"layers.{n}.{kind}" for n in range(depth)] for kind in ("bias", "down")} | names
     found = import_state(path, TX, unrolled, parameters=True, names=stacked)
     of_outer, of_layers = state.opt_state
-    assert_same_bits(found.opt_state.exp_avg, {"outer": of_outer.exp_avg, "layers": of_layers.exp_avg})
+    assert_same_bits(
+        found.opt_state.fields["exp_avg"], {"outer": of_outer.fields["exp_avg"], "layers": of_layers.fields["exp_avg"]}
+    )
     with pytest.raises(InvalidArgumentError, match=r"'layers.ups', and no parameter is called so; did you mean 'layers.up'"):
         export_state(path, TX, state, names={"layers.ups": "x"})
 
@@ -224,7 +228,10 @@ def test_moments_are_upcast_exactly_and_a_missing_compensation_is_zero(path: Pat
     state = trained(low, dtype="bfloat16")
     export_state(path, low, state)
     found = import_state(path, high, init_train_state(high, state.params)).opt_state
-    for moments, old in ((found.exp_avg, state.opt_state.exp_avg), (found.exp_avg_sq, state.opt_state.exp_avg_sq)):
+    for moments, old in (
+        (found.fields["exp_avg"], state.opt_state.fields["exp_avg"]),
+        (found.fields["exp_avg_sq"], state.opt_state.fields["exp_avg_sq"]),
+    ):
         assert_same_bits(moments, jax.tree.map(lambda leaf: leaf.astype("float32"), old))
     assert {leaf.dtype.name for leaf in jax.tree.leaves(found.compensation)} == {"int16"}
     assert not any(np.asarray(leaf).any() for leaf in jax.tree.leaves(found.compensation))
@@ -341,7 +348,7 @@ def test_layers_that_have_had_different_numbers_of_updates_are_refused(path: Pat
 def test_a_state_of_another_kind_is_refused(path: Path) -> None:
     state = trained(TX)
     with pytest.raises(
-        InvalidArgumentError, match=r"state is a AdamState, not a TrainState; .* TrainState\(params, opt_state\) of the two"
+        InvalidArgumentError, match=r"state is a RuleState, not a TrainState; .* TrainState\(params, opt_state\) of the two"
     ):
         export_state(path, TX, state.opt_state)
     other: Any = optax.chain(TX, optax.identity())

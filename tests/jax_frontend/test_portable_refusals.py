@@ -43,8 +43,8 @@ def test_a_compensation_of_other_parameters_is_refused(path: Path, compensation:
 @pytest.mark.parametrize(
     ("there", "here", "said"),
     [
-        ({"compensation": "kahan"}, {}, r"AdamState.compensation of 'layers.w' is bfloat16 .* int16; give the transform"),
-        ({"nu_dtype": "bfloat16", "b2": 0.9}, {"nu_dtype": "float32", "b2": 0.9}, r"exp_avg_sq of .* bfloat16 .* float32"),
+        ({"compensation": "kahan"}, {}, r"RuleState.compensation of 'layers.w' is bfloat16 .* int16; give the transform"),
+        ({"nu_dtype": "bfloat16", "b2": 0.9}, {"nu_dtype": "float32", "b2": 0.9}, r"exp_avg_sq'\] of .* bfloat16 .* float32"),
     ],
     ids=["compensation", "moments"],
 )
@@ -134,6 +134,6 @@ def test_a_count_of_another_shape_is_refused(path: Path) -> None:
     state = trained(tx)
     for count in (jnp.zeros(2, int), jnp.zeros(0, int)):
         with pytest.raises(
-            InvalidArgumentError, match=r"AdamState.count of '.*' has shape \(.,\).* these parameters need \(\)"
+            InvalidArgumentError, match=r"RuleState.count of '.*' has shape \(.,\).* these parameters need \(\)"
         ):
             export_state(path, tx, state._replace(opt_state=state.opt_state._replace(count=count)))

@@ -451,5 +451,5 @@ def test_an_optimizer_state_of_another_transform_is_named_by_its_type(state: Any
     if isinstance(state, optax.GradientTransformation):
         state = state.init(params)
     state = params if state == "the parameters" else state
-    with pytest.raises(InvalidArgumentError, match=rf"state is a {type(state).__name__}, and adamw needs an AdamState"):
+    with pytest.raises(InvalidArgumentError, match=rf"state is a {type(state).__name__}, and adamw needs a RuleState"):
         adamw(1e-2).update(params, state, params)

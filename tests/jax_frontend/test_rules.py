@@ -21,7 +21,7 @@ from tests.support.jax_training import (
     tree,
 )
 
-from penstock.core.moments import corrected_one_minus_beta
+from penstock.core.debiasing import corrected_one_minus_beta
 from penstock.core.reference import EndOfStep, Gradient, Reference, Settings
 from penstock.core.rules import RULES
 from penstock.jax_frontend import adam, adamw, scale_by_stable_adam, stable_adamw
@@ -32,7 +32,9 @@ MASK = {"matrix": True, "scalar": False, "empty": True, "none": None}
 
 def reference(rule: str, params, grads, lr, **changed) -> dict[str, np.ndarray]:
     defaults = RULES[rule]
-    settings = Settings(rule, lr, defaults.betas, defaults.eps, **{"weight_decay": defaults.weight_decay, **changed})
+    settings = Settings(
+        rule, lr, defaults.betas, defaults.defaults["eps"], **{"weight_decay": defaults.defaults["weight_decay"], **changed}
+    )
     run = Reference(settings, {name: leaf for name, leaf in params.items() if leaf is not None})
     for gradient in grads:
         for name in run.tensors:
@@ -104,7 +106,9 @@ def test_a_constant_gradient_gives_a_direction_of_one(rule) -> None:
         tx = TRANSFORMS[rule](1e-9, eps=1e-12, weight_decay=0.0)
         _, state = scanned(tx, jax.tree.map(jnp.zeros_like, sizes), sizes, 300, False)
         for dtype in DTYPES:
-            mu, nu = (np.asarray(moments[dtype], np.float64) for moments in (state.exp_avg, state.exp_avg_sq))
+            mu, nu = (
+                np.asarray(moments[dtype], np.float64) for moments in (state.fields["exp_avg"], state.fields["exp_avg_sq"])
+            )
             np.testing.assert_allclose(np.abs(mu / (np.sqrt(nu) + 1e-12)), 1.0, atol=0.01, err_msg=dtype)
 
 
@@ -115,7 +119,7 @@ def test_float32_stays_near_float64_over_2000_steps(rule, direct) -> None:
     params = jnp.asarray(generator.choice([-1.0, 1.0], 512) + 0.1 * generator.normal(size=512), jnp.float32)
     grads = np.asarray(generator.normal(size=(2000, 512)), np.float32)
     ours, _ = scanned_over(TRANSFORMS[rule](1e-4, weight_decay=0.1), params, jnp.asarray(grads), direct)
-    run = Reference(Settings(rule, 1e-4, RULES[rule].betas, RULES[rule].eps, 0.1), {"p": params})
+    run = Reference(Settings(rule, 1e-4, RULES[rule].betas, RULES[rule].defaults["eps"], 0.1), {"p": params})
     for gradient in grads:
         run.run(Gradient("p", gradient))
     expected = run.tensors["p"].parameter
@@ -139,7 +143,7 @@ def test_scale_by_stable_adam_in_a_chain_equals_stable_adamw() -> None:
     ours, state = train(chained, params, grads)
     expected, expected_state = train(stable_adamw(lambda count: 1e-2 / (1 + count), weight_decay=0.1, mask=MASK), params, grads)
     assert_close(ours, expected, rtol=2e-6, atol=1e-7)
-    assert_equal(state[0].exp_avg_sq, expected_state.exp_avg_sq)
+    assert_equal(state[0].fields["exp_avg_sq"], expected_state.fields["exp_avg_sq"])
 
 
 @pytest.mark.parametrize("way", [train, train_directly])

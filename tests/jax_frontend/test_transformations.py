@@ -15,9 +15,8 @@ from tests.support.jax_training import TRANSFORMS, assert_close, scanned_over, t
 
 from penstock.core.array_ops import numpy_ops
 from penstock.core.dtypes import state_dtypes
-from penstock.core.hyperparameters import Hyperparameters
-from penstock.core.moments import bias_corrections
 from penstock.core.rules import RULES
+from penstock.core.rules.adam_family import AdamHyperparameters, bias_corrections
 from penstock.core.update import init_state, update
 from penstock.jax_frontend.array_ops import jax_ops
 
@@ -65,17 +64,17 @@ def test_the_count_saturates() -> None:
 )
 def test_the_same_core_functions_run_on_numpy_and_jax(rule, dtype, compensation) -> None:
     row = RULES[rule]
-    hyperparameters = Hyperparameters(1e-2, *row.betas, row.eps, 0.1)
+    hyperparameters = AdamHyperparameters(**{**row.defaults, "weight_decay": 0.1}, learning_rate=1e-2)
     results = []
     for ops in (numpy_ops, jax_ops):
         start, *grads = (np.random.default_rng(seed).normal(size=(50,)).astype(np.float32) for seed in range(4))
         parameter = ops.cast(start, dtype)
-        state = init_state(ops, parameter, state_dtypes(dtype, row.betas[1]), compensation)
+        state = init_state(ops, parameter, state_dtypes(row.fields, dtype, row.betas), compensation)
         for t, gradient in enumerate(grads, 1):
             corrections = bias_corrections(hyperparameters, t, ops.xp)
             gradient = ops.cast(gradient, dtype)
             parameter, state = update(ops, RULES[rule], hyperparameters, corrections, compensation, parameter, gradient, state)
-        results.append([ops.cast(leaf, "float32") for leaf in (parameter, state.exp_avg, state.exp_avg_sq)])
+        results.append([ops.cast(leaf, "float32") for leaf in (parameter, *state.fields)])
     for ours, theirs in zip(*results, strict=True):
         np.testing.assert_allclose(ours, theirs, rtol=1e-6 if dtype == "float32" else 2**-7, atol=1e-7)
 

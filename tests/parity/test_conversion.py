@@ -87,6 +87,9 @@ def altered(state: TrainState, field: str, change: Callable[[jax.Array], jax.Arr
     if field == "params":
         return state._replace(params=jax.tree.map(change, state.params))
     opt_state: Any = state.opt_state
+    if field in opt_state.fields:
+        fields = {**opt_state.fields, field: jax.tree.map(change, opt_state.fields[field])}
+        return state._replace(opt_state=opt_state._replace(fields=fields))
     return state._replace(opt_state=opt_state._replace(**{field: jax.tree.map(change, getattr(opt_state, field))}))
 
 

@@ -35,13 +35,13 @@ def differing_after(names: list[str], pattern: str, steps: int) -> dict[str, int
 def correctly_rounded_sqrt(monkeypatch: pytest.MonkeyPatch) -> None:
     """torch.sqrt on a CPU may be off by a unit in the last place; numpy's is correctly rounded, as IEEE 754 has it."""
     torch = pytest.importorskip("torch")
-    from penstock.torch_frontend.backends import piece
+    from penstock.torch_frontend.backends import adam_piece
 
     def sqrt(x, out=None):
         exact = torch.from_numpy(np.asarray(np.sqrt(x.numpy())))
         return exact if out is None else out.copy_(exact)
 
-    monkeypatch.setattr(piece, "torch", types.SimpleNamespace(**{**vars(torch), "sqrt": sqrt}))
+    monkeypatch.setattr(adam_piece, "torch", types.SimpleNamespace(**{**vars(torch), "sqrt": sqrt}))
 
 
 @pytest.mark.parametrize("stored", STORED)
@@ -91,7 +91,7 @@ JAX_AGAINST_NUMPY = """
 import dataclasses
 import jax, numpy as np
 from penstock.core.array_ops import numpy_ops
-from penstock.core.moments import Corrections, bias_corrections
+from penstock.core.rules.adam_family import Corrections, bias_corrections
 from penstock.core.update import init_state, update
 from penstock.jax_frontend.array_ops import jax_ops
 from penstock.parity.cases import select
@@ -116,7 +116,8 @@ def count(case):
         parameter, state = update(numpy_ops, rule, given, corrections, kept, parameter, gradient, state)
         numbers = [np.float32(each) for each in (*corrections, given.learning_rate, given.weight_decay)]
         other, other_state = step(other, gradient, other_state, tuple(numbers[:2]), *numbers[2:])
-    pairs = [(parameter, other), *zip(state[:3], other_state[:3], strict=True)]
+    after, others = ((*each.fields, each.compensation) for each in (state, other_state))
+    pairs = [(parameter, other), *zip(after, others, strict=True)]
     return [differing(np.asarray(one), two) for one, two in pairs if one is not None]
 
 print({case.name: count(case) for pattern in PATTERNS for case in select(pattern)})

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import json
 from pathlib import Path
@@ -44,8 +45,20 @@ def parameter(
     kept = compensation_dtype(compensated, dtype)
     k = None if kept is None else np.asarray(generator.integers(-99, 99, size=shape)).astype(numpy_dtype(kept))
     return ParameterState(
-        dtype, shape, compensated, step, normal(dtype), np.abs(normal(second)), k, normal(dtype) if held else None
+        dtype,
+        shape,
+        compensated,
+        step,
+        {"exp_avg": normal(dtype), "exp_avg_sq": np.abs(normal(second))},
+        k,
+        normal(dtype) if held else None,
     )
+
+
+def changed(one: ParameterState, **changes: Any) -> ParameterState:
+    """The parameter with other values; those of its rule's fields by their names."""
+    fields = {name: changes.pop(name, array) for name, array in one.fields.items()}
+    return dataclasses.replace(one, **{"fields": fields, **changes})
 
 
 def state(parameters: dict[str, ParameterState] | None = None, rule: str = "adamw") -> PortableState:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol, runtime_checkable
 
@@ -11,17 +12,26 @@ from torch import Tensor
 
 from ...core.dtypes import compute_dtype
 from ...core.hyperparameters import Hyperparameters
-from ...core.moments import Corrections, bias_corrections
-from ...core.rules import Rule
+from ...core.rules import ADAM, Rule
 from ..array_ops import DTYPES, dtype_name
 from ..communication.shards import Shard
 from .numbers import GroupSettings, UpdateNumbers, numbers_of, vector_of
 
 _ONE = torch.ones(())
 
-EXP_AVG, EXP_AVG_SQ = "debiased_exp_avg", "debiased_exp_avg_sq"
-"""The keys of the moments in a parameter's state. They are debiased, and torch.optim's are not: an optimizer of torch.optim
-that loads this state finds no moment under its own keys, and raises."""
+
+@functools.cache
+def state_keys(rule: Rule) -> tuple[str, ...]:
+    """Return the keys of a rule's fields in a parameter's state.
+
+    Debiased fields have other keys than torch.optim's biased ones: an optimizer of torch.optim that loads this state finds no
+    moment under its own keys, and raises.
+    """
+    return tuple(field.name if field.beta is None else f"debiased_{field.name}" for field in rule.fields)
+
+
+EXP_AVG, EXP_AVG_SQ = state_keys(ADAM)
+"""Those of the rules that keep two moments, for which the eager backend and Triton have arithmetic of their own."""
 
 OverShards = Callable[[Sequence[Tensor]], Sequence[Tensor]]
 """Takes the mean squares of the shards that this process stores, each 0-d; returns those of the whole tensors, in order."""
@@ -32,9 +42,9 @@ class TensorSlot:
     """One parameter with all that its update reads and writes; the optimizer keeps it between updates.
 
     parameter: updated in place; any dense shape. For a parameter that is sharded over processes, the local shard.
-    state: the optimizer's state of the parameter: "step", 0-d, the number of updates so far; `EXP_AVG`, `EXP_AVG_SQ` and,
-        with compensation, "compensation", all of the parameter's shape; "mean_square", 0-d, only while micro-batches are in
-        the moments.
+    state: the optimizer's state of the parameter: "step", 0-d, the number of updates so far; the rule's fields (`state_keys`)
+        and, with compensation, "compensation", all of the parameter's shape; "mean_square", 0-d, only while micro-batches are
+        in the fields.
     compensation: resolved: "none", "kahan" or "split".
     settings: the current settings of the parameter's group.
     shard: the location of the local shard in the whole parameter; None if it is not sharded.
@@ -42,6 +52,7 @@ class TensorSlot:
     kind: shape, dtype and device of the parameter when the slot was made.
     plan: what a backend caches for this tensor. dataclasses.replace() does not copy it.
     compute_dtype: the dtype of the arithmetic.
+    keys: of the rule's fields in the state.
     """
 
     parameter: Tensor
@@ -54,6 +65,7 @@ class TensorSlot:
     kind: Any = dataclasses.field(default=None, repr=False)
     plan: Any = dataclasses.field(default=None, init=False, repr=False)
     compute_dtype: torch.dtype = dataclasses.field(init=False, repr=False)
+    keys: tuple[str, ...] = dataclasses.field(init=False, repr=False)
     _step: Any = dataclasses.field(default=None, init=False, repr=False)
     _address: int = dataclasses.field(default=0, init=False, repr=False)  # of the memory of "step"; 0 if not on the host
     _count: Any = dataclasses.field(default=None, init=False, repr=False)  # the memory of "step" as a numpy array
@@ -65,12 +77,13 @@ class TensorSlot:
 
     def __post_init__(self) -> None:
         self.compute_dtype = DTYPES[compute_dtype(dtype_name(self.parameter.dtype))]
+        self.keys = state_keys(self.rule)
 
     @property
-    def corrections(self) -> Corrections:
-        """The factors c1 and c2 of this update: numbers, or 0-d tensors in the compute dtype when capturable."""
+    def corrections(self) -> Any:
+        """`Rule.corrections` of this update: numbers, or 0-d tensors in the compute dtype when capturable."""
         if self.capturable:
-            return bias_corrections(self.hyperparameters, self.state["step"].to(self.compute_dtype) + 1, torch)
+            return self.rule.corrections(self.hyperparameters, self.state["step"].to(self.compute_dtype) + 1, torch)
         return self.settings.corrections(self.step_number)
 
     @property
@@ -98,21 +111,21 @@ class TensorSlot:
     def tensors(self, gradient: Tensor | None) -> dict[str, Tensor]:
         """Return parameter, gradient and state of the parameter's shape by name, without those that are absent."""
         named = {"parameter": self.parameter, "gradient": gradient}
-        named |= {name: self.state.get(name) for name in (EXP_AVG, EXP_AVG_SQ, "compensation")}
+        named |= {name: self.state.get(name) for name in (*self.keys, "compensation")}
         return {name: tensor for name, tensor in named.items() if tensor is not None}
 
     def numbers(self) -> UpdateNumbers:
         """Return the scalars of this update as 0-d tensors in the compute dtype."""
         if self.capturable:
             return numbers_of(self.hyperparameters, self.rule, self.corrections, self.compute_dtype)
-        return self.settings.numbers(self.rule, self.step_number, self.compute_dtype)
+        return self.settings.numbers(self.step_number, self.compute_dtype)
 
     def vector(self) -> Tensor:
-        """Return `vector_of(numbers)`, [4], on the parameter's device."""
+        """Return `vector_of(numbers)` on the parameter's device."""
         device = self.parameter.device
         if self.capturable:
             return vector_of(self.hyperparameters, self.rule, self.numbers(), device)
-        return self.settings.vector(self.rule, self.step_number, self.compute_dtype, device)
+        return self.settings.vector(self.step_number, self.compute_dtype, device)
 
 
 class Backend(Protocol):

@@ -9,6 +9,7 @@ arithmetic.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import types
 from collections.abc import Callable, Iterator
@@ -18,12 +19,11 @@ import torch
 from torch import Tensor
 
 from ...core import update as core_update
-from ...core.hyperparameters import Hyperparameters
-from ...core.moments import Corrections, is_zero
-from ...core.rules import RULES
+from ...core.hyperparameters import Hyperparameters, is_zero
+from ...core.rules import RULES, Rule
 from ...core.update import TensorState
 from ..array_ops import compiled_ops, torch_ops
-from .backend import EXP_AVG, EXP_AVG_SQ, TensorSlot
+from .backend import TensorSlot
 from .compiler import KEEP_CASTS, keeps_casts, skip_vector_isa_search
 from .eager import EagerBackend
 from .memory_order import along_memory
@@ -88,7 +88,7 @@ class CompiledBackend(EagerBackend):
 
 
 def _pieces(slot: TensorSlot, gradient: Tensor | None, small: int) -> Iterator[Vectors]:
-    """Yield (parameter, gradient, exp_avg, exp_avg_sq, compensation) piece by piece, None for those that are absent.
+    """Yield (parameter, gradient, compensation, *fields) piece by piece, None for those that are absent.
 
     Yields nothing for tensors that are updated eagerly: small ones, and those without a common dense layout.
     """
@@ -97,7 +97,7 @@ def _pieces(slot: TensorSlot, gradient: Tensor | None, small: int) -> Iterator[V
     flat = along_memory(slot.tensors(gradient))
     if flat is None:
         return
-    vectors = [flat.get(name) for name in ("parameter", "gradient", EXP_AVG, EXP_AVG_SQ, "compensation")]
+    vectors = [flat.get(name) for name in ("parameter", "gradient", "compensation", *slot.keys)]
     if slot.parameter.numel() <= PIECE:
         yield tuple(vectors)
         return
@@ -118,13 +118,22 @@ def _run(
     total: the mean square of the whole tensor for "write", otherwise that of earlier micro-batches.
     """
     current, state = slot.hyperparameters, slot.state
-    dtypes = (slot.parameter.dtype, state[EXP_AVG].dtype, state[EXP_AVG_SQ].dtype)
-    settings = (current.eps, current.maximize, is_zero(current.beta1), is_zero(current.beta2))
-    graph = _compiled(kind, first, measured, slot.rule.name, slot.compensation, *settings, dtypes, slot.parameter.device)
+    dtypes = (slot.parameter.dtype, *(state[key].dtype for key in slot.keys))
+    settings = _constants(slot.rule, current)
+    graph = _compiled(kind, first, measured, slot.rule.name, slot.compensation, settings, dtypes, slot.parameter.device)
     if total is not None:
         total = torch.as_tensor(total, dtype=slot.compute_dtype, device=slot.parameter.device)
     found: tuple[Tensor | None, Any] = graph(piece, slot.vector(), total)
     return found
+
+
+def _constants(rule: Rule, current: Hyperparameters) -> tuple[tuple[str, Any], ...]:
+    """Return the hyperparameters that are compiled in. Of a decay it is whether it is zero: its value is in the corrections."""
+    decays = {field.beta for field in rule.fields}
+    changing = {"learning_rate", "weight_decay", "max_lr", "decouple_lr"}
+    names = [field.name for field in dataclasses.fields(current) if field.name not in changing]
+    values = {name: getattr(current, name) for name in names}
+    return tuple((name, (0.0 if is_zero(value) else 0.5) if name in decays else value) for name, value in values.items())
 
 
 @functools.cache
@@ -134,10 +143,7 @@ def _compiled(
     measured: bool,
     rule_name: str,
     compensation: str,
-    eps: float,
-    maximize: bool,
-    beta1_is_zero: bool,
-    beta2_is_zero: bool,
+    constants: tuple[tuple[str, Any], ...],
     dtypes: tuple[torch.dtype, ...],
     device: torch.device,
 ) -> Callable[..., Any]:
@@ -147,13 +153,12 @@ def _compiled(
     rule = RULES[rule_name]
     kahan = compensation == "kahan"
     ops = compiled_ops if kahan and not keeps_casts(dtypes[0], device.type) else torch_ops
-    beta1, beta2 = 0.0 if beta1_is_zero else 0.5, 0.0 if beta2_is_zero else 0.5  # only read through `corrections`
 
     def step(tensors: Vectors, scalars: Tensor, total: Tensor | None) -> tuple[Tensor | None, Any]:
-        parameter, gradient, exp_avg, exp_avg_sq, stored = tensors
-        corrections = Corrections(scalars[0], scalars[1])
-        current = Hyperparameters(scalars[2], beta1, beta2, eps, scalars[3], maximize=maximize)
-        state = TensorState(exp_avg, exp_avg_sq, stored, 0.0 if total is None else total)
+        parameter, gradient, stored, *fields = tensors
+        *corrections, learning_rate, decay = scalars.unbind()
+        current = rule.hyperparameters(learning_rate=learning_rate, weight_decay=decay, **dict(constants))
+        state = TensorState(tuple(fields), stored, 0.0 if total is None else total)
         given = (corrections, compensation, parameter, gradient, state)
         squares = gradient.to(scalars.dtype).square().sum() if measured else None
         new = parameter
@@ -172,8 +177,8 @@ def _compiled(
             if stored is not None and after.compensation is not None:
                 stored.copy_(after.compensation)
         if kind != "apply":
-            exp_avg.copy_(after.exp_avg)
-            exp_avg_sq.copy_(after.exp_avg_sq)
+            for field, new_field in zip(fields, after.fields, strict=True):
+                field.copy_(new_field)
         return squares, after.mean_square
 
     # torch.compile caches graphs by code object and stops compiling after a number of them: each graph gets its own.

@@ -1,6 +1,6 @@
 """The eager backend: torch's ordinary operations, in place, with two scratch tensors.
 
-The operations are those of `core.moments` in the same order, so the result is the same bit for bit; only temporaries are
+The operations are those of the specification in the same order, so the result is the same bit for bit; only temporaries are
 reused. A tensor larger than a piece is updated piece by piece, so that its update never allocates a second gradient.
 """
 
@@ -12,7 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .backend import EXP_AVG, EXP_AVG_SQ, OverShards, TensorSlot
+from .adam_piece import piece_class
+from .backend import OverShards, TensorSlot
 from .memory_order import along_memory
 from .packed import SMALL, batch_small_tensors
 from .piece import Piece, clipped_rate, sum_of
@@ -52,10 +53,10 @@ class EagerBackend:
             for piece in self._pieces(slot, gradient):
                 piece.accumulate(numbers, first, squares if measure else None)
                 piece.descend(numbers, numbers.learning_rate)
-        elif moments_in_compute_dtype(slot):
+        elif fields_in_compute_dtype(slot):
             eta = clipped_rate(numbers.learning_rate, self._accumulate(slot, gradient, first, squares if measure else None))
             for piece in self._pieces(slot, None):
-                piece.load_moments()
+                piece.load_fields()
                 piece.descend(numbers, eta)
         else:  # the step needs the moments before they are rounded to the state's dtype
             self.write(slot, gradient, first, self.mean_square(slot, gradient, first, squares if measure else None))
@@ -92,7 +93,7 @@ class EagerBackend:
         whole = self._whole(slot, None)
         for piece in self._pieces(slot, None) if whole is None else (whole,):
             with piece:
-                piece.load_moments()
+                piece.load_fields()
                 piece.descend(numbers, eta)
         slot.state.pop("mean_square")
 
@@ -142,12 +143,12 @@ class EagerBackend:
             parameter = slot.parameter
             if not 0 < parameter.numel() <= piece_elements(parameter):
                 return None
-            piece = Piece(slot, *self._scratch_like(parameter, slot.compute_dtype))
+            piece = piece_class(slot.rule)(slot, *self._scratch_like(parameter, slot.compute_dtype))
             if parameter.device.type == "cpu":  # here all pieces share their scratch
                 slot.plan = piece
         state = slot.state
         piece.parameter, piece.gradient = slot.parameter, gradient
-        piece.exp_avg, piece.exp_avg_sq = state[EXP_AVG], state[EXP_AVG_SQ]
+        piece.fields = list(map(state.__getitem__, slot.keys))
         piece.compensation = state.get("compensation")
         return piece
 
@@ -166,9 +167,9 @@ class EagerBackend:
             part = {name: tensor[start : start + rows] for name, tensor in flat.items()}
             if scratch is None or part["parameter"].shape != scratch[0].shape:
                 scratch = self._scratch_like(part["parameter"], slot.compute_dtype)
-            piece = Piece(slot, *scratch)
+            piece = piece_class(slot.rule)(slot, *scratch)
             piece.parameter, piece.gradient = part["parameter"], part.get("gradient")
-            piece.exp_avg, piece.exp_avg_sq = part[EXP_AVG], part[EXP_AVG_SQ]
+            piece.fields = list(map(part.__getitem__, slot.keys))
             piece.compensation = part.get("compensation")
             yield piece
 
@@ -190,7 +191,6 @@ def piece_elements(tensor: Tensor) -> int:
     return PIECE * torch.get_num_threads() if tensor.device.type == "cpu" else PIECE_ON_ACCELERATORS
 
 
-def moments_in_compute_dtype(slot: TensorSlot) -> bool:
-    """Whether the state stores the moments in the compute dtype, so that storing them does not round."""
-    dtype = slot.compute_dtype
-    return slot.state[EXP_AVG].dtype is dtype and slot.state[EXP_AVG_SQ].dtype is dtype
+def fields_in_compute_dtype(slot: TensorSlot) -> bool:
+    """Whether the state stores the fields in the compute dtype, so that storing them does not round."""
+    return all(slot.state[key].dtype is slot.compute_dtype for key in slot.keys)

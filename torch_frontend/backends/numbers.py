@@ -7,8 +7,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ...core.hyperparameters import Hyperparameters, Scalar
-from ...core.moments import Corrections, bias_corrections, is_zero
+from ...core.hyperparameters import Hyperparameters, Scalar, is_zero
 from ...core.rules import Rule
 
 CACHE_SIZE = 96
@@ -21,20 +20,20 @@ class UpdateNumbers(NamedTuple):
     They are on the CPU, where operations on every device read them as scalars, or on the device of a tensor hyperparameter.
     (torch converts a Python number to a tensor at each use, which costs as much as an operation on a small tensor.)
 
-    first, second: c1 and c2, the bias-corrected 1 - beta.
+    corrections: the rule's.
+    eps: None for a rule without one.
     decay: the factor of the parameter in the step; None if it is zero, or if the decay is part of the gradient (L2).
-    plain: the gradient enters the moments unchanged, and no beta is zero; true of most updates.
+    plain: the gradient enters the fields unchanged, and no decay is zero; true of most updates.
     """
 
-    first: Tensor
-    second: Tensor
-    eps: Tensor
+    corrections: tuple[Tensor, ...]
+    eps: Tensor | None
     decay: Tensor | None
     learning_rate: Tensor
     plain: bool
 
 
-def numbers_of(current: Hyperparameters, rule: Rule, corrections: Corrections, dtype: torch.dtype) -> UpdateNumbers:
+def numbers_of(current: Hyperparameters, rule: Rule, corrections: Any, dtype: torch.dtype) -> UpdateNumbers:
     """Return the scalars of an update with these hyperparameters."""
 
     def tensor(value: Scalar) -> Tensor:
@@ -42,19 +41,19 @@ def numbers_of(current: Hyperparameters, rule: Rule, corrections: Corrections, d
 
     decay = 0.0 if rule.l2 else current.decay_rate
     return UpdateNumbers(
-        tensor(corrections.first),
-        tensor(corrections.second),
-        tensor(current.eps),
+        tuple(map(tensor, corrections)),
+        tensor(eps) if (eps := getattr(current, "eps", None)) is not None else None,
         None if is_zero(decay) else tensor(decay),
         tensor(current.learning_rate),
-        not (current.maximize or rule.l2 or is_zero(current.beta1) or is_zero(current.beta2)),
+        not (current.maximize or rule.l2 or any(map(is_zero, rule.decays(current)))),
     )
 
 
 class GroupSettings:
     """The current hyperparameters of a parameter group and what follows from them; all slots of the group share it."""
 
-    def __init__(self, current: Hyperparameters) -> None:
+    def __init__(self, rule: Rule, current: Hyperparameters) -> None:
+        self.rule = rule
         self.hyperparameters = current
         self._cache: dict[Any, Any] = {}
 
@@ -63,36 +62,36 @@ class GroupSettings:
         self.hyperparameters = current
         self._cache.clear()
 
-    def corrections(self, step: float) -> Corrections:
-        """Return c1 and c2 of update number `step`, which starts at 1."""
-        found: Corrections | None = self._cache.get(step)
+    def corrections(self, step: float) -> Any:
+        """Return the rule's corrections of update number `step`, which starts at 1."""
+        found = self._cache.get(step)
         if found is None:
             if len(self._cache) >= CACHE_SIZE:
                 self._cache.clear()
-            found = self._cache[step] = bias_corrections(self.hyperparameters, step, torch)
+            found = self._cache[step] = self.rule.corrections(self.hyperparameters, step, torch)
         return found
 
-    def numbers(self, rule: Rule, step: float, dtype: torch.dtype) -> UpdateNumbers:
+    def numbers(self, step: float, dtype: torch.dtype) -> UpdateNumbers:
         """Return the scalars of update number `step`, which starts at 1."""
         found: UpdateNumbers | None = self._cache.get((step, dtype))
         if found is None:
-            found = numbers_of(self.hyperparameters, rule, self.corrections(step), dtype)
+            found = numbers_of(self.hyperparameters, self.rule, self.corrections(step), dtype)
             self._cache[step, dtype] = found
         return found
 
-    def vector(self, rule: Rule, step: float, dtype: torch.dtype, device: torch.device) -> Tensor:
+    def vector(self, step: float, dtype: torch.dtype, device: torch.device) -> Tensor:
         """Return `vector_of` the scalars of update number `step`, which starts at 1."""
         found: Tensor | None = self._cache.get((step, dtype, device))
         if found is None:
-            found = vector_of(self.hyperparameters, rule, self.numbers(rule, step, dtype), device)
+            found = vector_of(self.hyperparameters, self.rule, self.numbers(step, dtype), device)
             self._cache[step, dtype, device] = found
         return found
 
 
 def vector_of(current: Hyperparameters, rule: Rule, numbers: UpdateNumbers, device: torch.device) -> Tensor:
-    """Return c1, c2, the learning rate and the decay as one tensor, [4]. The decay is that of the step, or of L2."""
+    """Return the corrections, the learning rate and the decay as one tensor, 1-d. The decay is that of the step, or of L2."""
     decay: Any = numbers.decay
     if decay is None:
-        decay = torch.as_tensor(current.weight_decay if rule.l2 else 0.0, dtype=numbers.first.dtype)
-    together = [numbers.first, numbers.second, numbers.learning_rate, decay]
+        decay = torch.as_tensor(current.weight_decay if rule.l2 else 0.0, dtype=numbers.learning_rate.dtype)
+    together = [*numbers.corrections, numbers.learning_rate, decay]
     return torch.stack([number.to(device, non_blocking=True) for number in together])

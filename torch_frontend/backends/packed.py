@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import operator
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -11,7 +12,8 @@ from torch import Tensor
 from torch._utils import _flatten_dense_tensors as _pack  # what DistributedDataParallel packs its buckets with
 from torch._utils import _unflatten_dense_tensors as _views
 
-from .backend import EXP_AVG, EXP_AVG_SQ, TensorSlot
+from .adam_piece import piece_class
+from .backend import TensorSlot
 from .numbers import UpdateNumbers
 from .piece import Piece, clipped_rate
 
@@ -20,6 +22,8 @@ SMALL = 2**14
 
 BATCH_ELEMENTS = 2**16
 """Largest number of elements of a batch, so that its five to ten packed tensors stay in a core's cache."""
+
+_DTYPE = operator.attrgetter("dtype")
 
 Pair = tuple[TensorSlot, Tensor]
 Scratch = Callable[[Tensor, torch.dtype], tuple[Tensor, Tensor]]
@@ -55,7 +59,8 @@ class Batch:
             eta = clipped_rate(eta, means).repeat_interleave(sizes, output_size=len(piece.a))
         piece.descend(numbers, eta)
         views: dict[torch.dtype, tuple[Tensor, list[Tensor]]] = {}
-        for key, packed in ((EXP_AVG, piece.exp_avg), (EXP_AVG_SQ, piece.exp_avg_sq), ("compensation", piece.compensation)):
+        keys = (*self.slots[0].keys, "compensation")
+        for key, packed in zip(keys, (*piece.fields, piece.compensation), strict=True):
             if packed is not None:
                 _unpack(packed, [slot.state[key] for slot in self.slots], views)
         _unpack(piece.parameter, [slot.parameter for slot in self.slots], views)
@@ -67,10 +72,9 @@ class Batch:
     def _packed(self) -> Piece:
         slots = self.slots
         gradient = _pack(self._gradients)
-        piece = Piece(slots[0], *self._scratch(gradient, slots[0].compute_dtype))
+        piece = piece_class(slots[0].rule)(slots[0], *self._scratch(gradient, slots[0].compute_dtype))
         piece.gradient, piece.parameter = gradient, _pack([slot.parameter for slot in slots])
-        piece.exp_avg = _pack([slot.state[EXP_AVG] for slot in slots])
-        piece.exp_avg_sq = _pack([slot.state[EXP_AVG_SQ] for slot in slots])
+        piece.fields = [_pack([slot.state[key] for slot in slots]) for key in slots[0].keys]
         compensated = slots[0].state.get("compensation") is not None
         piece.compensation = _pack([slot.state["compensation"] for slot in slots]) if compensated else None
         return piece
@@ -106,13 +110,13 @@ def batch_small_tensors(pairs: Sequence[Pair], scratch: Scratch, small: int) -> 
         if slot.capturable or not 0 < parameter.numel() <= small or position in sharing:
             others.append(pair)
             continue
-        exp_avg, exp_avg_sq, compensation = state[EXP_AVG], state[EXP_AVG_SQ], state.get("compensation")
-        if not (
-            parameter.is_contiguous() and gradient.is_contiguous() and exp_avg.is_contiguous() and exp_avg_sq.is_contiguous()
-        ) or not (compensation is None or compensation.is_contiguous()):  # sums are taken in memory order
+        tensors = [parameter, gradient, *map(state.__getitem__, slot.keys)]
+        if (compensation := state.get("compensation")) is not None:
+            tensors.append(compensation)
+        if not all(map(Tensor.is_contiguous, tensors)):  # sums are taken in memory order
             others.append(pair)
             continue
-        dtypes = parameter.dtype, gradient.dtype, exp_avg.dtype, exp_avg_sq.dtype, slot.compensation
+        dtypes = (*map(_DTYPE, tensors), slot.compensation)
         groups.setdefault((id(slot.settings), slot.step_number, parameter.device, *dtypes), []).append(pair)
     batches = []
     for group in itertools.chain.from_iterable(map(_split, groups.values())):
@@ -120,7 +124,7 @@ def batch_small_tensors(pairs: Sequence[Pair], scratch: Scratch, small: int) -> 
             others += group
             continue
         lead = group[0][0]
-        numbers = lead.settings.numbers(lead.rule, lead.step_number, lead.compute_dtype)
+        numbers = lead.settings.numbers(lead.step_number, lead.compute_dtype)
         batches.append(Batch(group, numbers, scratch))
     return batches, others
 

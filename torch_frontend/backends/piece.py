@@ -1,7 +1,4 @@
-"""The arithmetic of the eager backend: the operations of `core.moments` in the same order, in place, with two scratch tensors.
-
-`core.moments` defines what is computed; this file only chooses the memory for each result.
-"""
+"""A part of a tensor in the eager backend, and its arithmetic for any rule: the rule's own functions."""
 
 from __future__ import annotations
 
@@ -13,7 +10,8 @@ from torch import Tensor
 
 from ...core import compensation as compensations
 from ...core.compensation import Stored
-from ...core.moments import SMALLEST_NORMAL_FLOAT32, is_zero
+from ...core.hyperparameters import is_zero
+from ...core.rules import Entered
 from ..array_ops import dtype_name, torch_ops
 from .backend import TensorSlot
 from .numbers import UpdateNumbers
@@ -22,8 +20,8 @@ from .numbers import UpdateNumbers
 class Piece:
     """A part of a parameter with the same part of its gradient and state, and two scratch tensors of that size.
 
-    parameter, gradient, exp_avg, exp_avg_sq, compensation: as stored; gradient and compensation may be None.
-    upcast_gradient, upcast_exp_avg, upcast_exp_avg_sq: in the compute dtype; the stored tensor itself if it has that dtype.
+    parameter, gradient, fields, compensation: as stored; gradient and compensation may be None.
+    upcast_gradient, upcast: the gradient and the fields in the compute dtype; the stored tensor itself if it has that dtype.
     """
 
     __slots__ = (
@@ -32,34 +30,32 @@ class Piece:
         "coding",
         "compensation",
         "dtype",
-        "exp_avg",
-        "exp_avg_sq",
+        "entered",
+        "fields",
         "gradient",
         "parameter",
         "rule",
         "settings",
-        "upcast_exp_avg",
-        "upcast_exp_avg_sq",
+        "upcast",
         "upcast_gradient",
     )  # fmt: skip
     parameter: Tensor
     gradient: Tensor | None
-    exp_avg: Tensor
-    exp_avg_sq: Tensor
+    fields: Sequence[Tensor]
     compensation: Tensor | None
     upcast_gradient: Any
-    upcast_exp_avg: Any
-    upcast_exp_avg_sq: Any
+    upcast: Any
+    entered: Entered | None
 
     def __init__(self, slot: TensorSlot, a: Tensor, b: Tensor) -> None:
         self.rule, self.settings, self.coding = slot.rule, slot.settings, slot.compensation
         self.a, self.b, self.dtype = a, b, a.dtype
 
     def __enter__(self) -> None:
-        """Free the gradient and the upcast moments at the end of the context."""
+        """Free the gradient and the upcast fields at the end of the context."""
 
     def __exit__(self, *_: object) -> None:
-        self.gradient = self.upcast_gradient = self.upcast_exp_avg = self.upcast_exp_avg_sq = None
+        self.gradient = self.upcast_gradient = self.upcast = self.entered = None
 
     def load_parameter(self) -> Tensor:
         """Return the compensated parameter in the compute dtype; the parameter itself if it has that dtype."""
@@ -67,11 +63,17 @@ class Piece:
             return self.parameter
         return compensations.load(torch_ops, self.coding, Stored(self.parameter, self.compensation))
 
-    def load_moments(self) -> None:
-        """Set the upcast moments."""
-        dtype = self.dtype
-        self.upcast_exp_avg = self.exp_avg if self.exp_avg.dtype is dtype else self.exp_avg.to(dtype)
-        self.upcast_exp_avg_sq = self.exp_avg_sq if self.exp_avg_sq.dtype is dtype else self.exp_avg_sq.to(dtype)
+    def store_parameter(self, parameter: Tensor) -> None:
+        """Store the parameter, in the compute dtype, with its compensation."""
+        stored = compensations.store(torch_ops, self.coding, parameter, dtype_name(self.parameter.dtype))
+        self.parameter.copy_(stored.parameter)
+        if stored.compensation is not None:
+            assert self.compensation is not None
+            self.compensation.copy_(stored.compensation)
+
+    def load_fields(self) -> None:
+        """Set the upcast fields."""
+        self.upcast = [field if field.dtype is self.dtype else field.to(self.dtype) for field in self.fields]
 
     def prepare(self, first: bool, squares: list[Tensor] | None) -> None:
         """Set the upcast gradient: `core.update.prepared_gradient`. The given gradient is not changed.
@@ -91,96 +93,46 @@ class Piece:
                 gradient = gradient + current.weight_decay * self.load_parameter()
         self.upcast_gradient = gradient
 
-    def accumulate(self, numbers: UpdateNumbers, first: bool, squares: list[Tensor] | None = None) -> None:
-        """Compute the moments and store them in the state: `core.moments.first_moments` or `later_moments`.
-
-        squares: the sum of the gradient's squares is appended here.
-        """
-        self.load_moments()
-        if numbers.plain and self.gradient is not None and self.gradient.dtype is self.dtype:
-            self.upcast_gradient = self.gradient
-        else:
-            self.prepare(first, squares)
-            squares = squares if self.squares_are_the_gradients() else None
-        gradient, change, exp_avg, exp_avg_sq = self.upcast_gradient, self.a, self.upcast_exp_avg, self.upcast_exp_avg_sq
-        if first:
-            if not numbers.plain:
-                self.reset()
-            torch.sub(gradient, exp_avg, out=change)
-            exp_avg.add_(change.mul_(numbers.first))
-            torch.mul(gradient, gradient, out=change)
-            if squares is not None:
-                squares.append(change.sum())
-            exp_avg_sq.add_(change.sub_(exp_avg_sq).mul_(numbers.second))
-        else:
-            torch.mul(gradient, numbers.first, out=change)
-            exp_avg.add_(change)
-            torch.mul(gradient, gradient, out=change)
-            if squares is not None:
-                squares.append(change.sum())
-            exp_avg_sq.add_(change.mul_(numbers.second))
-        if exp_avg is not self.exp_avg:
-            self.exp_avg.copy_(exp_avg)
-        if exp_avg_sq is not self.exp_avg_sq:
-            self.exp_avg_sq.copy_(exp_avg_sq)
-
-    def reset(self) -> None:
-        """Set moments to zero whose beta is 0: `core.moments.reset_where_beta_is_zero`."""
-        current = self.settings.hyperparameters
-        if is_zero(current.beta1):
-            self.upcast_exp_avg.zero_()
-        if is_zero(current.beta2):
-            self.upcast_exp_avg_sq.zero_()
-
     def squares_are_the_gradients(self) -> bool:
         """Whether the upcast gradient has the gradient's squares; otherwise `prepare` has summed them."""
         return not (self.rule.l2 or self.settings.hyperparameters.maximize)
 
+    def accumulate(self, numbers: UpdateNumbers, first: bool, squares: list[Tensor] | None = None) -> None:
+        """Put the gradient into the fields, and store them: `Rule.accumulate`.
+
+        squares: the sum of the gradient's squares is appended here.
+        """
+        self.load_fields()
+        self.prepare(first, squares)
+        if squares is not None and self.squares_are_the_gradients():
+            squares.append(torch.mul(self.upcast_gradient, self.upcast_gradient, out=self.a).sum())
+        rule, current = self.rule, self.settings.hyperparameters
+        before = tuple(field.clone() for field in self.upcast) if rule.needs_gradient else tuple(self.upcast)
+        after = rule.accumulate(current, numbers.corrections, before, self.upcast_gradient, torch, first=first)
+        self.entered = Entered(numbers.corrections, before, self.upcast_gradient) if rule.needs_gradient else None
+        for stored, new in zip(self.fields, after, strict=True):
+            stored.copy_(new)
+        self.upcast = after
+
     def ratios(self) -> Tensor:
-        """Return g*g / max(v, eps^2) in scratch, after `accumulate`: `core.moments.mean_square` before the mean."""
-        return self._ratios(self.upcast_exp_avg_sq)
+        """Return what a rule that clips takes the mean of, after `accumulate`."""
+        raise NotImplementedError
 
     def ratios_before(self, numbers: UpdateNumbers, first: bool, squares: list[Tensor] | None) -> Tensor:
-        """Return what `ratios` will be after `accumulate`, without writing the moments. squares: as in `accumulate`."""
-        self.load_moments()
-        self.prepare(first, squares)
-        gradient, square, moment = self.upcast_gradient, self.a, self.b
-        exp_avg_sq = self.upcast_exp_avg_sq
-        torch.mul(gradient, gradient, out=square)
-        if squares is not None and self.squares_are_the_gradients():
-            squares.append(square.sum())
-        if first and is_zero(self.settings.hyperparameters.beta2):
-            moment.copy_(square.mul_(numbers.second))
-        elif first:
-            torch.add(exp_avg_sq, square.sub_(exp_avg_sq).mul_(numbers.second), out=moment)
-        else:
-            torch.add(exp_avg_sq, square.mul_(numbers.second), out=moment)
-        return self._ratios(moment)
-
-    def _ratios(self, exp_avg_sq: Tensor) -> Tensor:
-        eps = self.settings.hyperparameters.eps
-        floored = torch.clamp(exp_avg_sq, min=max(eps * eps, SMALLEST_NORMAL_FLOAT32), out=self.a)
-        return torch.div(self.upcast_gradient, floored, out=floored).mul_(self.upcast_gradient)
+        """Return what `ratios` will be after `accumulate`, without writing the fields. squares: as in `accumulate`."""
+        raise NotImplementedError
 
     def descend(self, numbers: UpdateNumbers, eta: Tensor) -> None:
-        """Store p - eta * `core.moments.direction` with its compensation."""
-        step, other, parameter = self.a, self.b, self.load_parameter()
-        torch.sqrt(self.upcast_exp_avg_sq, out=other)
-        torch.div(self.upcast_exp_avg, other.add_(numbers.eps), out=step)
+        """Store p - eta * (`Rule.direction` + decay*p) with its compensation."""
+        parameter = self.load_parameter()
+        step = self.rule.direction(self.settings.hyperparameters, tuple(self.upcast), self.entered, torch)
         if numbers.decay is not None:
-            step.add_(torch.mul(parameter, numbers.decay, out=other))
-        parameter.sub_(step.mul_(eta))
-        if parameter is self.parameter:
-            return
-        stored = compensations.store(torch_ops, self.coding, parameter, dtype_name(self.parameter.dtype))
-        self.parameter.copy_(stored.parameter)
-        if stored.compensation is not None:
-            assert self.compensation is not None
-            self.compensation.copy_(stored.compensation)
+            step = step + numbers.decay * parameter
+        self.store_parameter(parameter - eta * step)
 
 
 def clipped_rate(learning_rate: Tensor, mean_square: Tensor | float) -> Tensor:
-    """Return lr / max(1, sqrt(mean_square)): `core.moments.clipped_learning_rate`."""
+    """Return lr / max(1, sqrt(mean_square)): `core.update.clipped_learning_rate`."""
     assert isinstance(mean_square, Tensor)
     return torch.div(learning_rate, mean_square.sqrt().clamp_(min=1.0))
 

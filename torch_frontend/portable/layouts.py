@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import numpy as np
@@ -13,18 +13,19 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from ...core import compensation as compensations
-from ...core.dtypes import StateDtypes, state_dtypes
+from ...core.dtypes import state_dtypes
 from ...core.errors import InvalidArgumentError, RefusedError
-from ...core.hyperparameters import RANGES, check_number
-from ...core.moments import Moments
-from ...core.portable.bias import Betas, under_betas, with_bias, without_bias
+from ...core.hyperparameters import DECAY, check_number
+from ...core.portable.bias import Decays, Fields, under_decays, with_bias, without_bias
 from ...core.portable.match import Expected
 from ...core.portable.state import ParameterState
+from ...core.rules import ADAM, ADAMW, Rule
 from ..array_ops import dtype_name
-from ..changing_betas import BETAS_OF_MOMENTS, betas_of, set_betas_of_moments
+from ..backends.backend import state_keys
+from ..changing_betas import BETAS_OF_MOMENTS, decays_of, set_betas_of_moments
 from ..groups import NAMES, Group, check_group, check_parameter, hyperparameters, moment_dtypes
 from ..releasable import ReleasableOptimizer
-from ..state import MOMENTS, initial_state
+from ..state import initial_state
 from .arrays import laid_out_as
 
 MOST_STEPS = 2**24
@@ -32,17 +33,20 @@ MOST_STEPS = 2**24
 
 
 class OwnLayout:
-    """StableAdamW, AdamW and Adam of this package: debiased moments, and a compensation.
+    """The optimizers of this package: the fields of their rule, and a compensation.
 
     Attributes:
-        moments: the keys of both in a parameter's state.
+        rule: of the optimizer.
+        keys: of the rule's fields in a parameter's state.
     """
 
-    moments: tuple[str, ...] = MOMENTS
+    rule: Rule
+    keys: tuple[str, ...]
 
     def __init__(self, optimizer: ReleasableOptimizer) -> None:
         self._optimizer = optimizer
-        self.rule = optimizer.rule.name
+        self.rule = optimizer.rule
+        self.keys = state_keys(self.rule)
 
     def require_closed(self, call: str) -> None:
         """Raise `RefusedError` in the middle of a step under release."""
@@ -51,7 +55,7 @@ class OwnLayout:
 
     def check(self, group: Group) -> None:
         """Raise if a group cannot be optimized so; as at its construction."""
-        check_group(self._optimizer.rule, group)
+        check_group(group)
 
     def initial(self, group: Group, parameter: Tensor) -> dict[str, Tensor]:
         """The state of a parameter that was never updated."""
@@ -60,20 +64,24 @@ class OwnLayout:
     def expected(self, group: Group, parameter: Tensor) -> Expected:
         """What is kept for a parameter."""
         name = dtype_name(parameter.dtype)
-        moments = moment_dtypes(group, name, hyperparameters(group))
-        return Expected(name, tuple(parameter.shape), compensations.resolve(group["compensation"], name), *moments)
+        kept = self.named(moment_dtypes(group, name, hyperparameters(group)))
+        return Expected(name, tuple(parameter.shape), compensations.resolve(group["compensation"], name), kept)
 
-    def debiased(self, group: Group, parameter: Tensor, moments: Moments, step: int) -> Moments:
-        """Moments as the portable state has them, of those that are kept: debiased under the group's present betas."""
-        return under_betas(moments, step, float_betas(group[BETAS_OF_MOMENTS]), self.betas(group))
+    def named(self, values: Iterable[Any]) -> dict[str, Any]:
+        """Values in the order of the rule's fields, by their names."""
+        return {field.name: value for field, value in zip(self.rule.fields, values, strict=True)}
 
-    def betas(self, group: Group) -> Betas:
-        """The betas of the moments in a portable state. It synchronises if they are tensors on a device."""
-        return float_betas(betas_of(hyperparameters(group)))
+    def debiased(self, group: Group, parameter: Tensor, fields: Fields, step: int) -> Fields:
+        """Fields as the portable state has them, of those that are kept: debiased by the group's present betas."""
+        return under_decays(fields, step, as_floats(group[BETAS_OF_MOMENTS]), self.decays(group))
+
+    def decays(self, group: Group) -> Decays:
+        """The betas that fields in a portable state are debiased by. It synchronises if they are tensors on a device."""
+        return as_floats(decays_of(group))
 
     def imported(self, group: Group) -> None:
         """Called when all parameters of a group have new states."""
-        set_betas_of_moments(group, betas_of(hyperparameters(group)))
+        set_betas_of_moments(group, decays_of(group))
 
     def kept(self, group: Group, name: str, entry: ParameterState) -> ParameterState:
         """The entry as it is kept. Raises `InvalidArgumentError` where that is not possible."""
@@ -92,7 +100,8 @@ class OwnLayout:
         if entry.step > MOST_STEPS:
             raise InvalidArgumentError(f"step of {name!r} is {entry.step}; torch's optimizers count to {MOST_STEPS}.")
         entry = self.kept(group, name, entry)
-        arrays: dict[str, np.ndarray] = dict(zip(self.moments, (entry.exp_avg, entry.exp_avg_sq), strict=True))
+        fields = (entry.fields[field.name] for field in self.rule.fields)
+        arrays: dict[str, np.ndarray] = dict(zip(self.keys, fields, strict=True))
         if entry.compensation is not None:
             arrays["compensation"] = entry.compensation
         step = torch.tensor(float(entry.step), dtype=torch.float32, device=self.step_place(group, parameter))
@@ -102,20 +111,20 @@ class OwnLayout:
 class TorchLayout(OwnLayout):
     """torch.optim.AdamW and Adam: biased moments in the parameter's dtype, no compensation."""
 
-    moments = ("exp_avg", "exp_avg_sq")
+    keys = tuple(field.name for field in ADAM.fields)
 
     def __init__(self, optimizer: torch.optim.AdamW | torch.optim.Adam) -> None:
         groups = optimizer.param_groups
         if any(group["amsgrad"] for group in groups):
             raise RefusedError("amsgrad=True keeps a third moment, which penstock's rules do not have; use amsgrad=False.")
         kept = {key for parameter in optimizer.state for key in optimizer.state[parameter]}
-        if more := sorted(kept - {"step", *self.moments}):
+        if more := sorted(kept - {"step", *self.keys}):
             raise RefusedError(
                 f"optimizer={type(optimizer).__name__} keeps {', '.join(map(repr, more))}, which a file has no place for; only "
                 "what Adam keeps has a portable state."
             )
         decoupled = isinstance(optimizer, torch.optim.AdamW)
-        rules = {"adamw" if group.get("decoupled_weight_decay", decoupled) else "adam" for group in groups}
+        rules = {ADAMW if group.get("decoupled_weight_decay", decoupled) else ADAM for group in groups}
         if len(rules) > 1:
             raise RefusedError(
                 "decoupled_weight_decay differs between groups, and a file is of one rule; use an optimizer for each."
@@ -138,46 +147,45 @@ class TorchLayout(OwnLayout):
         hyperparameters(group)
 
     def initial(self, group: Group, parameter: Tensor) -> dict[str, Tensor]:
-        zeros = {key: torch.zeros_like(parameter, memory_format=torch.preserve_format) for key in self.moments}
+        zeros = {key: torch.zeros_like(parameter, memory_format=torch.preserve_format) for key in self.keys}
         return {"step": torch.zeros(()), **zeros}
 
     def expected(self, group: Group, parameter: Tensor) -> Expected:
         """The moments may have any dtype: they are rounded after the bias is put back."""
-        return Expected(dtype_name(parameter.dtype), tuple(parameter.shape), "none", None, None)
+        return Expected(dtype_name(parameter.dtype), tuple(parameter.shape), "none", dict.fromkeys(self.keys))
 
-    def betas(self, group: Group) -> Betas:
+    def decays(self, group: Group) -> Decays:
         return _betas(group)
 
     def imported(self, group: Group) -> None:
         """torch.optim's moments are biased, and do not depend on betas."""
 
-    def debiased(self, group: Group, parameter: Tensor, moments: Moments, step: int) -> Moments:
+    def debiased(self, group: Group, parameter: Tensor, fields: Fields, step: int) -> Fields:
         """In the dtypes in which penstock's optimizer of these parameters would keep them."""
         betas = _betas(group)
-        return without_bias(moments, betas, step, state_dtypes(dtype_name(parameter.dtype), betas[1]))
+        return without_bias(fields, betas, step, state_dtypes(self.rule.fields, dtype_name(parameter.dtype), betas))
 
     def kept(self, group: Group, name: str, entry: ParameterState) -> ParameterState:
-        moments = Moments(entry.exp_avg, entry.exp_avg_sq)
-        biased = with_bias(name, moments, _betas(group), entry.step, StateDtypes(entry.dtype, entry.dtype))
-        return dataclasses.replace(entry, **biased._asdict())
+        dtypes = [entry.dtype] * len(self.keys)
+        return dataclasses.replace(entry, fields=with_bias(self.rule, name, entry.fields, _betas(group), entry.step, dtypes))
 
     def step_place(self, group: Group, parameter: Tensor) -> torch.device:
         return parameter.device if group["capturable"] or group["fused"] else torch.device("cpu")
 
 
-def float_betas(betas: Sequence[Any]) -> Betas:
-    """Return betas, numbers or tensors, as numbers."""
-    return float(betas[0]), float(betas[1])
+def as_floats(betas: Iterable[Any]) -> Decays:
+    """Return betas, numbers or tensors or None, as numbers or None."""
+    return tuple(None if beta is None else float(beta) for beta in betas)
 
 
-def _betas(group: Mapping[str, Any]) -> Betas:
+def _betas(group: Mapping[str, Any]) -> Decays:
     """Return the betas of a torch.optim group. Raises `InvalidArgumentError` if nothing can be divided by their bias."""
     betas = group["betas"]
     if not isinstance(betas, tuple | list) or len(betas) != 2:
         raise InvalidArgumentError(f"betas={betas!r} of the optimizer must be a pair of numbers.")
     for name, beta in zip(("beta1", "beta2"), betas, strict=True):
-        check_number(NAMES[name], float(beta), RANGES[name])
-    return float_betas(betas)
+        check_number(NAMES[name], float(beta), DECAY)
+    return as_floats(betas)
 
 
 def _step(kind: type[Optimizer]) -> Any:

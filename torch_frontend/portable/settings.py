@@ -9,22 +9,18 @@ from torch import Tensor
 
 from ...core.errors import InvalidArgumentError
 from ...core.portable.state import PortableGroup
-from ..groups import Group
+from ...core.rules import Rule
+from ..groups import Group, own_names, own_values
 
 Portable = Mapping[str, float | bool | None]
 
-NEEDED = ("learning_rate", "beta1", "beta2", "eps", "weight_decay")
 
-
-def portable_settings(group: Mapping[str, Any]) -> dict[str, float | bool | None]:
+def portable_settings(rule: Rule, group: Mapping[str, Any]) -> dict[str, float | bool | None]:
     """The hyperparameters as they are now; waits for the device where they are tensors."""
-    beta1, beta2 = group["betas"]
     decoupled = bool(group.get("decouple_lr", False))
     return {
         "learning_rate": float(group["lr"]),
-        "beta1": float(beta1),
-        "beta2": float(beta2),
-        "eps": float(group["eps"]),
+        **{name: _plain(value) for name, value in own_values(rule, group).items()},
         "weight_decay": float(group["weight_decay"]),
         "decouple_lr": decoupled,
         "max_lr": float(group["max_lr"]) if decoupled else None,
@@ -32,7 +28,11 @@ def portable_settings(group: Mapping[str, Any]) -> dict[str, float | bool | None
     }
 
 
-def group_settings(groups: Collection[PortableGroup], names: Collection[str], number: int) -> dict[str, Any]:
+def _plain(value: Any) -> float | bool:
+    return value if isinstance(value, bool) else float(value)
+
+
+def group_settings(rule: Rule, groups: Collection[PortableGroup], names: Collection[str], number: int) -> dict[str, Any]:
     """The settings of group `number`, by torch's names, from the groups of a state.
 
     Raises:
@@ -45,20 +45,22 @@ def group_settings(groups: Collection[PortableGroup], names: Collection[str], nu
             f"{len(groups)} groups, or import with hyperparameters=False."
         )
     given = found[0] if found else {}
-    missing = [name for name in NEEDED if given.get(name) is None]
+    missing = [name for name in ("learning_rate", *own_names(rule), "weight_decay") if given.get(name) is None]
     if names and missing:
         raise InvalidArgumentError(
             f"the state does not hold {', '.join(missing)} of group {number}: who exported it could not know them; import with "
             "hyperparameters=False, and set them."
         )
-    return _torch_settings(given) if names else {}
+    return _torch_settings(rule, given) if names else {}
 
 
-def _torch_settings(given: Portable) -> dict[str, Any]:
+def _torch_settings(rule: Rule, given: Portable) -> dict[str, Any]:
+    own = own_names(rule)
+    betas = tuple(given[name] for name in own if name.startswith("beta"))
     settings: dict[str, Any] = {
         "lr": given["learning_rate"],
-        "betas": (given["beta1"], given["beta2"]),
-        "eps": given["eps"],
+        **({"betas": betas} if betas else {}),
+        **{name: given[name] for name in own if not name.startswith("beta")},
         "weight_decay": given["weight_decay"],
         "decouple_lr": bool(given.get("decouple_lr")),
         "maximize": bool(given.get("maximize")),
@@ -68,9 +70,9 @@ def _torch_settings(given: Portable) -> dict[str, Any]:
     return settings
 
 
-def candidate(group: Group, settings: Mapping[str, Any]) -> Group:
+def candidate(rule: Rule, group: Group, settings: Mapping[str, Any]) -> Group:
     """A copy of a group with other settings, to be looked at before the group is changed."""
-    return {"decouple_lr": False, "max_lr": None, **group, **settings}
+    return {"rule": rule.name, "decouple_lr": False, "max_lr": None, **group, **settings}
 
 
 def assign(group: Group, settings: Mapping[str, Any]) -> None:

@@ -12,10 +12,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from ...core.errors import InvalidArgumentError, RefusedError
-from ...core.moments import Moments
 from ...core.portable import file as portable_file
-from ...core.portable.bias import betas_of as file_betas
-from ...core.portable.bias import for_betas
+from ...core.portable.bias import decays_in, for_decays
 from ...core.portable.match import check_own, matched
 from ...core.portable.names import Names, table_of
 from ...core.portable.rename import rename, rename_back
@@ -70,7 +68,7 @@ def export_state(
     for group, members in zip(optimizer.param_groups, named, strict=True):
         for name, parameter in members.items():
             state = optimizer.state.get(parameter) or layout.initial(group, parameter)
-            arrays = {key: to_array(state[key]) for key in (*layout.moments, "compensation") if key in state}
+            arrays = {key: to_array(state[key]) for key in (*layout.keys, "compensation") if key in state}
             if parameters:
                 arrays["parameter"] = to_array(parameter)
             if alone:
@@ -79,11 +77,11 @@ def export_state(
     def save() -> None:
         if alone:
             groups = [
-                PortableGroup(portable_settings(group), tuple(sorted(members)))
+                PortableGroup(portable_settings(layout.rule, group), tuple(sorted(members)))
                 for group, members in zip(optimizer.param_groups, named, strict=True)
                 if members
             ]
-            state = PortableState(layout.rule, tuple(groups), entries)
+            state = PortableState(layout.rule.name, tuple(groups), entries)
             portable_file.save(path, rename(state, table_of(names, list(entries))))
 
     together(sharded, save)
@@ -132,16 +130,16 @@ def import_state(
         state = rename_back(portable_file.load(path), table)
         settings: list[dict[str, Any]] = [{} for _ in named]
         if hyperparameters:
-            settings = [group_settings(state.groups, members, number) for number, members in enumerate(named)]
-        groups = [candidate(group, new) for group, new in zip(optimizer.param_groups, settings, strict=True)]
+            settings = [group_settings(layout.rule, state.groups, members, number) for number, members in enumerate(named)]
+        groups = [candidate(layout.rule, group, new) for group, new in zip(optimizer.param_groups, settings, strict=True)]
         for group in groups:
             layout.check(group)
         placed = {name: (group, p) for group, members in zip(groups, named, strict=True) for name, p in members.items()}
         expected = {name: layout.expected(group, parameter) for name, (group, parameter) in placed.items()}
-        entries = matched(state, layout.rule, expected, parameters=parameters)
+        entries = matched(state, layout.rule.name, expected, parameters=parameters)
         ready = []
         for name, (group, parameter) in placed.items():
-            entry = for_betas(entries[name], file_betas(state, name), layout.betas(group))
+            entry = for_decays(entries[name], decays_in(state, name), layout.decays(group))
             check_own(name, entry, functools.partial(holds, parameter), parameters=parameters)
             new_state = layout.new_state(group, name, parameter, entry)
             ready.append((parameter, new_state, entry.parameter if parameters else None))
@@ -173,7 +171,7 @@ def _opened(optimizer: Optimizer, model: nn.Module, call: str) -> tuple[OwnLayou
                 f"parameter {name!r} is on the meta device, without values; materialise the model first."
             )
         state = optimizer.state.get(parameter)
-        if state and (missing := {"step", *layout.moments} - state.keys()):
+        if state and (missing := {"step", *layout.keys} - state.keys()):
             raise InvalidArgumentError(
                 f"the optimizer's state of {name!r} has no {listed(sorted(missing))}; give the optimizer that updates it."
             )
@@ -188,12 +186,12 @@ def _step(name: str, step: Any) -> int:
 
 def _told(opened: tuple[OwnLayout, list[dict[str, Tensor]]]) -> Any:
     layout, named = opened
-    return layout.rule, [[(name, tuple(parameter.shape)) for name, parameter in members.items()] for members in named]
+    return layout.rule.name, [[(name, tuple(parameter.shape)) for name, parameter in members.items()] for members in named]
 
 
 def _entry(layout: OwnLayout, group: Group, parameter: Tensor, step: int, arrays: dict[str, np.ndarray]) -> ParameterState:
     expected = layout.expected(group, parameter)
-    moments = layout.debiased(group, parameter, Moments(*(arrays.pop(key) for key in layout.moments)), step)
+    fields = layout.debiased(group, parameter, layout.named(arrays.pop(key) for key in layout.keys), step)
     return ParameterState(
-        dtype=expected.dtype, shape=expected.shape, compensated=expected.compensated, step=step, **moments._asdict(), **arrays
+        dtype=expected.dtype, shape=expected.shape, compensated=expected.compensated, step=step, fields=fields, **arrays
     )

@@ -100,7 +100,7 @@ class Step:
         self.completed = False
         self._versions: dict[int, int] = {}  # of the released parameters, at the end of their backward
         self._status: dict[int, Status] = {}  # of parameters that are neither idle nor released
-        self.settings = UsedSettings(optimizer.rule)
+        self.settings = UsedSettings()
         self._partial = PartialGradients()
         self._one_update = strict and policy is not Policy.STATE  # of every gradient, in one backward
         self._top: int | None = None  # number of the user's backward that updated parameters in this step
@@ -347,7 +347,7 @@ class Step:
         self.remove_from_ledger()
         kept = [key for key, status in self._status.items() if status is Status.ACCUMULATED and not self.strict]
         self._status = dict.fromkeys(kept, Status.ACCUMULATED)
-        self.settings, self._top, self.pass_id = UsedSettings(self.optimizer.rule), None, NO_PASS
+        self.settings, self._top, self.pass_id = UsedSettings(), None, NO_PASS
         self.in_parts = set()
         self._partial.forget()
         self._versions = {}

@@ -112,7 +112,7 @@ def test_a_state_is_sharded_as_its_parameters(name: str, layered: bool) -> None:
         (moment,) = (
             leaf
             for path, leaf in jax.tree_util.tree_leaves_with_path(state.opt_state)
-            if f".{field}[" in (text := jax.tree_util.keystr(path)) and text.endswith("['up']")
+            if f"['{field}'][" in (text := jax.tree_util.keystr(path)) and text.endswith("['up']")
         )
         assert_lies_like(moment, up)
         assert moment.addressable_shards[0].data.size * len(moment.devices()) == moment.size

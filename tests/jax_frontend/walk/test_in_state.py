@@ -31,7 +31,7 @@ def test_equals_the_reference(rule, microbatches) -> None:
         step = make_release_step(STACK, tx, microbatches=microbatches, accumulation="state")
         state, value_and_grad = init_train_state(tx, params), jax.jit(jax.value_and_grad(STACK))
         row = RULES[rule]
-        settings = Settings(rule, 1e-2, row.betas, row.eps, 0.1, accumulation="state")
+        settings = Settings(rule, 1e-2, row.betas, row.defaults["eps"], 0.1, accumulation="state")
         reference = Reference(settings, flat(params))
         for _ in range(2):
             losses = []
@@ -89,4 +89,4 @@ def test_betas_given_as_arrays_change_between_two_steps_only() -> None:
             params = jax.tree.map(jnp.copy, state.params)
         for name, value in flat(params).items():
             np.testing.assert_allclose(value, reference.tensors[name].parameter, rtol=1e-12, atol=1e-12)
-        np.testing.assert_array_equal(state.opt_state.layers.b1, np.full(LAYERS, 0.5))
+        np.testing.assert_array_equal(state.opt_state.layers.betas["beta1"], np.full(LAYERS, 0.5))

@@ -118,6 +118,11 @@ def rule(**fields: Any) -> Wrong:
     return problem(rule=values(**fields))
 
 
+def defaults(**changes: float) -> Wrong:
+    """The runs of a rule with other defaults."""
+    return problem(rule=lambda given: dataclasses.replace(given, defaults={**given.defaults, **changes}))
+
+
 def setting(**fields: Any) -> Wrong:
     """The runs of another setting."""
     return problem(setting=values(**fields))
@@ -209,8 +214,14 @@ def put(run: Any, name: str, value: np.ndarray) -> None:
 def kept(run: Any, name: str, field: str) -> np.ndarray:
     """What a run keeps for a parameter, float64."""
     if hasattr(run, "states"):
-        return np.asarray(getattr(run.states[name], field), np.float64)
+        return np.asarray(_fields(run, name)[field], np.float64)
     return np.asarray(_array(_state(run, name)[field]), np.float64)
+
+
+def _fields(run: Any, name: str) -> dict[str, Any]:
+    """The fields that a run of the specification keeps for a parameter, by name."""
+    problem = run.case.problem() if callable(run.case.problem) else run.case.problem
+    return {field.name: kept for field, kept in zip(problem.rule.fields, run.states[name].fields, strict=True)}
 
 
 def _state(run: Any, name: str) -> dict[str, Any]:
@@ -224,8 +235,9 @@ def change_kept(run: Any, field: str, change: Callable[[Any], Any], *names: str)
     """Replace what a run keeps for some parameters, or for all."""
     for name in names or tuple(run.parameters):
         if hasattr(run, "states"):
-            old = getattr(run.states[name], field)
-            run.states[name] = run.states[name]._replace(**{field: np.asarray(change(old)).astype(old.dtype)})
+            fields = _fields(run, name)
+            fields[field] = np.asarray(change(fields[field])).astype(fields[field].dtype)
+            run.states[name] = run.states[name]._replace(fields=tuple(fields.values()))
         else:
             state = _state(run, name)
             if field in state:

@@ -23,6 +23,7 @@ from .injection import (
     another_case,
     before_step,
     change_kept,
+    defaults,
     hyperparameters,
     kept,
     parameters,
@@ -109,7 +110,7 @@ def _eps_in_root(run: Any, before: Mapping[str, np.ndarray], gradients: Any) -> 
 def mean_square(run: Any, name: str, gradient: np.ndarray, exp_avg_sq: np.ndarray | None = None) -> float:
     v = kept(run, name, "exp_avg_sq") if exp_avg_sq is None else exp_avg_sq
     g = np.asarray(gradient, np.float64)
-    return float(np.mean(g**2 / np.maximum(v, run.case.problem.rule.eps**2))) if g.size else 0.0
+    return float(np.mean(g**2 / np.maximum(v, run.case.problem.rule.defaults["eps"] ** 2))) if g.size else 0.0
 
 
 def clipped_by(wrong_square: Callable[[float, int, list[tuple[float, int]]], float]) -> Wrong:
@@ -227,7 +228,7 @@ def _swapped(given: Any, step: int) -> Any:
 
 
 def of_step(**changes: Callable[[Any, Any, int], Any]) -> Wrong:
-    """Hyperparameters from (the problem, the right ones, the number of the step)."""
+    """AdamHyperparameters from (the problem, the right ones, the number of the step)."""
     return hyperparameters(
         lambda problem, step: {
             name: dataclasses.replace(given, **{field: change(problem, given, step) for field, change in changes.items()})
@@ -241,7 +242,7 @@ def storage(**fields: Any) -> Wrong:
 
 
 NO_DECAY = setting(weight_decay=0.0)
-NO_CLIPPING = problem(rule=lambda given: dataclasses.replace(RULES["adamw"], betas=given.betas, eps=given.eps))
+NO_CLIPPING = problem(rule=lambda given: dataclasses.replace(RULES["adamw"], defaults=given.defaults))
 
 FAULTS = [
     # debiasing and betas
@@ -249,11 +250,11 @@ FAULTS = [
     Fault("debiased one step late", "A/adamw/float32/none/state-default", "numpy", always_count(1), 100),
     Fault("no debiasing", ADAMW, "numpy", always_count(10**6)),
     Fault("bias corrections of the first update for ever", ADAMW, "eager", _step_is(lambda step: 0 * step)),
-    Fault("beta1 too low", ADAMW, "numpy", rule(betas=(0.89, 0.999)), 100),
-    Fault("beta2 too low", ADAMW, "numpy", rule(betas=(0.9, 0.998)), 100),
-    Fault("betas of another rule", STABLE, "numpy", rule(betas=(0.9, 0.999)), 100),
-    Fault("beta2 in the place of beta1", ADAMW, "jax", rule(betas=(0.999, 0.999))),
-    Fault("beta2 in the place of beta1, seen in subnormal numbers", DENORMAL, "numpy", rule(betas=(0.999, 0.999))),
+    Fault("beta1 too low", ADAMW, "numpy", defaults(beta1=0.89, beta2=0.999), 100),
+    Fault("beta2 too low", ADAMW, "numpy", defaults(beta1=0.9, beta2=0.998), 100),
+    Fault("betas of another rule", STABLE, "numpy", defaults(beta1=0.9, beta2=0.999), 100),
+    Fault("beta2 in the place of beta1", ADAMW, "jax", defaults(beta1=0.999, beta2=0.999)),
+    Fault("beta2 in the place of beta1, seen in subnormal numbers", DENORMAL, "numpy", defaults(beta1=0.999, beta2=0.999)),
     # moments
     Fault("exp_avg_sq not updated, seen in subnormal numbers", DENORMAL, "numpy", taken_back("exp_avg_sq")),
     Fault("a tensor's exp_avg not written", SMALL.format("adamw"), "eager", taken_back("exp_avg", "vector")),
@@ -266,7 +267,7 @@ FAULTS = [
     Fault("second moment in bfloat16 by default", SPLIT, "eager", through("bfloat16", "exp_avg_sq"), 100),
     # the step
     Fault("eps inside the root", ADAMW, "numpy", after_step(_eps_in_root)),
-    Fault("eps of another rule", "A/adam/float32/none/state-default", "numpy", rule(eps=1e-6), 100),
+    Fault("eps of another rule", "A/adam/float32/none/state-default", "numpy", defaults(eps=1e-6), 100),
     Fault("learning rate a little off", ADAMW, "numpy", setting(lr=1.0001e-4), 1),
     Fault("one element not updated", ADAM, "numpy", after_step(_freeze_one_element), 100),
     Fault("step counted twice", SMALL.format("adamw"), "eager", after_step(lambda run, *_: change_kept(run, "step", _next))),

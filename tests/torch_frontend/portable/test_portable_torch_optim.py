@@ -102,7 +102,7 @@ def test_a_round_trip_through_a_file_costs_two_roundings(path: Path, dtype: torc
     model, optimizer = run(torch.optim.AdamW, dtype, slice(15), betas=(0.9, 0.999))
     export_state(path, optimizer, model, parameters=True)
     low = dtype in (torch.bfloat16, torch.float16)
-    assert {entry.exp_avg_sq.dtype.name for entry in load(path).parameters.values()} == {
+    assert {entry.fields["exp_avg_sq"].dtype.name for entry in load(path).parameters.values()} == {
         "float32" if low else str(dtype).removeprefix("torch.")
     }
     again, fresh = run(torch.optim.AdamW, dtype, slice(0), betas=(0.9, 0.999))
@@ -129,8 +129,10 @@ def test_the_moments_in_the_file_are_debiased(path: Path) -> None:
         export_state(path, optimizer, weight)
         entry = load(path).parameters["weight"]
         gradient = weight.weight.grad.numpy()
-        assert np.allclose(entry.exp_avg, gradient, rtol=4 * 2.0**-53, atol=0)
-        assert np.allclose(entry.exp_avg_sq, gradient**2, rtol=1e3 * 2.0**-53, atol=0)  # torch's 1-beta2 loses three digits
+        assert np.allclose(entry.fields["exp_avg"], gradient, rtol=4 * 2.0**-53, atol=0)
+        assert np.allclose(
+            entry.fields["exp_avg_sq"], gradient**2, rtol=1e3 * 2.0**-53, atol=0
+        )  # torch's 1-beta2 loses three digits
         import_state(path, optimizer, weight)
         assert np.allclose(optimizer.state[weight.weight]["exp_avg"], (1 - betas[0]) * gradient, rtol=8 * 2.0**-53, atol=0)
 

@@ -1,4 +1,4 @@
-"""The elementwise arithmetic of the kernels: `core.moments` and `core.compensation`, operation by operation, in Triton.
+"""The elementwise arithmetic of the kernels: `core.rules.adam_family` and `core.compensation`, operation by operation.
 
 Every function here is inlined into the kernels of `kernels`. `COMPUTE` is the compute dtype of `core.dtypes.compute_dtype`.
 The order of operations is that of core, and the kernels are compiled without contraction to fused multiply-add, so that a
@@ -13,7 +13,7 @@ import triton.language as tl
 
 @triton.jit
 def bias_correction(first, log, step_ptr, ON_DEVICE: tl.constexpr, COMPUTE: tl.constexpr):
-    """Return (1-beta)/(1-beta^t): `core.moments.bias_correction`.
+    """Return (1-beta)/(1-beta^t): `core.debiasing.corrected_one_minus_beta`.
 
     If the number of updates is on the host, `first` is already the result. If it is on the device, `first` is 1-beta and
     `log` is log(beta), and with x = t*log(beta), in float64,
@@ -32,7 +32,7 @@ def bias_correction(first, log, step_ptr, ON_DEVICE: tl.constexpr, COMPUTE: tl.c
 
 @triton.jit
 def clipped_learning_rate(learning_rate, mean_square):
-    """Return lr / max(1, sqrt(mean_square)): `core.moments.clipped_learning_rate`. NaN gives NaN."""
+    """Return lr / max(1, sqrt(mean_square)): `core.update.clipped_learning_rate`. NaN gives NaN."""
     root = tl.sqrt(mean_square)
     return tl.where(root <= 1.0, learning_rate, learning_rate / root)
 
@@ -49,9 +49,9 @@ def prepared_gradient(g, parameter, decay, FIRST: tl.constexpr, L2: tl.constexpr
 
 @triton.jit
 def next_exp_avg(m, g, correction, FIRST: tl.constexpr, ZERO: tl.constexpr):
-    """Return m + c1*(g-m), or m + c1*g for a later micro-batch: `core.moments.first_moments`, `later_moments`.
+    """Return m + c1*(g-m), or m + c1*g for a later micro-batch: `core.rules.adam_family.accumulate`.
 
-    ZERO: beta1 is 0, and m is set to 0 first: `core.moments.reset_where_beta_is_zero`.
+    ZERO: beta1 is 0, and m is set to 0 first: `core.rules.adam_family.reset_where_beta_is_zero`.
     """
     if FIRST:
         if ZERO:
@@ -74,13 +74,13 @@ def next_exp_avg_sq(v, g, correction, FIRST: tl.constexpr, ZERO: tl.constexpr):
 
 @triton.jit
 def squared_ratio(g, v, floor):
-    """Return g*g / max(v, eps^2): `core.moments.mean_square` before the mean. NaN gives NaN."""
+    """Return g*g / max(v, eps^2): `core.rules.adam_family.mean_square` before the mean. NaN gives NaN."""
     return g / tl.where(v < floor, floor, v) * g
 
 
 @triton.jit
 def stepped(parameter, m, v, eta, eps, decay, L2: tl.constexpr):
-    """Return p - eta*(m/(sqrt(v)+eps) + decay*p), with `core.moments.direction`."""
+    """Return p - eta*(m/(sqrt(v)+eps) + decay*p), with `core.rules.adam_family.direction`."""
     step = m / (tl.sqrt(v) + eps)
     if not L2:
         step = step + tl.where(decay != 0.0, decay * parameter, 0.0)

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import math
 import numbers
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
 
-from ....core.hyperparameters import Hyperparameters
-from ....core.moments import SMALLEST_NORMAL_FLOAT32, is_zero
+from ....core.hyperparameters import is_zero
+from ....core.rules.adam_family import SMALLEST_NORMAL_FLOAT32, AdamHyperparameters
 from ..backend import TensorSlot
 from .memory import CACHED_NUMBERS, Scratch
 
@@ -40,14 +40,14 @@ class NumbersCache:
     """Computes the scalars of launches, once per update for all tensors of a group."""
 
     def __init__(self) -> None:
-        self._known: dict[tuple[int, bool], tuple[Hyperparameters, Any, LaunchNumbers]] = {}
+        self._known: dict[tuple[int, bool], tuple[AdamHyperparameters, Any, LaunchNumbers]] = {}
 
     def __call__(self, slot: TensorSlot, dtype: torch.dtype, device: torch.device, scratch: Scratch) -> LaunchNumbers:
         """Return the scalars of every slot with this slot's hyperparameters and number of updates.
 
         A kernel's scalar argument is float32: float64 arithmetic needs a buffer, and so does a learning rate on the device.
         """
-        current, l2 = slot.hyperparameters, slot.rule.l2
+        current, l2 = cast("AdamHyperparameters", slot.hyperparameters), slot.rule.l2
         corrections = None if slot.capturable else slot.corrections
         if dtype != torch.float32:
             return _numbers(current, l2, corrections, dtype, device, scratch)
@@ -64,7 +64,7 @@ class NumbersCache:
 
 
 def _numbers(
-    current: Hyperparameters, l2: bool, corrections: Any, dtype: torch.dtype, device: torch.device, scratch: Scratch
+    current: AdamHyperparameters, l2: bool, corrections: Any, dtype: torch.dtype, device: torch.device, scratch: Scratch
 ) -> LaunchNumbers:
     fixed = CompiledIn(is_zero(current.beta1), is_zero(current.beta2), current.maximize)
     values = _values(current, l2, corrections)
@@ -80,7 +80,7 @@ def _numbers(
     return LaunchNumbers(fixed, buffer, (0.0,) * len(values))
 
 
-def _values(current: Hyperparameters, l2: bool, corrections: Any) -> list[Any]:
+def _values(current: AdamHyperparameters, l2: bool, corrections: Any) -> list[Any]:
     """Return the eight scalars in order.
 
     corrections: None if the number of updates is on the device; the kernel then computes them from 1-beta and log(beta).

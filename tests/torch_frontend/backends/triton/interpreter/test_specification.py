@@ -11,18 +11,17 @@ from tests.support.rows import covering, rows
 from tests.support.torch_models import OPTIMIZERS, backend_of, bits, slot_of
 
 from penstock.core.array_ops import numpy_ops
-from penstock.core.hyperparameters import Hyperparameters
-from penstock.core.moments import Corrections, bias_corrections
+from penstock.core.rules.adam_family import AdamHyperparameters, Corrections, bias_corrections
 from penstock.core.update import TensorState, accumulate, apply, update
 from penstock.parity.backends.torch_arguments import to_numpy
 from penstock.parity.backends.torch_optimizers import TorchBackend
 from penstock.parity.cases import select
 from penstock.parity.updates import run_cases
 from penstock.torch_frontend import AdamW, StableAdamW
+from penstock.torch_frontend.backends.backend import EXP_AVG, EXP_AVG_SQ
 from penstock.torch_frontend.backends.numbers import GroupSettings
 from penstock.torch_frontend.backends.triton.backend import TritonBackend
 from penstock.torch_frontend.groups import hyperparameters
-from penstock.torch_frontend.state import MOMENTS
 
 STORAGES = [
     (torch.float64, "none", None),
@@ -66,8 +65,8 @@ def test_a_step_is_the_specification_bit_for_bit(optimizer_class, dtype, compens
             state = optimizer.state[p]
             if step == 0:
                 kept = np.zeros_like(to_numpy(state["compensation"])) if "compensation" in state else None
-                moments = [np.zeros_like(to_numpy(state[name])) for name in MOMENTS]
-                expected[i] = (starts[i], TensorState(*moments, kept))
+                moments = [np.zeros_like(to_numpy(state[name])) for name in (EXP_AVG, EXP_AVG_SQ)]
+                expected[i] = (starts[i], TensorState(tuple(moments), kept))
             corrections = bias_corrections(current, step + 1, np)
             expected[i] = update(
                 numpy_ops, optimizer.rule, current, corrections, compensation, expected[i][0], to_numpy(p.grad), expected[i][1]
@@ -81,8 +80,8 @@ def test_a_step_is_the_specification_bit_for_bit(optimizer_class, dtype, compens
 
 def assert_same(p: torch.Tensor, state: dict, expected: np.ndarray, after: TensorState) -> None:
     assert to_numpy(p).tobytes() == expected.tobytes()
-    assert to_numpy(state["debiased_exp_avg"]).tobytes() == after.exp_avg.tobytes()
-    assert to_numpy(state["debiased_exp_avg_sq"]).tobytes() == after.exp_avg_sq.tobytes()
+    assert to_numpy(state["debiased_exp_avg"]).tobytes() == after.fields[0].tobytes()
+    assert to_numpy(state["debiased_exp_avg_sq"]).tobytes() == after.fields[1].tobytes()
     if after.compensation is not None:
         assert to_numpy(state["compensation"]).tobytes() == after.compensation.tobytes()
 
@@ -120,7 +119,7 @@ def test_micro_batches_in_the_moments_are_the_specification(optimizer_class, dty
     slot = slot_of(optimizer, p)
     wide = to_numpy(p)
     kept = to_numpy(state[p]["compensation"]) if compensation != "none" else None
-    expected = TensorState(to_numpy(state[p]["debiased_exp_avg"]), to_numpy(state[p]["debiased_exp_avg_sq"]), kept)
+    expected = TensorState(tuple(to_numpy(state[p][key]) for key in (EXP_AVG, EXP_AVG_SQ)), kept)
     common = (numpy_ops, optimizer.rule, current)
     gradients = shrinking_gradients((1100,), dtype, 4)
     corrections = bias_corrections(current, 1, np)
@@ -139,7 +138,7 @@ def test_micro_batches_in_the_moments_are_the_specification(optimizer_class, dty
         slot, corrections = slot_of(optimizer, p), bias_corrections(current, 2, np)
         wide, expected = (
             to_numpy(p),
-            TensorState(*(to_numpy(state[p][n]) for n in MOMENTS), None),
+            TensorState(tuple(to_numpy(state[p][n]) for n in (EXP_AVG, EXP_AVG_SQ)), None),
         )
         if compensation != "none":
             expected = expected._replace(compensation=to_numpy(state[p]["compensation"]))
@@ -152,8 +151,8 @@ def test_micro_batches_in_the_moments_are_the_specification(optimizer_class, dty
 
 def close_to(p: torch.Tensor, state: dict, expected: np.ndarray, after: TensorState) -> None:
     """The moments bit for bit; the parameter up to the rounding of the learning rate, which is one of the parameter's."""
-    assert to_numpy(state["debiased_exp_avg"]).tobytes() == after.exp_avg.tobytes()
-    assert to_numpy(state["debiased_exp_avg_sq"]).tobytes() == after.exp_avg_sq.tobytes()
+    assert to_numpy(state["debiased_exp_avg"]).tobytes() == after.fields[0].tobytes()
+    assert to_numpy(state["debiased_exp_avg_sq"]).tobytes() == after.fields[1].tobytes()
     eps = torch.finfo(p.dtype).eps
     np.testing.assert_allclose(to_numpy(p).astype(np.float64), expected.astype(np.float64), rtol=2 * eps, atol=1e-2 * eps)
 
@@ -170,7 +169,7 @@ def test_options_are_the_specification(optimizer_class, changes: dict) -> None:
     p.grad = shrinking_gradients((200,), torch.float32)[0]
     optimizer.step()
     current = hyperparameters(optimizer.param_groups[0])
-    state = TensorState(np.zeros(200, np.float32), np.zeros(200, np.float32), None)
+    state = TensorState((np.zeros(200, np.float32), np.zeros(200, np.float32)), None)
     corrections = bias_corrections(current, 1, np)
     expected = update(numpy_ops, optimizer.rule, current, corrections, "none", start, to_numpy(p.grad), state)
     assert_same(p, optimizer.state[p], *expected)
@@ -216,9 +215,9 @@ def test_scalars_on_the_device_are_the_same_numbers() -> None:
     for make in (float, torch.tensor):
         p = torch.linspace(-1, 1, 300).requires_grad_()
         optimizer = AdamW([p], backend="triton")
-        current = Hyperparameters(make(1e-2), 0.9, 0.99, 1e-6, make(0.1))
+        current = AdamHyperparameters(learning_rate=make(1e-2), beta1=0.9, beta2=0.99, eps=1e-6, weight_decay=make(0.1))
         slot = slot_of(optimizer, p)
-        slot.settings = GroupSettings(current)
+        slot.settings = GroupSettings(slot.rule, current)
         slot.settings.corrections = lambda step, make=make: Corrections(make(0.25), make(0.5))
         with torch.no_grad():
             TritonBackend().update_all([(slot, torch.linspace(1, 2, 300))])

@@ -1,0 +1,116 @@
+"""The arithmetic of Adam and its relatives in the eager backend: in place, with the two scratch tensors of a piece.
+
+`core.rules.adam_family` defines what is computed, in the same order; this file only chooses the memory for each result.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...core.hyperparameters import is_zero
+from ...core.rules import Rule, adam_family
+from .numbers import UpdateNumbers
+from .piece import Piece
+
+
+class AdamPiece(Piece):
+    """A piece of a tensor that one of them updates."""
+
+    __slots__ = ()
+
+    def load_fields(self) -> None:
+        exp_avg, exp_avg_sq = self.fields
+        dtype = self.dtype
+        self.upcast = (
+            exp_avg if exp_avg.dtype is dtype else exp_avg.to(dtype),
+            exp_avg_sq if exp_avg_sq.dtype is dtype else exp_avg_sq.to(dtype),
+        )
+
+    def accumulate(self, numbers: UpdateNumbers, first: bool, squares: list[Tensor] | None = None) -> None:
+        """Compute the moments and store them in the state: `core.rules.adam_family.accumulate`.
+
+        squares: the sum of the gradient's squares is appended here.
+        """
+        self.load_fields()
+        if numbers.plain and self.gradient is not None and self.gradient.dtype is self.dtype:
+            self.upcast_gradient = self.gradient
+        else:
+            self.prepare(first, squares)
+            squares = squares if self.squares_are_the_gradients() else None
+        gradient, change, (exp_avg, exp_avg_sq), (c1, c2) = self.upcast_gradient, self.a, self.upcast, numbers.corrections
+        if first:
+            if not numbers.plain:
+                self.reset()
+            torch.sub(gradient, exp_avg, out=change)
+            exp_avg.add_(change.mul_(c1))
+            torch.mul(gradient, gradient, out=change)
+            if squares is not None:
+                squares.append(change.sum())
+            exp_avg_sq.add_(change.sub_(exp_avg_sq).mul_(c2))
+        else:
+            torch.mul(gradient, c1, out=change)
+            exp_avg.add_(change)
+            torch.mul(gradient, gradient, out=change)
+            if squares is not None:
+                squares.append(change.sum())
+            exp_avg_sq.add_(change.mul_(c2))
+        stored, stored_sq = self.fields
+        if exp_avg is not stored:
+            stored.copy_(exp_avg)
+        if exp_avg_sq is not stored_sq:
+            stored_sq.copy_(exp_avg_sq)
+
+    def reset(self) -> None:
+        """Set moments to zero whose beta is 0: `reset_where_beta_is_zero` there."""
+        for moment, beta in zip(self.upcast, self.rule.decays(self.settings.hyperparameters), strict=True):
+            if is_zero(beta):
+                moment.zero_()
+
+    def ratios(self) -> Tensor:
+        """Return g*g / max(v, eps^2) in scratch, after `accumulate`: `core.rules.adam_family.mean_square` before the mean."""
+        return self._ratios(self.upcast[1])
+
+    def ratios_before(self, numbers: UpdateNumbers, first: bool, squares: list[Tensor] | None) -> Tensor:
+        """Return what `ratios` will be after `accumulate`, without writing the moments. squares: as in `accumulate`."""
+        self.load_fields()
+        self.prepare(first, squares)
+        gradient, square, moment = self.upcast_gradient, self.a, self.b
+        exp_avg_sq, c2 = self.upcast[1], numbers.corrections[1]
+        torch.mul(gradient, gradient, out=square)
+        if squares is not None and self.squares_are_the_gradients():
+            squares.append(square.sum())
+        current: Any = self.settings.hyperparameters
+        if first and is_zero(current.beta2):
+            moment.copy_(square.mul_(c2))
+        elif first:
+            torch.add(exp_avg_sq, square.sub_(exp_avg_sq).mul_(c2), out=moment)
+        else:
+            torch.add(exp_avg_sq, square.mul_(c2), out=moment)
+        return self._ratios(moment)
+
+    def _ratios(self, exp_avg_sq: Tensor) -> Tensor:
+        current: Any = self.settings.hyperparameters
+        eps = current.eps
+        floored = torch.clamp(exp_avg_sq, min=max(eps * eps, adam_family.SMALLEST_NORMAL_FLOAT32), out=self.a)
+        return torch.div(self.upcast_gradient, floored, out=floored).mul_(self.upcast_gradient)
+
+    def descend(self, numbers: UpdateNumbers, eta: Tensor) -> None:
+        """Store p - eta * (`core.rules.adam_family.direction` + decay*p) with its compensation."""
+        step, other, parameter = self.a, self.b, self.load_parameter()
+        exp_avg, exp_avg_sq = self.upcast
+        torch.sqrt(exp_avg_sq, out=other)
+        torch.div(exp_avg, other.add_(numbers.eps), out=step)  # type: ignore[arg-type]
+        if numbers.decay is not None:
+            step.add_(torch.mul(parameter, numbers.decay, out=other))
+        parameter.sub_(step.mul_(eta))
+        if parameter is not self.parameter:
+            self.store_parameter(parameter)
+
+
+def piece_class(rule: Rule) -> type[Piece]:
+    """Return the class of the pieces of a rule."""
+    own = (rule.accumulate, rule.direction, rule.mean_square or adam_family.mean_square)
+    return AdamPiece if own == (adam_family.accumulate, adam_family.direction, adam_family.mean_square) else Piece

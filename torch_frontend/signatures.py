@@ -1,0 +1,118 @@
+"""The signatures and docstrings of the optimizers, made from their rules."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Iterator
+from typing import Any, TypeVar
+
+from ..core.rules import Rule
+from .groups import own_names, own_settings
+
+COMMON = {
+    "decouple_lr": False,
+    "max_lr": None,
+    "compensation": "auto",
+    "state_dtype": None,
+    "backend": "auto",
+    "on_nonfinite": "propagate",
+    "maximize": False,
+    "capturable": False,
+    "gradient_release": False,
+}
+"""The arguments that every optimizer takes by name, and their defaults."""
+
+_DOCSTRING = """{summary}
+
+{mathematics}
+
+The arithmetic is float32 (float64 for float64 parameters), with one rounding at the end.
+
+Args:
+    params: tensors, named tensors, or groups of them; float64, float32, bfloat16 or float16, dense, any shape.
+    lr: step size: a number in [0, inf), or a 0-d tensor. Default: {lr}.
+{own}
+    weight_decay: {decay}, in [0, inf). Default: {weight_decay}.
+    decouple_lr: fully decoupled weight decay: scaled by lr/max_lr instead of lr. Refused for L2 regularisation.
+    max_lr: highest learning rate of the schedule, in (0, inf). Default: each group's initial lr. `OneCycleLR` writes its own
+        into the groups.
+    compensation: how low-precision parameters keep the bits that rounding loses: "none", "kahan" (in the parameter's dtype),
+        "split" (bfloat16 and an int16 are together the exact float32), or "auto": split for bfloat16, kahan for float16.
+    state_dtype: dtype of the state. Default: the parameter's, and float32 for a second moment that it cannot hold.
+    backend: "auto", "triton", "compiled" or "eager". "auto" is triton on CUDA devices, for the rules that it has, and eager
+        elsewhere; `.backend` tells which was chosen.
+    on_nonfinite: what to do with a gradient that contains an infinity or a NaN: "propagate" it, "skip" the step and count it
+        in `.skipped`, or "raise" before anything is changed. "skip" and "raise" wait for the device, except that
+        backend="triton" with capturable=True skips without waiting.
+    maximize: ascend instead of descend.
+    capturable: keep the step counts on the parameters' device, so that a step can be captured in a CUDA graph.
+    gradient_release: for `prepare_for_gradient_release`; new code calls `release_gradients` instead.
+
+Raises:
+    InvalidArgumentError: a value is out of its range; the text names it and the range.
+    UnsupportedTensorError: a parameter is complex, integer or sparse, or a DTensor of partial sums.
+
+Example:
+    optimizer = {name}(model.parameters(), lr={lr})
+    release_gradients(model, optimizer)  # optional: step inside backward(), and free each gradient
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+Source: {source}
+"""
+
+
+Optimizer = TypeVar("Optimizer", bound=type)
+
+
+def documented(optimizer: Optimizer) -> Optimizer:
+    """Give an optimizer the signature of its rule, and after its one-line docstring what the rule says."""
+    made: Any = optimizer
+    made.__signature__, made.__doc__ = signature_of(made.rule), docstring_of(made.rule, made.__name__, made.__doc__)
+    return optimizer
+
+
+@functools.cache
+def signature_of(rule: Rule) -> inspect.Signature:
+    """Return the signature of a rule's optimizer: params, lr, the rule's own settings, weight_decay; all others by name."""
+    by_position, by_name = inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY
+    own = {setting: rule.betas if setting == "betas" else rule.defaults[setting] for setting in own_settings(rule)}
+    first = {"lr": rule.defaults.get("learning_rate", 1e-3), **own, "weight_decay": rule.defaults["weight_decay"]}
+    return inspect.Signature(
+        [
+            inspect.Parameter("params", by_position),
+            *(inspect.Parameter(name, by_position, default=default) for name, default in first.items()),
+            *(inspect.Parameter(name, by_name, default=default) for name, default in COMMON.items()),
+        ]
+    )
+
+
+def docstring_of(rule: Rule, name: str, summary: str) -> str:
+    """Return the docstring of a rule's optimizer."""
+    parameters = signature_of(rule).parameters
+    lines = inspect.cleandoc(rule.mathematics).splitlines()
+    return _DOCSTRING.format(
+        summary=summary,
+        mathematics="\n".join(f"    {line}" for line in lines),
+        own="\n".join(f"    {line}" for line in _own_lines(rule)),
+        lr=parameters["lr"].default,
+        decay="L2 regularisation, added to the gradient" if rule.l2 else "decoupled weight decay",
+        weight_decay=parameters["weight_decay"].default,
+        name=name,
+        source=rule.source,
+    )
+
+
+def _own_lines(rule: Rule) -> Iterator[str]:
+    """Yield the lines on the settings that this rule has and others have not."""
+    meanings, ranges = rule.hyperparameters.MEANINGS, rule.hyperparameters.RANGES
+    betas = [name for name in own_names(rule) if name.startswith("beta")]
+    if betas:
+        yield f"betas: {'; '.join(meanings[name] for name in betas)}; each in {ranges[betas[0]]}."
+        yield f"    Default: {rule.betas}. They may change from step to step (`OneCycleLR`, `CyclicLR`), as in torch.optim."
+    for name in own_names(rule):
+        if name not in betas:
+            allowed = f", in {ranges[name]}" if name in ranges else ""
+            yield f"{name}: {meanings[name]}{allowed}. Default: {rule.defaults[name]}."
