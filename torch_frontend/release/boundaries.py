@@ -37,8 +37,8 @@ def _close_step(pipeline: Pipeline) -> None:
         pipeline.hooks.check(step.without_gradient())
     if pipeline.scaler is not None:
         pipeline.held_average.require_judged()
-    pipeline.end_failed_pass()
-    pipeline.flush()
+    pipeline.pass_end.end_failed()
+    pipeline.pass_end.flush()
     if not pipeline.single_process:
         pipeline.attach()  # a parameter that was unfrozen since has a gradient that no hook has sent: it is averaged now
         pipeline.held_average.step([p for p, gradient in pending_gradients(pipeline).items() if gradient is not None])
@@ -161,9 +161,9 @@ def discard_step(pipeline: Pipeline) -> None:
     overflow_was_used = not finite and pipeline.optimizer.on_nonfinite == "propagate"
     no_step = finite and bool(step.released) and step.completed and not pipeline.context.refused
     no_step = no_step and not pipeline.communication.has_failed_elsewhere()  # then every process calls zero_grad()
-    pipeline.end_failed_pass()
+    pipeline.pass_end.end_failed()
     if not pipeline.single_process:
-        pipeline.flush()
+        pipeline.pass_end.flush()
     elif pipeline.queue is not None:
         pipeline.queue.discard()
     touched = [key for key, _ in step.touched() if key in step.members]

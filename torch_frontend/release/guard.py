@@ -1,8 +1,7 @@
 """`guard(loss)`: loss.backward() runs one pass that only measures, and then the pass that updates.
 
-Clipping the global norm needs the norm of the whole gradient before the first update, and loss scaling needs to know that
-all of it is finite. Keeping all gradients would give up the memory that release saves. So the graph is walked twice, with one
-gradient alive at a time: the first pass measures each gradient and frees it.
+Clipping and loss scaling need to know the whole gradient before the first update. Keeping all of it would give up the memory
+that release saves, so the graph is walked twice: the first pass measures each gradient and frees it.
 """
 
 from __future__ import annotations
@@ -88,8 +87,7 @@ class Measurement:
 def two_passes(pipeline: Pipeline, loss: Tensor, seed: Tensor, keep_bytes: int) -> None:
     """Run the backward of a guarded loss.
 
-    Leaves that are not released get their gradient from the second pass. If the measured gradient must not be used, there is
-    no second pass, and these leaves get their gradient from the first.
+    Leaves that are not released get their gradient from the second pass, or from the first if there must not be a second.
 
     Args:
         pipeline: of the release.
@@ -219,7 +217,7 @@ def _updating(pipeline: Pipeline, measured: Measurement) -> Iterator[bool]:
         try:
             yield measured.finite
             if measured.finite:
-                pipeline.flush(always=True)
+                pipeline.pass_end.flush(always=True)
         except BaseException:
             pipeline.communication.fail()
             raise

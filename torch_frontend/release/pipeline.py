@@ -15,34 +15,22 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ...core.errors import PenstockError, RefusedError
 from ...core.release import Policy, Status
-from ..autograd.passes import at_end_of_pass, is_nested, pass_number, weakly
+from ..autograd.passes import weakly
 from ..communication import Communication
 from ..communication.held_average import HeldAverage
 from ..communication.protocol import RoundKind
-from ..communication.shards import local, shard_of, sum_over_shards
+from ..communication.shards import local, shard_of
 from ..finiteness import SkipCount
 from ..releasable import ReleasableOptimizer
 from .hooks import Hooks
-from .marker import MarkerContext
+from .marker_context import MarkerContext
+from .member import Member
+from .pass_end import PassEnd
 from .queue import SmallUpdateQueue
-from .stages import (
-    AccumulatingReceiver,
-    ClipEach,
-    GradientReceiver,
-    KeepingReceiver,
-    MeasuringReceiver,
-    Norm,
-    ReadyGradient,
-    Rescale,
-    Skip,
-    Stage,
-    Update,
-    for_each,
-    leave_marker,
-)
-from .step import Member, Step
+from .receivers import AccumulatingReceiver, GradientReceiver, KeepingReceiver, MeasuringReceiver, for_each
+from .stages import ClipEach, Norm, ReadyGradient, Rescale, Skip, Stage, Update, leave_marker
+from .step import Step
 
 
 class Pipeline:
@@ -92,13 +80,13 @@ class Pipeline:
         self.held_average = HeldAverage(
             communication, held=weakly(self._held), attach=weakly(self.attach), due=averages, lock=self.step.lock
         )
+        self.pass_end = PassEnd(self.step, communication, self.hooks, then=weakly(self._after_pass))
+        self.context.after_refusal = weakly(self.pass_end.discard_refused)
         self.decided_scale: float | None = None
-        self.queue: SmallUpdateQueue | None = None
         self._norm: Tensor | None = None
-        self.context.after_refusal = weakly(self._discard_refused)
         self._last = last
         self.paused = 0
-        self._in_guard = self._measures = False
+        self._measures = False
         self.compose()
 
     # -- composition ----------------------------------------------------------------------------------------------------
@@ -111,7 +99,7 @@ class Pipeline:
         stage: Any = self.update
         if self.optimizer._launches_together:
             if self.queue is None:
-                self.queue = SmallUpdateQueue(step, self.update, free, self._watch_pass)
+                self.pass_end.queue = SmallUpdateQueue(step, self.update, free, self.pass_end.watch)
             stage = self.queue
         if self.max_norm_of_each is not None:
             stage = ClipEach(self.context, self.max_norm_of_each, stage)
@@ -129,7 +117,7 @@ class Pipeline:
         if self.paused:
             self.arrive = kept
         elif step.policy is Policy.RELEASE:
-            check = self._refuse_unguarded if self.needs_guard else before
+            check = self.context.refuse_unguarded if self.needs_guard else before
             self.arrive = GradientReceiver(step, one or receive, check)
         else:
             keep = functools.partial(self._keep, averages=True)
@@ -140,8 +128,9 @@ class Pipeline:
 
     def drop_stages(self) -> None:
         """Drop the stages, some of which refer to this object, so that no cycle keeps the optimizer alive after remove()."""
-        for name in ("arrive", "use", "update", "queue", "_rescale", "held_average"):
+        for name in ("arrive", "use", "update", "_rescale", "held_average"):
             delattr(self, name)
+        self.pass_end.queue = None
 
     @contextlib.contextmanager
     def measuring(self, measurement: Any) -> Iterator[None]:
@@ -168,20 +157,20 @@ class Pipeline:
     def _instead(self, arrival: type[GradientReceiver], stage: Stage, check: Any, begin: Any = None) -> Iterator[None]:
         self.step.refresh()
         before = self.arrive, self.use
-        self.use, self._in_guard, self._measures = stage, True, arrival is MeasuringReceiver
+        self.use, self.pass_end.in_guard, self._measures = stage, True, arrival is MeasuringReceiver
         self.arrive = arrival(self.step, for_each(stage) if self.single_process else self._average, check, begin)
         try:
             yield
         finally:
             self.arrive, self.use = before
-            self._in_guard = self._measures = False
+            self.pass_end.in_guard = self._measures = False
 
     # -- stages that belong to the release ------------------------------------------------------------------------------
 
     def _average(self, member: Member, gradient: Tensor) -> None:
         """Give a gradient to the communication, which calls `deliver` with the average."""
         parameter = member.parameter
-        self._watch_pass()
+        self.pass_end.watch()
         if member.shard is None and parameter.grad is not gradient:  # it was added to a marker
             parameter.grad = gradient
         self.step.ledger.arrive(member.key, member.nbytes)
@@ -231,79 +220,10 @@ class Pipeline:
             with self.step.lock:
                 self.step.check_not_ahead(parameter)
 
-    def _refuse_unguarded(self, parameter: Tensor) -> None:
-        described = self.hooks.describe(id(parameter))
-        if self.scaler is not None:
-            raise RefusedError(
-                f"{described}: with a scaler, the first update needs to know that the whole gradient is finite. Call "
-                "scaler.scale(release.guard(loss)).backward(), with all of the loss in guard(), or use accumulation='hold'."
-            )
-        raise RefusedError(
-            f"{described}: max_norm={self.max_norm} needs the norm of the whole gradient before the first update. "
-            "Call release.guard(loss).backward(), with all of the loss in guard(), or use accumulation='hold', or "
-            "clipping='per_tensor'."
-        )
-
     @property
     def needs_guard(self) -> bool:
         """Whether only the second pass of guard() may use gradients."""
         return self.step.policy is Policy.RELEASE and (self.max_norm is not None or self.scaler is not None)
-
-    # -- the end of a pass ----------------------------------------------------------------------------------------------
-
-    def _watch_pass(self) -> bool:
-        """Have `_end_of_pass` called when the running pass ends; return False if that is impossible."""
-        if self._in_guard:  # guard() ends its passes itself
-            return True
-        now = pass_number()
-        if now is not None and now == self.step.watched_pass:
-            return True
-        if not is_nested():  # an earlier pass may have failed, and its step was not closed
-            self.end_failed_pass()
-        noticed = at_end_of_pass(weakly(self._end_of_pass))
-        self.step.watched_pass = now if noticed else None
-        return noticed
-
-    @torch.no_grad()
-    def _end_of_pass(self) -> None:
-        with self.step.lock:
-            self.step.watched_pass = None
-            try:
-                if not is_nested():
-                    self.communication.flush(always=True)
-                if self.queue is not None:
-                    self.queue.flush()
-            except PenstockError:
-                self.context.refused = True
-                raise
-            if self.step.completed:
-                self.step.complete()  # after the updates that have come just now
-            if self.communication.name == "fsdp2" and not is_nested():  # a collective, which last_norm must not be
-                self.norm()
-
-    def end_failed_pass(self) -> None:
-        """If a pass that updates parameters did not reach its end, tell the other processes."""
-        if self.step.watched_pass is not None:
-            self.step.watched_pass = None
-            self.communication.fail()
-            self.step.remove_from_ledger()
-
-    def _discard_refused(self) -> None:
-        """Drop the queued gradients of a refused backward, unless other processes take part in it.
-
-        What has no hook may have got a part of it, which cannot be told from what was in `.grad` before.
-        """
-        self.step.contaminated.update(id(p) for p in self.hooks.without if p.grad is not None)
-        if self.single_process:
-            if self.queue is not None:
-                self.queue.discard(backward=pass_number())
-            self.step.remove_from_ledger()
-
-    def flush(self, *, always: bool = False) -> None:
-        """Use the gradients that wait for other processes or in the queue."""
-        self.communication.flush(always=always)
-        if self.queue is not None:
-            self.queue.flush()
 
     # -- what release, guard and boundaries ask --------------------------------------------------------------------------
 
@@ -330,19 +250,20 @@ class Pipeline:
 
     def norm(self) -> Tensor | None:
         """Compute the global norm of the gradients so far, 0-d. For sharded parameters this is a collective."""
-        squares = self.context.squares
-        if not self.context.knows_norms:
-            return None
+        members, squares = self.step.members, self.context.squares
         found = [p for group in self.optimizer.param_groups for p in group["params"] if id(p) in squares]
-        if not found:
-            return torch.zeros((), dtype=torch.float64) if self.context.judged else None
-        members = self.step.members
-        shards = [members[id(p)].shard if id(p) in members else shard_of(p) for p in found]
-        device = squares[id(found[0])].device
-        dtype = torch.float32 if device.type == "mps" else torch.float64
-        totals = sum_over_shards(shards, [squares[id(p)].to(device, dtype) for p in found])
-        self._norm = torch.stack(totals).sum().sqrt()
+        shards = {id(p): members[id(p)].shard if id(p) in members else shard_of(p) for p in found}
+        self._norm = self.context.global_norm(shards)
         return self._norm
+
+    def _after_pass(self) -> None:
+        if self.communication.name == "fsdp2":  # a collective, which last_norm must not be
+            self.norm()
+
+    @property
+    def queue(self) -> SmallUpdateQueue | None:
+        """The queue of small gradients, where the backend updates many in one launch."""
+        return self.pass_end.queue
 
     @property
     def single_process(self) -> bool:

@@ -13,8 +13,9 @@ from ...core.errors import RefusedError
 from ...core.release import Action, Status
 from ..autograd.passes import is_nested, pass_number
 from ..communication.shards import is_sharded
+from .member import Member
 from .stages import Free, ReadyGradient, Update, action_for
-from .step import Member, Step
+from .step import Step
 
 SMALL_BYTES = 2**16
 """Largest small gradient: an accelerator updates one in a tenth of a microsecond, and its launch takes the host ten."""

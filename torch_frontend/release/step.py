@@ -14,54 +14,15 @@ from ...core.release import AFTER_ANOTHER_BACKWARD, Decision, Event, Ledger, Pol
 from ..autograd.passes import at_end_of_pass, is_nested, pass_number, weakly
 from ..autograd.reentrant import PartialGradients
 from ..communication.protocol import RoundKind
-from ..communication.shards import distribute_like, is_released, local, shard_of
+from ..communication.shards import is_released, local
 from ..groups import UsedSettings
 from ..releasable import ReleasableOptimizer
-from .marker import MarkerContext, ReleasedGradient
+from .marker_context import MarkerContext
+from .member import Member
+from .user_changes import UserChanges
 
 NO_PASS = object()
 """Stands for the number of a pass where there is none; not None, which is every pass's number where torch tells no numbers."""
-
-
-class Member:
-    """A released parameter, and the marker that its gradient leaves in `.grad`.
-
-    Attributes:
-        key: id of the parameter.
-        shard: description of the local part, None for a parameter that is not sharded.
-        nbytes: size of the local gradient in bytes.
-        marker: the `ReleasedGradient`.
-        placeholder: what is put into `.grad`: the marker, for a sharded parameter a DTensor around it, or None where another
-            hook, or DistributedDataParallel, must find the next gradient in `.grad`.
-    """
-
-    __slots__ = ("key", "marker", "nbytes", "parameter", "placeholder", "shard")
-
-    def __init__(self, parameter: Tensor, context: MarkerContext) -> None:
-        self.key = id(parameter)
-        self.parameter = parameter
-        self.placeholder: Tensor | None = None
-        self.rebuild_marker(context)
-
-    def rebuild_marker(self, context: MarkerContext) -> None:
-        """Make the marker for the parameter's present shape, dtype, device and sharding."""
-        here, self.shard = local(self.parameter), shard_of(self.parameter)
-        self.nbytes = here.numel() * here.element_size()
-        self.marker = ReleasedGradient(here, context, self.key)
-        self.placeholder = self.marker
-        if context.accepts_more and len(getattr(self.parameter, "_post_accumulate_grad_hooks", None) or ()) > 1:
-            self.placeholder = None
-        elif self.shard is not None:
-            with torch.no_grad():
-                self.placeholder = distribute_like(self.parameter.data, self.marker)
-                self.marker = local(self.placeholder)
-
-    def is_current(self) -> bool:
-        """Whether the marker has the parameter's dtype, shape and device."""
-        mine, parameter = self.placeholder, self.parameter
-        return mine is None or (
-            mine.dtype is parameter.dtype and mine.shape == parameter.shape and mine.device == parameter.device
-        )
 
 
 class Step:
@@ -73,7 +34,6 @@ class Step:
         contaminated: ids of parameters whose gradient in `.grad` may include a part of a refused backward.
         joined: ids of parameters with micro-batches in the moments and a gradient of release.paused() in `.grad`.
         last: the running pass is the last micro-batch.
-        watched_pass: number of the pass that updates parameters and at whose end a callback runs; None without one.
         pass_id: number of the running pass; `NO_PASS` before the first.
         in_parts: parameters of which this backward delivers several gradients, each a part.
         completed: the backward that released gradients in this step has reached its end.
@@ -94,11 +54,10 @@ class Step:
         self.contaminated: set[int] = set()
         self.joined: set[int] = set()
         self.last = True
-        self.watched_pass: int | None = None
         self.pass_id: Any = NO_PASS
         self.in_parts: set[Tensor] = set()
         self.completed = False
-        self._versions: dict[int, int] = {}  # of the released parameters, at the end of their backward
+        self._user_changes = UserChanges(context)
         self._status: dict[int, Status] = {}  # of parameters that are neither idle nor released
         self.settings = UsedSettings()
         self._partial = PartialGradients()
@@ -106,7 +65,6 @@ class Step:
         self._top: int | None = None  # number of the user's backward that updated parameters in this step
         self._latest = -1  # the largest number of a pass so far
         self._ended = False  # the outermost pass of a backward that has updated parameters in this step
-        self._told_of_clearing = False
 
     def attach(self, parameters: Iterable[Tensor]) -> None:
         """Make these the released parameters."""
@@ -145,7 +103,7 @@ class Step:
             raise self._second_backward(parameter)
         if not nested or self.pass_id is NO_PASS or now != self._latest + 1:  # another pass has run since the last nested one
             if self.strict and self.policy is Policy.STATE:
-                self.check_not_cleared()
+                self._check_not_cleared()
             self.refresh()
             if self.pass_id is NO_PASS and not self._status:  # the first pass of a step
                 self.context.squares.clear()
@@ -188,44 +146,17 @@ class Step:
     def complete(self) -> None:
         """Record that the backward has reached its end, and which version of each parameter it has left."""
         self.completed = True
-        self._versions = {key: member.parameter._version for key, member in self.released.items()}
+        self._user_changes.record(self.released.values())
 
     def check_untouched(self) -> None:
         """Raise `RefusedError` if user code has cleared gradients that were used already, or written their parameters."""
         if self.policy is Policy.STATE:
-            self.check_not_cleared()
-            return
-        for member in self.released.values():
-            version = member.parameter._version
-            if self._versions.get(member.key, version) != version:
-                raise RefusedError(
-                    f"{self.context.describe(member.key)}: it was written between backward(), which had updated it, and "
-                    "optimizer.step(), which without release updates it after that. Write to parameters after "
-                    "optimizer.step(), or run the backward inside release.paused()."
-                )
-            if member.parameter.grad is None and member.placeholder is not None:
-                raise RefusedError(
-                    f"{self.context.describe(member.key)}: its gradient was cleared before optimizer.step(), by "
-                    "model.zero_grad() or p.grad = None, and backward() had updated the parameter with it. Call "
-                    "optimizer.step() before gradients are cleared; run a backward that is not meant to update the parameters "
-                    "inside release.paused(). optimizer.zero_grad() closes this step."
-                )
+            self._check_not_cleared()
+        else:
+            self._user_changes.check(self.released.values())
 
-    def check_not_cleared(self) -> None:
-        """Raise `RefusedError`, once a step, if user code has cleared gradients that are in the moments."""
-        if self._told_of_clearing:
-            return
-        for member in (*self.with_status(Status.ACCUMULATED), *self.released.values()):
-            gradient = member.parameter.grad
-            replaced = gradient is None or not (is_released(gradient) or member.key in self.joined)
-            if replaced and member.placeholder is not None:
-                self._told_of_clearing = True
-                raise RefusedError(
-                    f"{self.context.describe(member.key)}: its gradient was cleared before optimizer.step(), by "
-                    "model.zero_grad() or an assignment to p.grad, and backward() had put it into the optimizer's moments, "
-                    "which cannot discard it. Clear gradients after optimizer.step(); calling it once more uses what is in "
-                    "the moments. With accumulation='hold' gradients may be cleared."
-                )
+    def _check_not_cleared(self) -> None:
+        self._user_changes.check_moments((*self.with_status(Status.ACCUMULATED), *self.released.values()), self.joined)
 
     def check_not_partial(self, parameter: Tensor, *, seen: bool) -> None:
         """Raise `RefusedError` if only a part of the parameter's gradient has come, which would be used as the whole."""
@@ -350,8 +281,8 @@ class Step:
         self.settings, self._top, self.pass_id = UsedSettings(), None, NO_PASS
         self.in_parts = set()
         self._partial.forget()
-        self._versions = {}
-        self.completed = self._ended = self._told_of_clearing = False
+        self._user_changes.forget()
+        self.completed = self._ended = False
 
     def abandon(self) -> None:
         """Forget a step that an exception has cut short."""

@@ -25,7 +25,7 @@ from torch.utils.checkpoint import checkpoint
 from penstock.planner.live_gradients import LiveGradientMeter
 from penstock.torch_frontend import AdamW, StableAdamW, release_gradients
 from penstock.torch_frontend.backends.backend import ChecksOnDevice
-from penstock.torch_frontend.release import pipeline as pipeline_module
+from penstock.torch_frontend.release import pass_end
 
 
 def both(loop: Callable, optimizer_class=StableAdamW, **options) -> list[Counting]:
@@ -74,7 +74,7 @@ def test_queued_gradients_are_bounded_and_in_the_ledger_but_not_in_grad() -> Non
 
 
 def test_nothing_is_queued_without_an_end_of_pass_callback(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pipeline_module, "at_end_of_pass", lambda callback: False)
+    monkeypatch.setattr(pass_end, "at_end_of_pass", lambda callback: False)
     model = blocks()
     optimizer = optimizer_of(model, True)
     release_gradients(model, optimizer)
