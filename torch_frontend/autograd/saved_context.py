@@ -46,7 +46,8 @@ class SavedContext:
         """Apply the saved autocast state."""
         with contextlib.ExitStack() as stack:
             for arguments in self._autocast:
-                stack.enter_context(torch.autocast(**arguments))
+                if arguments["enabled"] or torch.is_autocast_enabled(arguments["device_type"]):
+                    stack.enter_context(torch.autocast(**arguments))
             yield
 
     def save_rng_state(self) -> None:

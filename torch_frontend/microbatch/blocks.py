@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Mapping
 from types import TracebackType
 from typing import Any
 
@@ -12,7 +12,7 @@ from torch import nn
 
 from ...core.errors import InvalidArgumentError, RefusedError
 from .division import divide
-from .recompute import BlockCall, BlockWrapper, Recomputed
+from .recompute import BlockCall, Recomputed
 
 _untraced: Any = getattr(torch, "_disable_dynamo", torch.compiler.disable)
 """`torch.compiler.disable` that imports the compiler at the first call, as torch.optim does; not public."""
@@ -82,7 +82,7 @@ def microbatch_blocks(
             )
         if any(part is other for part in inside[1:] for other in modules):
             raise RefusedError("a block is inside another one; give the outer blocks, or the inner ones, and not both.")
-        _require_independent_samples(module)
+        _require_independent_samples(dict(module.named_modules()))
         if batched is None:
             _require_batch_first(module)
     return MicrobatchedBlocks(modules, chunks, None if batched is None else tuple(batched), preserve_rng_state)
@@ -125,7 +125,7 @@ class DividedForward:
     """Replaces the forward of a block and calls the original for each chunk. A copy of the block gets a copy of this."""
 
     def __init__(self, block: nn.Module, chunks: int, batched: tuple[str, ...] | None, preserve_rng_state: bool) -> None:
-        self._wrapper = BlockWrapper(block)
+        self._block = block
         self._chunks = chunks
         self._batched = batched
         self._preserve_rng_state = preserve_rng_state
@@ -136,12 +136,13 @@ class DividedForward:
     @_untraced
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Return the block's output for the whole batch."""
-        block = self._wrapper.block
+        block = self._block
         if not block.training and not torch.is_grad_enabled():
             return self._forward(*args, **kwargs)
-        _require_independent_samples(block)
+        modules = dict(block.named_modules())
+        _require_independent_samples(modules)
         division = divide(self._names, args, kwargs, self._chunks, self._batched)
-        call = BlockCall(self._wrapper, self._forward, division, preserve_rng_state=self._preserve_rng_state)
+        call = BlockCall(modules, self._forward, division, preserve_rng_state=self._preserve_rng_state)
         inputs = call.inputs()
         if not self._checked:
             call.require_batched_outputs(inputs)
@@ -150,7 +151,7 @@ class DividedForward:
         return call.outputs.fill(outputs)
 
     def _forward(self, *args: Any, **kwargs: Any) -> Any:
-        block = self._wrapper.block
+        block = self._block
         own = self._before if self._before is not None else type(block).forward.__get__(block)
         return own(*args, **kwargs)
 
@@ -170,8 +171,8 @@ def _positional_names(forward: Callable[..., Any]) -> tuple[str, ...]:
     return tuple(p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD))
 
 
-def _require_independent_samples(block: nn.Module) -> None:
-    for name, module in block.named_modules():
+def _require_independent_samples(modules: Mapping[str, nn.Module]) -> None:
+    for name, module in modules.items():
         statistics = isinstance(module, nn.modules.batchnorm._NormBase) and (
             module.track_running_stats or isinstance(module, nn.modules.batchnorm._BatchNorm)
         )

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
-from torch.func import functional_call
 
 from ...core.errors import RefusedError
-from ..autograd.graph import Graph
+from ..autograd.graph import leaf_of, reachable
 from ..autograd.saved_context import SavedContext
 from ..release.hooks import owner_of
 from .division import Division, Structure, outputs_of
@@ -45,23 +44,11 @@ class Recomputed(torch.autograd.Function):
         return None, *ctx.call.backpropagate(ctx.saved_tensors, gradients, ctx.needs_input_grad[1:])
 
 
-class BlockWrapper(nn.Module):
-    """Runs a function inside `functional_call`, so that the block's parameters are replaced while it runs."""
-
-    def __init__(self, block: nn.Module) -> None:
-        super().__init__()
-        self.block = block
-
-    def forward(self, function: Callable[[], Any]) -> Any:
-        """Call the function."""
-        return function()
-
-
 class BlockCall:
     """One call of a block: everything that backward needs except the tensors, which autograd saves.
 
     Args:
-        wrapper: of the block.
+        modules: of the block, by name.
         forward: the block's own forward, called with the arguments of one chunk.
         division: of the arguments.
         preserve_rng_state: draw the same random numbers for a chunk again in backward.
@@ -71,18 +58,22 @@ class BlockCall:
     """Of the block's output; set by `forward`."""
 
     def __init__(
-        self, wrapper: BlockWrapper, forward: Callable[..., Any], division: Division, *, preserve_rng_state: bool
+        self, modules: Mapping[str, nn.Module], forward: Callable[..., Any], division: Division, *, preserve_rng_state: bool
     ) -> None:
-        self._wrapper = wrapper
+        self._modules = modules
         self._forward = forward
         self._division = division
-        self._parameters = {name: p for name, p in wrapper.named_parameters() if p.requires_grad}
+        self._parameters: dict[Tensor, list[tuple[dict[str, Any], str]]] = {}  # with the places where the modules hold them
+        for module in modules.values():
+            for name, p in module._parameters.items():
+                if p is not None and p.requires_grad:
+                    self._parameters.setdefault(p, []).append((module._parameters, name))
         self._context = SavedContext(division.tensors, preserve_rng_state)
         self._batched = [False] * len(self._parameters) + division.batched
 
     def inputs(self) -> list[Tensor]:
         """Return the tensors to apply `Recomputed` to, and drop the references to the arguments among them."""
-        return [*self._parameters.values(), *self._division.take_tensors()]
+        return [*self._parameters, *self._division.take_tensors()]
 
     def forward(self, tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
         """Return the output tensors for the whole batch.
@@ -160,7 +151,7 @@ class BlockCall:
                         if index not in parts:
                             parts[index] = torch.zeros_like(tensors[index])
                         parts[index][chunk].copy_(leaf.grad)
-        for parameter, index in zip(self._parameters.values(), sums, strict=False):
+        for parameter, index in zip(self._parameters, sums, strict=False):
             _record_in_ledger(parameter, sums[index].nbytes)
         return [sums[index].take() if index in sums else parts.get(index) for index in range(len(tensors))]
 
@@ -185,7 +176,16 @@ class BlockCall:
         return [tensor[chunk] if divided else tensor for tensor, divided in zip(tensors, self._batched, strict=True)]
 
     def _with_parameters(self, tensors: Sequence[Tensor], function: Callable[[], Any]) -> Any:
-        return functional_call(self._wrapper, dict(zip(self._parameters, tensors, strict=False)), (function,))
+        """Call the function with these tensors in the place of the parameters, as `torch.func.functional_call` does."""
+        before = [(owner, name, owner[name]) for places in self._parameters.values() for owner, name in places]
+        for tensor, places in zip(tensors, self._parameters.values(), strict=False):
+            for owner, name in places:
+                owner[name] = tensor
+        try:
+            return function()
+        finally:
+            for owner, name, tensor in before:
+                owner[name] = tensor
 
     def _output(self, tensors: Sequence[Tensor], chunk: slice) -> tuple[Structure, list[Tensor]]:
         args, kwargs = self._division.structure.fill(tensors[len(self._parameters) :])
@@ -196,13 +196,14 @@ class BlockCall:
     def _buffer_versions(self) -> dict[str, int]:
         if torch.is_inference_mode_enabled():
             return {}
-        return {name: buffer._version for name, buffer in self._wrapper.named_buffers() if not buffer.is_inference()}
+        found = ((f"{at}.{name}", buffer) for at, m in self._modules.items() for name, buffer in m._buffers.items())
+        return {name: buffer._version for name, buffer in found if buffer is not None and not buffer.is_inference()}
 
     def _require_unchanged_buffers(self, before: dict[str, int]) -> None:
         for name, version in self._buffer_versions().items():
             if before.get(name, version) != version:
                 raise RefusedError(
-                    f"a block changes its buffer {name.removeprefix('block.')!r} in forward, and would do so again for every "
+                    f"a block changes its buffer {name.removeprefix('.')!r} in forward, and would do so again for every "
                     "chunk, and once more in backward. Take this block out of microbatch_blocks, or the buffer out of it."
                 )
 
@@ -262,8 +263,8 @@ def _differentiable(tensor: Tensor) -> bool:
 def _require_own_leaves(outputs: Sequence[Tensor], leaves: Sequence[Tensor]) -> None:
     """Raise `RefusedError` if outputs depend on other leaves: each chunk would add to their gradient."""
     own = {id(leaf) for leaf in leaves}
-    for output in outputs:
-        for leaf in Graph.of(output).leaves:
+    for node in reachable(output.grad_fn for output in outputs):
+        for leaf in leaf_of(node):
             if id(leaf) not in own:
                 raise RefusedError(
                     f"a block uses a tensor of shape {tuple(leaf.shape)} that requires a gradient and is neither one of its "
