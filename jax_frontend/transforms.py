@@ -18,20 +18,16 @@ import optax
 from ..core.errors import InvalidArgumentError
 from ..core.hyperparameters import HIGH_FULLY_DECOUPLED_DECAY, Scalar
 from ..core.rules import ADAM, ADAMW, STABLE_ADAMW, Rule
-from .arguments import NAMES, Arguments, Mask, ScalarOrSchedule
+from .arguments import NAMES, Arguments, Mask, ScalarOrSchedule, dtype_argument
 from .rule_transform import transformation
 
 Transform = Callable[..., optax.GradientTransformationExtraArgs]
 
-_BY_NAME = {
-    "mask": None,
-    "mu_dtype": None,
-    "nu_dtype": None,
-    "decouple_lr": False,
-    "max_lr": None,
-    "compensation": "auto",
+_DTYPES = {
+    "mu_dtype": "    mu_dtype: dtype of the first moment. None: the parameter's.",
+    "nu_dtype": """    nu_dtype: dtype of the second moment. None: the parameter's, but float32 for float16 parameters, and for
+        bfloat16 parameters where 1-b2 < 2^-7 or b2 is not known yet.""",
 }
-"""The arguments that every transform takes by name, after weight_decay, and their defaults."""
 
 _DOCSTRING = """Return {title}.
 
@@ -45,9 +41,7 @@ Args:
     weight_decay: {decay}; in [0, inf), a number or a schedule. Default: {weight_decay}.
     mask: where weight decay applies: a tree of booleans like params or a prefix of it, or a function from params to one.
         None: to all parameters.
-    mu_dtype: dtype of the first moment. None: the parameter's.
-    nu_dtype: dtype of the second moment. None: the parameter's, but float32 for float16 parameters, and for bfloat16
-        parameters where 1-b2 < 2^-7 or b2 is not known yet.
+{dtypes}
     decouple_lr: fully decoupled decay: scaled by lr/max_lr instead of lr. Choose a correspondingly lower weight_decay. Refused
         for L2 regularisation.
     max_lr: highest learning rate of the schedule, in (0, inf). Default: learning_rate, where that is a number; a schedule
@@ -59,7 +53,7 @@ Args:
 
 `optax.inject_hyperparams` turns the numbers into arrays of the parameters' dtype. Give it hyperparam_dtype=jnp.float32 where
 that is bfloat16 or float16: a b1, b2 or eps rounded to it is refused. b1 and b2 may then change from update to update, as in
-Optax's transforms; the state is a `RuleStateWithBetas`, which keeps them.
+Optax's transforms; the state of a rule that debiases is a `RuleStateWithBetas`, which keeps them.
 
 Returns:
     A transform with a `RuleState`. Its update needs params, unless weight_decay is 0 and nothing is compensated.
@@ -114,30 +108,35 @@ def _signature(rule: Rule, defaults: dict[str, Any]) -> inspect.Signature:
     """Return learning_rate, the rule's own hyperparameters, and all others by name."""
     by_position, by_name = inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY
     own = rule.hyperparameters.MEANINGS
+    dtypes = dict.fromkeys(map(dtype_argument, rule.fields))
+    named = {"mask": None, **dtypes, "decouple_lr": False, "max_lr": None, "compensation": "auto"}
     return inspect.Signature(
         [
             inspect.Parameter("learning_rate", by_position),
             *(inspect.Parameter(NAMES.get(name, name), by_position, default=defaults[name]) for name in own),
             inspect.Parameter("weight_decay", by_name, default=defaults["weight_decay"]),
-            *(inspect.Parameter(name, by_name, default=default) for name, default in _BY_NAME.items()),
+            *(inspect.Parameter(name, by_name, default=default) for name, default in named.items()),
         ]
     )
 
 
 def _docstring(rule: Rule, signature: inspect.Signature, notes: str) -> str:
-    own = []
+    own, parameters = [], signature.parameters
     for name, meaning in rule.hyperparameters.MEANINGS.items():
         allowed = f", in {rule.hyperparameters.RANGES[name]}" if name in rule.hyperparameters.RANGES else ""
         argument = NAMES.get(name, name)
-        own.append(f"{argument}: {meaning}{allowed}. Default: {signature.parameters[argument].default}.")
+        own.append(f"{argument}: {meaning}{allowed}. Default: {parameters[argument].default}.")
     return _DOCSTRING.format(
         title=rule.title,
         mathematics="\n".join(f"    {line}" for line in inspect.cleandoc(rule.mathematics).splitlines()),
         notes=notes and f" {notes}",
         last=[NAMES.get(name, name) for name in ("learning_rate", *rule.hyperparameters.MEANINGS)][-1],
         own="\n".join(f"    {line}" for line in own),
+        dtypes="\n".join(
+            f"    {name}: {about}".replace("\n", "\n    ") for name, about in _DTYPES.items() if name in parameters
+        ),
         decay="L2 regularisation, added to the gradient" if rule.l2 else "multiplied by the learning rate, unless decouple_lr",
-        weight_decay=signature.parameters["weight_decay"].default,
+        weight_decay=parameters["weight_decay"].default,
         name=rule.name,
         source=rule.source,
     )

@@ -17,9 +17,10 @@ import numpy as np
 from ..core.compensation import possible, resolve
 from ..core.dtypes import LOW_PRECISION, StateDtypes, compute_dtype, state_dtypes
 from ..core.errors import InvalidArgumentError
-from ..core.rules import RULES, Rule
+from ..core.rules import Rule
 from ..core.rules.adam_family import AdamHyperparameters
 from .gradients import gradients, parameters
+from .rules import RULES
 from .settings import QUICK_STEP_COUNTS, SETTINGS, STEP_COUNTS, Setting
 
 __all__ = ["QUICK_STEP_COUNTS", "STEP_COUNTS", "Case", "Problem", "Storage", "all_cases", "matches", "select", "storages"]

@@ -13,12 +13,13 @@ from collections.abc import Iterator, Mapping, Sequence
 
 import numpy as np
 
-from ..core.rules import RULES, Rule
+from ..core.rules import Rule
 from .backends.calls import FAILURES, held_after
 from .backends.protocol import Backend, Held
 from .cases import Case, Problem, Storage
 from .compare import Finding, Refusal, differing, differing_elements, failed
 from .progress import Progress
+from .rules import RULES
 from .settings import named
 from .updates import refusal
 

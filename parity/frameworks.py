@@ -15,7 +15,6 @@ import numpy as np
 
 from ..core.compensation import resolve
 from ..core.dtypes import PARAMETER_DTYPES
-from ..core.rules import RULES
 from .backends.calls import FAILURES
 from .backends.jax_arguments import float64
 from .backends.protocol import Backend, Held, converted
@@ -24,6 +23,7 @@ from .bounds import Bound
 from .cases import Case, Problem, Storage
 from .compare import Finding, Refusal, Row, differing, differing_elements, failed_from, identical, numbers, rows
 from .progress import Progress
+from .rules import RULES
 from .settings import named
 from .truth import Truth, truths
 

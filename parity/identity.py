@@ -18,7 +18,7 @@ from typing import Any, Protocol, runtime_checkable
 import numpy as np
 
 from ..core.compensation import resolve
-from ..core.rules import RULES, Rule
+from ..core.rules import Rule
 from .backends.calls import FAILURES, BrokenBackendError, checked, held_after, reason
 from .backends.protocol import Backend, Held, converted
 from .cases import Case, Problem, Storage
@@ -27,6 +27,7 @@ from .events import Backward, Event, EventCase, EventRun, EventSequence, Learnin
 from .events.section import DTYPES
 from .events.sequences import SEQUENCES
 from .progress import Progress, each
+from .rules import RULES
 from .settings import named
 from .updates import refusal
 

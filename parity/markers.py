@@ -21,7 +21,7 @@ import numpy as np
 
 from ..core.dtypes import compute_dtype
 from ..core.errors import RefusedError
-from ..core.rules import RULES, Rule
+from ..core.rules import Rule
 from .backends.calls import FAILURES, reason
 from .backends.protocol import Backend
 from .bounds import SIDES, Bound, spacing, unit_roundoff
@@ -32,6 +32,7 @@ from .events.section import DTYPES
 from .events.sequences import LOSS_SCALE
 from .events.torch_release import TorchEvents
 from .progress import Progress, each
+from .rules import RULES
 
 STEPS = 2
 MAX_NORM = 1.0  # of gradients with a norm of about 2

@@ -61,7 +61,7 @@ class ReleasableOptimizer(TensorUpdates):
         self._warned_of_decay = False
         self._forget_groups()
         super().__init__(params, {"rule": self.rule.name, **given})
-        self._backend = select_backend(backend, self._parameters())
+        self._backend = select_backend(backend, self._parameters(), self.rule)
 
     @property
     def backend(self) -> str:
@@ -93,6 +93,8 @@ class ReleasableOptimizer(TensorUpdates):
                 "optimizer_accumulation=True needs gradient_release=True in the constructor and "
                 "prepare_for_gradient_release(model, optimizer); or use release_gradients(..., accumulation='state')."
             )
+        if accumulate:
+            self.rule.check_accumulates("call step() after each backward, or use release_gradients(..., accumulation='hold')")
         self._optimizer_accumulation = bool(accumulate)
 
     # -- groups ---------------------------------------------------------------------------------------------------------
@@ -237,4 +239,4 @@ class ReleasableOptimizer(TensorUpdates):
             self._skipped = SkipCount(self.__dict__["_skipped"])
         if backend is not None:  # a copy or an unpickled optimizer: hooks are on the parameters of the original
             self.release = None
-            self._backend = select_backend(backend, self._parameters())
+            self._backend = select_backend(backend, self._parameters(), self.rule)

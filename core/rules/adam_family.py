@@ -20,7 +20,7 @@ from typing import Annotated, Any, NamedTuple
 from ..array_ops import Array
 from ..debiasing import corrected_one_minus_beta
 from ..hyperparameters import DECAY, POSITIVE, Hyperparameters, Scalar
-from .rule import Entered, Field, Fields
+from .rule import Entered, Field, Fields, Rule, forgotten
 
 SMALLEST_NORMAL_FLOAT32 = 2.0**-126
 """Floor of eps^2, which would be zero in float32 for an eps below 1e-19 and make 0/0 of a zero gradient."""
@@ -74,19 +74,8 @@ def accumulate(
     if not first:
         exp_avg, exp_avg_sq = fields
         return Moments(exp_avg + c1 * gradient, exp_avg_sq + c2 * (gradient * gradient))
-    exp_avg, exp_avg_sq = reset_where_beta_is_zero(current, fields, xp)
+    exp_avg, exp_avg_sq = forgotten(fields[0], current.beta1, xp), forgotten(fields[1], current.beta2, xp)
     return Moments(exp_avg + c1 * (gradient - exp_avg), exp_avg_sq + c2 * (gradient * gradient - exp_avg_sq))
-
-
-def reset_where_beta_is_zero(current: AdamHyperparameters, fields: Fields, xp: Any) -> Moments:
-    """Replace moments whose beta is 0 by zeros: m + (g-m) would keep rounding errors of m."""
-
-    def of(moment: Array, beta: Scalar) -> Array:
-        if isinstance(beta, numbers.Real):
-            return xp.zeros_like(moment) if beta == 0 else moment
-        return xp.where(beta == 0, xp.zeros_like(moment), moment)
-
-    return Moments(of(fields[0], current.beta1), of(fields[1], current.beta2))
 
 
 def mean_square(current: AdamHyperparameters, fields: Fields, gradient: Array, xp: Any) -> Array:
@@ -103,3 +92,9 @@ def direction(current: AdamHyperparameters, fields: Fields, entered: Entered | N
     """Return m/(sqrt(v)+eps)."""
     exp_avg, exp_avg_sq = fields
     return exp_avg / (xp.sqrt(exp_avg_sq) + current.eps)
+
+
+def is_member(rule: Rule) -> bool:
+    """Whether a rule's arithmetic is that of this file, for which backends may have programs of their own."""
+    own = (accumulate, direction, mean_square)
+    return (rule.accumulate, rule.direction, rule.mean_square or mean_square) == own

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+import numbers
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple, Protocol
 
 from ..array_ops import Array
+from ..errors import RefusedError
 from ..hyperparameters import Hyperparameters, Scalar
 
 Fields = tuple[Array, ...]
@@ -96,6 +98,25 @@ class Rule:
         """The defaults of beta1, beta2 and so on."""
         return tuple(value for name, value in self.defaults.items() if name.startswith("beta"))
 
+    def check_accumulates(self, instead: str) -> None:
+        """Raise `RefusedError` unless a step can be taken from the fields alone, as accumulation="state" does.
+
+        Args:
+            instead: what the user can do.
+        """
+        if self.needs_gradient:
+            raise RefusedError(
+                f"accumulation='state' is not possible for {self.name}, whose step needs the whole gradient besides its "
+                f"momentum; {instead}."
+            )
+
     def decays(self, current: Hyperparameters) -> tuple[Scalar | None, ...]:
         """Return the decay by which each field is debiased; None for one that is not."""
         return tuple(None if field.beta is None else getattr(current, field.beta) for field in self.fields)
+
+
+def forgotten(field: Array, decay: Scalar, xp: Any) -> Array:
+    """Return a field, or zeros where its decay is 0: m + (g-m) would keep rounding errors of m."""
+    if isinstance(decay, numbers.Real):
+        return xp.zeros_like(field) if decay == 0 else field
+    return xp.where(decay == 0, xp.zeros_like(field), field)

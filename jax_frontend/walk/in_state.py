@@ -35,6 +35,7 @@ def check_in_state(tx: optax.GradientTransformation) -> None:
             "accumulation='state' is only possible for stable_adamw, adamw and adam of penstock, neither chained nor wrapped; "
             "leave accumulation out: microbatches alone work with every separable transform, and are exact."
         )
+    tx.rule.check_accumulates("leave accumulation out: microbatches alone are exact")
 
 
 def in_state_step(settings: StepSettings, state: TrainState, batch: PyTree) -> tuple[TrainState, dict[str, jax.Array]]:

@@ -9,8 +9,8 @@ from typing import Any
 from ...core.compensation import possible
 from ...core.dtypes import PARAMETER_DTYPES
 from ...core.errors import InvalidArgumentError
-from ...core.rules import RULES
 from ..cases import Case
+from ..rules import RULES
 
 
 class Declaration:

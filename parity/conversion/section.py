@@ -7,12 +7,12 @@ from collections.abc import Iterator, Sequence
 
 from ...core.compensation import resolve
 from ...core.dtypes import PARAMETER_DTYPES
-from ...core.rules import RULES
 from ..backends.calls import FAILURES
 from ..backends.protocol import Backend
 from ..cases import Case, Problem, storages
 from ..compare import Finding, Refusal, failed, identical, rows
 from ..progress import Progress
+from ..rules import RULES
 from ..settings import named
 from ..truth import Truth, truths
 from .routes import BACKENDS, HALF, PLAIN_ROUTES, ROUTES, SIDES, ConversionCase, Sides, run_route

@@ -6,12 +6,13 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
-from ...core.rules import RULES, Rule
+from ...core.rules import Rule
 from ..backends.calls import FAILURES, reason
 from ..backends.protocol import Backend
 from ..cases import Case
 from ..compare import Finding, Refusal, Row, failed, identical, rows
 from ..progress import Progress
+from ..rules import RULES
 from ..truth import Truth
 from .protocol import RunsEvents
 from .recorded import SHAPES, EventCase

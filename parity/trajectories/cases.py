@@ -8,11 +8,12 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from ...core.rules import RULES, Rule
+from ...core.rules import Rule
 from ...core.rules.adam_family import AdamHyperparameters
 from ...demonstration.initialisation import Parameters, initial_parameters
 from ...demonstration.settings import ModelShape
 from ...demonstration.text import Batches
+from ..rules import RULES
 
 MODES = {
     "step": "a backward pass, then the update of all parameters",

@@ -6,12 +6,13 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.support.rules import ADAM_FAMILY
 
 from penstock.core.array_ops import numpy_ops
 from penstock.core.errors import RefusedError
 from penstock.core.reference import EndOfStep, Gradient, Reference, Settings
 from penstock.core.release import Action, Decision, GradientReady, Ledger, Policy, Status, Step, ZeroGrad, decide
-from penstock.core.rules import RULES, STABLE_ADAMW
+from penstock.core.rules import STABLE_ADAMW
 from penstock.core.rules.adam_family import AdamHyperparameters, bias_corrections
 from penstock.core.update import accumulate, apply, init_state, update
 
@@ -24,7 +25,7 @@ class Model:
     """Carries out decisions on numpy arrays: the shortest frontend there can be."""
 
     def __init__(self, rule_name: str, policy: Policy, strict: bool) -> None:
-        self.rule, self.policy, self.strict = RULES[rule_name], policy, strict
+        self.rule, self.policy, self.strict = ADAM_FAMILY[rule_name], policy, strict
         generator = np.random.default_rng(0)
         self.parameters = {name: generator.normal(size=4) for name in NAMES}
         wide = ("float64", "float64")
@@ -70,7 +71,7 @@ def groups(draw: st.DrawFn) -> list[list[tuple[str, ...]]]:
     return draw(st.lists(st.lists(micro_batch, min_size=1, max_size=3), min_size=1, max_size=5))
 
 
-@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("rule", ADAM_FAMILY)
 @pytest.mark.parametrize("policy", ACCUMULATION)
 @pytest.mark.parametrize("sync", [False, True], ids=["until step", "last known"])
 @given(updates=groups())

@@ -10,12 +10,13 @@ import numpy as np
 import optax
 import pytest
 from tests.support.jax_training import TRANSFORMS, float64
+from tests.support.rules import ADAM_FAMILY
 
 from penstock.core.errors import InvalidArgumentError, UnsupportedTensorError
 from penstock.jax_frontend import adam, adamw, compensated, scale_by_stable_adam, stable_adamw
 
 
-@pytest.mark.parametrize("rule", TRANSFORMS)
+@pytest.mark.parametrize("rule", ADAM_FAMILY)
 @pytest.mark.parametrize(
     ("argument", "value"),
     [

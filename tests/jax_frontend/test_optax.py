@@ -12,6 +12,7 @@ import numpy as np
 import optax
 import pytest
 from tests.support.jax_training import TRANSFORMS, assert_close, assert_equal, float64, gradients, train, train_directly, tree
+from tests.support.rules import ADAM_FAMILY
 
 from penstock.core.errors import InvalidArgumentError, RefusedError
 from penstock.jax_frontend import (
@@ -49,7 +50,7 @@ def test_a_chain_equals_its_parts(rule, way, dtype) -> None:
     assert_equal(way(chained, params, grads)[0], way(tx, params, doubled)[0])
 
 
-@pytest.mark.parametrize("rule", TRANSFORMS)
+@pytest.mark.parametrize("rule", ADAM_FAMILY)
 def test_a_gradient_whose_square_overflows_is_loud_and_clip_keeps_it_an_ordinary_spike(rule) -> None:
     """1e20 in float32: NaN after two updates. Behind optax.clip(1e18) a spike of 1e18, at most 1/sqrt(1-b2) steps long."""
     params = {"weight": jnp.ones(8)}
@@ -227,7 +228,7 @@ def test_compensation_under_schedule_free_is_refused_where_the_update_is_applied
     make_update(plain)(gradient, jax.tree.map(jnp.copy, plain.init(params)), params)
 
 
-@pytest.mark.parametrize(("rule", "way"), list(zip(TRANSFORMS, (train_directly, train, train_directly), strict=True)))
+@pytest.mark.parametrize(("rule", "way"), list(zip(ADAM_FAMILY, (train_directly, train, train_directly), strict=True)))
 def test_schedule_free_converges(rule, way) -> None:
     base = TRANSFORMS[rule](5e-2, b1=0.0, weight_decay=0.0)
     tx = optax.contrib.schedule_free(base, learning_rate=5e-2, b1=0.9)
@@ -262,8 +263,7 @@ def test_tree_map_params_finds_the_fields_like_parameters(rule, dtype) -> None:
     state = TRANSFORMS[rule](1e-3).init(params)
     specs = {"w": "spec of w", "b": "spec of b"}
     mapped = optax.tree_map_params(TRANSFORMS[rule](1e-3), lambda _, spec: spec, state, specs)
-    assert mapped.fields["exp_avg"] == specs
-    assert mapped.fields["exp_avg_sq"] == specs
+    assert all(field == specs for field in mapped.fields.values())
     assert mapped.count == 0
 
 

@@ -12,10 +12,10 @@ import numpy as np
 import optax
 import pytest
 from tests.support.jax_training import TRANSFORMS, assert_close, scanned_over, train
+from tests.support.rules import ADAM_FAMILY
 
 from penstock.core.array_ops import numpy_ops
 from penstock.core.dtypes import state_dtypes
-from penstock.core.rules import RULES
 from penstock.core.rules.adam_family import AdamHyperparameters, bias_corrections
 from penstock.core.update import init_state, update
 from penstock.jax_frontend.array_ops import jax_ops
@@ -63,7 +63,7 @@ def test_the_count_saturates() -> None:
     [("stable_adamw", "bfloat16", "split"), ("adam", "float16", "kahan"), ("adamw", "float32", "none")],
 )
 def test_the_same_core_functions_run_on_numpy_and_jax(rule, dtype, compensation) -> None:
-    row = RULES[rule]
+    row = ADAM_FAMILY[rule]
     hyperparameters = AdamHyperparameters(**{**row.defaults, "weight_decay": 0.1}, learning_rate=1e-2)
     results = []
     for ops in (numpy_ops, jax_ops):
@@ -73,7 +73,9 @@ def test_the_same_core_functions_run_on_numpy_and_jax(rule, dtype, compensation)
         for t, gradient in enumerate(grads, 1):
             corrections = bias_corrections(hyperparameters, t, ops.xp)
             gradient = ops.cast(gradient, dtype)
-            parameter, state = update(ops, RULES[rule], hyperparameters, corrections, compensation, parameter, gradient, state)
+            parameter, state = update(
+                ops, ADAM_FAMILY[rule], hyperparameters, corrections, compensation, parameter, gradient, state
+            )
         results.append([ops.cast(leaf, "float32") for leaf in (parameter, *state.fields)])
     for ours, theirs in zip(*results, strict=True):
         np.testing.assert_allclose(ours, theirs, rtol=1e-6 if dtype == "float32" else 2**-7, atol=1e-7)

@@ -18,7 +18,6 @@ from tests.support.portable_states import KINDS
 
 from penstock import jax_frontend, torch_frontend
 from penstock.core.portable.names import Transposed
-from penstock.core.rules import RULES
 from penstock.jax_frontend import TrainState
 from penstock.parity import backends
 from penstock.parity.cases import Case, Problem, Storage
@@ -26,6 +25,7 @@ from penstock.parity.compare import Refusal, Row
 from penstock.parity.conversion import ROUTES, Conversion, ConversionCase
 from penstock.parity.conversion.routes import SIDES
 from penstock.parity.conversion.section import SETTING
+from penstock.parity.rules import RULES
 
 CHOSEN = backends.choose(["eager", "jax", "walk"])[0]
 

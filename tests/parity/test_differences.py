@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 
 from penstock.core.errors import RefusedError
-from penstock.core.rules import RULES
 from penstock.parity import run
 from penstock.parity.backends import choose
 from penstock.parity.backends.calls import held_after
@@ -18,6 +17,7 @@ from penstock.parity.backends.specification import NumpyBackend, NumpyRun
 from penstock.parity.cases import Case, select
 from penstock.parity.compare import Refusal, Row
 from penstock.parity.differences import QUANTITIES, STEPS, Differences, differing_between
+from penstock.parity.rules import RULES
 
 EVERY_BIT = (*QUANTITIES, "compensation")
 STORED = ("float64/none", "float32/none", "bfloat16/none", "bfloat16/kahan", "bfloat16/split", "float16/kahan")

@@ -8,7 +8,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from penstock.core.rules import RULES
 from penstock.parity.backends.jax_transforms import JaxBackend
 from penstock.parity.backends.jax_walk import WalkBackend
 from penstock.parity.backends.specification import NumpyBackend
@@ -21,6 +20,7 @@ from penstock.parity.events.sequences import SEQUENCES
 from penstock.parity.events.specification import NumpyEvents
 from penstock.parity.events.truth import truth
 from penstock.parity.progress import silent
+from penstock.parity.rules import RULES
 
 
 def rows_of(backend: Any, case: EventCase) -> list[Row]:

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
-from penstock.core.rules import RULES
 from penstock.parity.backends.jax_transforms import JaxBackend
 from penstock.parity.backends.specification import NumpyBackend
 from penstock.parity.compare import Refusal, Row
 from penstock.parity.events import EventCase
 from penstock.parity.events.specification import NumpyEvents
 from penstock.parity.identity import LAWS, Identity, IdentityCase, run_case
+from penstock.parity.rules import RULES
 
 
 def rows(backend: Any, case: IdentityCase) -> list[Row]:

@@ -7,12 +7,12 @@ from typing import Any
 import pytest
 from tests.parity.faults.injection import tampered
 
-from penstock.core.rules import RULES
 from penstock.parity.backends.specification import NumpyBackend
 from penstock.parity.backends.torch_optimizers import TorchBackend
 from penstock.parity.compare import Refusal, Row
 from penstock.parity.events.section import DTYPES
 from penstock.parity.markers import STEPS, USES, WAYS, MarkerCase, Markers, run_case
+from penstock.parity.rules import RULES
 
 
 @pytest.mark.parametrize("way", WAYS)

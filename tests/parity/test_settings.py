@@ -7,7 +7,6 @@ import numpy as np
 import pytest
 
 from penstock.core.dtypes import BFLOAT16_SECOND_MOMENT_LIMIT
-from penstock.core.rules import RULES
 from penstock.core.rules.adam_family import Moments, mean_square
 from penstock.parity import Case, register, run, unregister
 from penstock.parity.backends import choose
@@ -16,6 +15,7 @@ from penstock.parity.backends.specification import NumpyBackend, NumpyRun
 from penstock.parity.bounds import smallest_normal
 from penstock.parity.cases import all_cases, select
 from penstock.parity.gradients import LARGEST_ROOT, NONFINITE, NONFINITE_AT, SPIKE_EVERY, overflows
+from penstock.parity.rules import RULES
 from penstock.parity.settings import SETTINGS, Schedule
 from penstock.parity.truth import truths
 from penstock.parity.updates import run_cases

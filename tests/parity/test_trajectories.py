@@ -8,10 +8,10 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 
-from penstock.core.rules import RULES
 from penstock.parity.backends import NumpyBackend
 from penstock.parity.compare import Refusal, Row
 from penstock.parity.progress import silent
+from penstock.parity.rules import RULES
 from penstock.parity.trajectories import Trajectories, Trajectory
 from penstock.parity.trajectories.cases import MODES, PROGRAMS, QUICK, QUICK_PROGRAMS, SHAPE, batches, flatten, start
 

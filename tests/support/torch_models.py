@@ -15,7 +15,8 @@ from penstock.torch_frontend import Adam, AdamW, StableAdamW, release_gradients
 from penstock.torch_frontend.backends.compiled import CompiledBackend
 from penstock.torch_frontend.release import is_released
 
-OPTIMIZERS = [StableAdamW, AdamW, Adam]
+ADAM_FAMILY = [StableAdamW, AdamW, Adam]
+OPTIMIZERS = [*ADAM_FAMILY]
 
 
 def layers(count: int = 4, width: int = 8, dtype: torch.dtype = torch.float32, seed: int = 0) -> nn.Sequential:

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 from tests.support.random_graphs import DIVIDED, SAMPLES, WIDTH, Graph, RandomModel
-from tests.support.torch_models import OPTIMIZERS, perform_all
+from tests.support.torch_models import ADAM_FAMILY, perform_all
 from torch import Tensor, nn
 
 from penstock.core.release import Action
@@ -90,7 +90,7 @@ class World:
         groups = [{"params": trained[::2]}, {"params": [*trained[1::2], *outside], "lr": 2e-2}]
         arguments = {"lr": 1e-2, "compensation": settings.compensation, "on_nonfinite": mode.on_nonfinite}
         arguments |= {"gradient_release": True} if mode.lenient and released else {}
-        self.optimizer = OPTIMIZERS[settings.rule](groups, **arguments, **dict(settings.arguments))
+        self.optimizer = ADAM_FAMILY[settings.rule](groups, **arguments, **dict(settings.arguments))
         self.scaler = torch.amp.GradScaler("cpu", init_scale=8.0, growth_interval=2) if mode.scaled else None
         if graph.chunks:
             divided = [m for p, m in zip(graph.parts, self.model.parts, strict=True) if p.kind in DIVIDED and not p.wrap]

@@ -64,7 +64,7 @@ class AdamPiece(Piece):
             stored_sq.copy_(exp_avg_sq)
 
     def reset(self) -> None:
-        """Set moments to zero whose beta is 0: `reset_where_beta_is_zero` there."""
+        """Set moments to zero whose beta is 0: `core.rules.rule.forgotten`."""
         for moment, beta in zip(self.upcast, self.rule.decays(self.settings.hyperparameters), strict=True):
             if is_zero(beta):
                 moment.zero_()
@@ -112,5 +112,4 @@ class AdamPiece(Piece):
 
 def piece_class(rule: Rule) -> type[Piece]:
     """Return the class of the pieces of a rule."""
-    own = (rule.accumulate, rule.direction, rule.mean_square or adam_family.mean_square)
-    return AdamPiece if own == (adam_family.accumulate, adam_family.direction, adam_family.mean_square) else Piece
+    return AdamPiece if adam_family.is_member(rule) else Piece

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from ...core import update as core_update
 from ...core.hyperparameters import Hyperparameters, is_zero
-from ...core.rules import RULES, Rule
+from ...core.rules import RULES
 from ...core.update import TensorState
 from ..array_ops import compiled_ops, torch_ops
 from .backend import TensorSlot
@@ -119,7 +119,7 @@ def _run(
     """
     current, state = slot.hyperparameters, slot.state
     dtypes = (slot.parameter.dtype, *(state[key].dtype for key in slot.keys))
-    settings = _constants(slot.rule, current)
+    settings = _constants(current)
     graph = _compiled(kind, first, measured, slot.rule.name, slot.compensation, settings, dtypes, slot.parameter.device)
     if total is not None:
         total = torch.as_tensor(total, dtype=slot.compute_dtype, device=slot.parameter.device)
@@ -127,13 +127,14 @@ def _run(
     return found
 
 
-def _constants(rule: Rule, current: Hyperparameters) -> tuple[tuple[str, Any], ...]:
+def _constants(current: Hyperparameters) -> tuple[tuple[str, Any], ...]:
     """Return the hyperparameters that are compiled in. Of a decay it is whether it is zero: its value is in the corrections."""
-    decays = {field.beta for field in rule.fields}
     changing = {"learning_rate", "weight_decay", "max_lr", "decouple_lr"}
     names = [field.name for field in dataclasses.fields(current) if field.name not in changing]
     values = {name: getattr(current, name) for name in names}
-    return tuple((name, (0.0 if is_zero(value) else 0.5) if name in decays else value) for name, value in values.items())
+    return tuple(
+        (name, (0.0 if is_zero(value) else 0.5) if name.startswith("beta") else value) for name, value in values.items()
+    )
 
 
 @functools.cache

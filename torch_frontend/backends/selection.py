@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from torch import Tensor
 
 from ...core.errors import InvalidArgumentError, RefusedError
+from ...core.rules import Rule
 from .backend import Backend
 from .compiled import CompiledBackend
 from .compiler import why_not
@@ -16,7 +17,7 @@ from .triton import availability as triton
 BACKENDS = ("auto", "triton", "compiled", "eager")
 
 
-def select_backend(name: str, parameters: Iterable[Tensor]) -> Backend:
+def select_backend(name: str, parameters: Iterable[Tensor], rule: Rule) -> Backend:
     """Return the backend of this name. "auto": Triton's kernels on CUDA devices, elsewhere "eager", which compiles nothing.
 
     Raises:
@@ -26,9 +27,9 @@ def select_backend(name: str, parameters: Iterable[Tensor]) -> Backend:
     if name not in BACKENDS:
         raise InvalidArgumentError(f"backend={name!r} is not known; it must be one of {', '.join(BACKENDS)}.")
     given = list(parameters)
-    if name == "triton" and (reason := triton.why_not(given)) is not None:
+    if name == "triton" and (reason := triton.why_not(given, rule)) is not None:
         raise RefusedError(f"backend='triton': {reason}")
-    if name == "triton" or (name == "auto" and _on_cuda(given) and triton.why_not(given) is None):
+    if name == "triton" or (name == "auto" and _on_cuda(given) and triton.why_not(given, rule) is None):
         from .triton.backend import TritonBackend  # Triton itself is imported here at the earliest
 
         return TritonBackend()

@@ -108,6 +108,8 @@ def release_gradients(
         raise InvalidArgumentError("sync tells the last micro-batch from the others; it needs accumulation='hold' or 'state'.")
     clip = "none" if max_norm is None else {"exact": "global_norm", "per_tensor": "per_tensor"}[clipping]
     _check_setup(model, optimizer, clip, accumulation or "none", scaler, process_group)
+    if accumulation == "state":
+        optimizer.rule.check_accumulates("use accumulation='hold' or microbatch_blocks")
     guarded = accumulation is None and (clip == "global_norm" or scaler is not None)
     if keep_bytes and not guarded:
         raise InvalidArgumentError(
@@ -193,8 +195,8 @@ def _check_setup(
 ) -> None:
     if not isinstance(optimizer, ReleasableOptimizer):
         raise InvalidArgumentError(
-            f"optimizer is a {type(optimizer).__module__}.{type(optimizer).__qualname__}; gradient release needs StableAdamW, "
-            "AdamW or Adam of penstock.torch_frontend."
+            f"optimizer is a {type(optimizer).__module__}.{type(optimizer).__qualname__}; gradient release needs an "
+            "optimizer of penstock.torch_frontend."
         )
     if not isinstance(model, nn.Module):
         raise InvalidArgumentError(

@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 from tests.support.jax_training import TRANSFORMS, assert_equal, float64
 from tests.support.jax_walk import LAYERS, STACK, TX, batch, parameters
+from tests.support.rules import ADAM_FAMILY
 
 from penstock.core.reference import Change, Gradient, Reference, Settings
-from penstock.core.rules import RULES
 from penstock.jax_frontend import init_train_state, make_release_step
 
 
@@ -30,7 +30,7 @@ def test_equals_the_reference(rule, microbatches) -> None:
         tx, params, data = TRANSFORMS[rule](1e-2, weight_decay=0.1), parameters("float64"), batch()
         step = make_release_step(STACK, tx, microbatches=microbatches, accumulation="state")
         state, value_and_grad = init_train_state(tx, params), jax.jit(jax.value_and_grad(STACK))
-        row = RULES[rule]
+        row = ADAM_FAMILY[rule]
         settings = Settings(rule, 1e-2, row.betas, row.defaults["eps"], 0.1, accumulation="state")
         reference = Reference(settings, flat(params))
         for _ in range(2):

@@ -10,10 +10,10 @@ from typing import Any
 import numpy as np
 
 from penstock.core.array_ops import numpy_dtype
-from penstock.core.rules import RULES
 from penstock.parity.backends.jax_arguments import FACTORS
 from penstock.parity.backends.jax_transforms import JaxRun
 from penstock.parity.backends.jax_walk import CALM, SPIKE_EVERY
+from penstock.parity.rules import RULES
 from penstock.parity.settings import Schedule
 
 from .injection import (

@@ -51,7 +51,7 @@ def prepared_gradient(g, parameter, decay, FIRST: tl.constexpr, L2: tl.constexpr
 def next_exp_avg(m, g, correction, FIRST: tl.constexpr, ZERO: tl.constexpr):
     """Return m + c1*(g-m), or m + c1*g for a later micro-batch: `core.rules.adam_family.accumulate`.
 
-    ZERO: beta1 is 0, and m is set to 0 first: `core.rules.adam_family.reset_where_beta_is_zero`.
+    ZERO: beta1 is 0, and m is set to 0 first: `core.rules.rule.forgotten`.
     """
     if FIRST:
         if ZERO:

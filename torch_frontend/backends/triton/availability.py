@@ -9,6 +9,7 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
+from ....core.rules import Rule, adam_family
 from ..memory_order import along_memory
 
 OLDEST_CAPABILITY = (8, 0)
@@ -32,8 +33,10 @@ def interpreted() -> bool:
     return os.environ.get("TRITON_INTERPRET", "0").lower() in ("1", "true", "on", "yes")
 
 
-def why_not(parameters: Iterable[Tensor]) -> str | None:
-    """Return why the kernels cannot update these parameters, with the remedy; None if they can."""
+def why_not(parameters: Iterable[Tensor], rule: Rule) -> str | None:
+    """Return why the kernels cannot update these parameters by this rule, with the remedy; None if they can."""
+    if not adam_family.is_member(rule):
+        return f"there are no kernels for {rule.name}; use backend='compiled', 'eager' or 'auto'."
     if not installed():
         return "Triton is not installed; install it with: pip install triton, or use backend='auto'."
     devices = set()

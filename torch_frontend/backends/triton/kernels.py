@@ -65,7 +65,7 @@ def update_group(
             gradient is not finite; write skips tensors whose flag is 0.
         numbers: COMPUTE, [`NUMBERS`]; None if the scalars are arguments.
         PHASES: "measure", "write", or "both" with tickets.
-        ZERO1, ZERO2: whether beta1 and beta2 are known to be 0: `reset_where_beta_is_zero` of the family. No other value of
+        ZERO1, ZERO2: whether beta1 and beta2 are known to be 0: `core.rules.rule.forgotten`. No other value of
             the scalars is compiled in.
         ALIGNMENT: bytes that every address is a multiple of.
     """

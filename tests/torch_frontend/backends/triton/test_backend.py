@@ -15,6 +15,7 @@ from tests.support.torch_models import backend_of, slot_of, use_backend
 from torch import nn
 
 from penstock.core.errors import RefusedError, UnsupportedTensorError
+from penstock.core.rules import ADAMW
 from penstock.torch_frontend import AdamW, StableAdamW
 from penstock.torch_frontend.backends.triton import availability, work
 from penstock.torch_frontend.backends.triton.configuration import (
@@ -100,11 +101,11 @@ def test_auto_takes_it_on_a_device_where_it_can_run_and_says_so(monkeypatch: pyt
     from penstock.torch_frontend.backends import select_backend
 
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
-    assert select_backend("auto", [OnDevice()]).name == "triton"
+    assert select_backend("auto", [OnDevice()], ADAMW).name == "triton"
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 5))
-    assert availability.why_not([OnDevice()]) is not None
+    assert availability.why_not([OnDevice()], ADAMW) is not None
     with pytest.raises(RefusedError, match=r"compute capability 7\.5.*8\.0"):
-        select_backend("triton", [OnDevice()])
+        select_backend("triton", [OnDevice()], ADAMW)
 
 
 def test_choosing_another_backend_does_not_import_the_kernels() -> None:

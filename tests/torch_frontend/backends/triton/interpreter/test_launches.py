@@ -9,7 +9,7 @@ import pytest
 import torch
 import triton.language as tl
 from tests.support.rows import covering
-from tests.support.torch_models import OPTIMIZERS, backend_of, batches, bits, layers, loss_of, slot_of, snapshot, unchanged
+from tests.support.torch_models import ADAM_FAMILY, backend_of, batches, bits, layers, loss_of, slot_of, snapshot, unchanged
 from tests.support.triton_launches import watched
 
 from penstock.core.errors import InvalidArgumentError, RefusedError
@@ -63,7 +63,7 @@ def test_a_pair_of_launches_gives_the_bits_of_one_with_tickets(monkeypatch: pyte
     assert launched == ["update_group"] * 4
 
 
-@pytest.mark.parametrize("optimizer_class", OPTIMIZERS)
+@pytest.mark.parametrize("optimizer_class", ADAM_FAMILY)
 def test_a_tensor_alone_gets_the_bits_that_it_gets_in_a_group(optimizer_class) -> None:
     expected = stepped(optimizer_class=optimizer_class)
     parameters = group(dtype=torch.bfloat16)
@@ -95,7 +95,7 @@ def test_counters_are_zero_after_every_launch() -> None:
             assert torch.count_nonzero(scratch.counters(1)) == 0
 
 
-@pytest.mark.parametrize(("optimizer_class", "bad"), covering(OPTIMIZERS, [float("inf"), float("nan")]))
+@pytest.mark.parametrize(("optimizer_class", "bad"), covering(ADAM_FAMILY, [float("inf"), float("nan")]))
 def test_a_non_finite_gradient_leaves_every_byte_of_every_tensor(optimizer_class, bad: float) -> None:
     """Two launches are needed for two dtypes, and the gradient that is bad is in the second."""
     parameters = group((1500, 3)) + group((40, 1100), torch.bfloat16)
@@ -120,7 +120,7 @@ def test_a_non_finite_gradient_leaves_every_byte_of_every_tensor(optimizer_class
         assert torch.equal(bits(p), bits(q))
 
 
-@pytest.mark.parametrize("optimizer_class", OPTIMIZERS)
+@pytest.mark.parametrize("optimizer_class", ADAM_FAMILY)
 def test_a_tensor_alone_is_updated_if_its_gradient_is_finite(optimizer_class) -> None:
     (p,) = group((1100,))
     (q,) = group((1100,))
@@ -138,7 +138,7 @@ def test_a_tensor_alone_is_updated_if_its_gradient_is_finite(optimizer_class) ->
 
 
 def test_a_non_finite_gradient_propagates_if_nothing_else_is_asked_for() -> None:
-    for optimizer_class in OPTIMIZERS:
+    for optimizer_class in ADAM_FAMILY:
         (p,) = group((200,))
         optimizer = optimizer_class([p], backend="triton")
         give_gradients([p])

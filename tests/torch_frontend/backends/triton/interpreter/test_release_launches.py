@@ -8,7 +8,7 @@ import pytest
 import torch
 from tests.support.rows import covering
 from tests.support.torch_models import (
-    OPTIMIZERS,
+    ADAM_FAMILY,
     backend_of,
     batches,
     bits,
@@ -42,7 +42,7 @@ def launched() -> Iterator[list[str]]:
         yield names
 
 
-@pytest.mark.parametrize(("optimizer_class", "dtype"), covering(OPTIMIZERS, [torch.float32, torch.bfloat16]))
+@pytest.mark.parametrize(("optimizer_class", "dtype"), covering(ADAM_FAMILY, [torch.float32, torch.bfloat16]))
 def test_release_equals_step_bit_for_bit_in_one_launch_for_a_few_small_tensors(optimizer_class, dtype, launched) -> None:
     found = []
     for released in (False, True):
@@ -57,7 +57,7 @@ def test_release_equals_step_bit_for_bit_in_one_launch_for_a_few_small_tensors(o
     assert sorted(launched[: len(launched) // 2]) == ["update_group"] * 2 + ["update_tensor"] * 2
 
 
-@pytest.mark.parametrize(("optimizer_class", "dtype"), covering(OPTIMIZERS, [torch.float32, torch.bfloat16]))
+@pytest.mark.parametrize(("optimizer_class", "dtype"), covering(ADAM_FAMILY, [torch.float32, torch.bfloat16]))
 def test_an_update_measures_the_gradient_in_its_own_launch(optimizer_class, dtype, launched, monkeypatch) -> None:
     """Of an item, of more, and of none; as given, whatever maximize and L2 make of it; and the same bits are written."""
     for size in (1100, 5, 0):
@@ -79,7 +79,7 @@ def test_an_update_measures_the_gradient_in_its_own_launch(optimizer_class, dtyp
         assert unchanged(*found)
 
 
-@pytest.mark.parametrize("optimizer_class", OPTIMIZERS)
+@pytest.mark.parametrize("optimizer_class", ADAM_FAMILY)
 def test_a_released_gradient_is_not_measured_by_another_launch(optimizer_class, monkeypatch) -> None:
     model = nn.Linear(WIDTH, WIDTH, bias=False)
     optimizer = optimizer_class(model.parameters(), backend="triton")
@@ -91,7 +91,7 @@ def test_a_released_gradient_is_not_measured_by_another_launch(optimizer_class, 
     optimizer.step()
 
 
-@pytest.mark.parametrize(("optimizer_class", "dtype"), covering(OPTIMIZERS, [torch.float32, torch.bfloat16]))
+@pytest.mark.parametrize(("optimizer_class", "dtype"), covering(ADAM_FAMILY, [torch.float32, torch.bfloat16]))
 def test_of_many_tensors_those_are_updated_whose_own_gradient_is_finite(optimizer_class, dtype: torch.dtype, launched) -> None:
     """The same bits as one by one; an empty tensor counts as updated."""
     sizes, bad = (1100, 3, 0, 17, 1030), {0: float("inf"), 3: float("nan")}

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 from tests.support.rows import covering, rows
-from tests.support.torch_models import OPTIMIZERS, backend_of, bits, slot_of
+from tests.support.torch_models import ADAM_FAMILY, backend_of, bits, slot_of
 
 from penstock.core.array_ops import numpy_ops
 from penstock.core.rules.adam_family import AdamHyperparameters, Corrections, bias_corrections
@@ -44,7 +44,7 @@ def shrinking_gradients(shape: tuple[int, ...], dtype: torch.dtype, steps: int =
     return [(first * 0.5**step).to(dtype) for step in range(steps)]
 
 
-@pytest.mark.parametrize(("optimizer_class", "dtype", "compensation", "state_dtype"), covering(OPTIMIZERS, STORAGES))
+@pytest.mark.parametrize(("optimizer_class", "dtype", "compensation", "state_dtype"), covering(ADAM_FAMILY, STORAGES))
 def test_a_step_is_the_specification_bit_for_bit(optimizer_class, dtype, compensation, state_dtype) -> None:
     generator = torch.Generator().manual_seed(1)
     parameters = [torch.randn(shape, generator=generator).to(dtype).requires_grad_() for shape in SHAPES]
@@ -108,7 +108,7 @@ def test_seventy_steps_with_clipping_are_within_every_bound() -> None:
 
 @pytest.mark.parametrize(
     ("optimizer_class", "dtype", "compensation"),
-    covering(OPTIMIZERS, [(torch.bfloat16, "split"), (torch.float32, "none"), (torch.float16, "kahan")]),
+    covering(ADAM_FAMILY, [(torch.bfloat16, "split"), (torch.float32, "none"), (torch.float16, "kahan")]),
 )
 def test_micro_batches_in_the_moments_are_the_specification(optimizer_class, dtype, compensation) -> None:
     """accumulate, accumulate, update; then accumulate, apply. The mean square is summed in another order."""
@@ -158,7 +158,7 @@ def close_to(p: torch.Tensor, state: dict, expected: np.ndarray, after: TensorSt
 
 
 @pytest.mark.parametrize("changes", [{"maximize": True}, {"weight_decay": 0.0}, {"decouple_lr": True, "max_lr": 0.5}])
-@pytest.mark.parametrize("optimizer_class", OPTIMIZERS)
+@pytest.mark.parametrize("optimizer_class", ADAM_FAMILY)
 def test_options_are_the_specification(optimizer_class, changes: dict) -> None:
     if "decouple_lr" in changes and optimizer_class.rule.l2:
         pytest.skip("refused at set-up: L2 has no decoupled decay")
