@@ -6,7 +6,8 @@ of the papers and debiases them where they are used:
     m = beta1*m + (1-beta1)*g          v = beta2*v + (1-beta2)*g^2
     m_hat = m/(1-beta1^t)              v_hat = v/(1-beta2^t)
 
-Adam: Kingma and Ba, 2015. AdamW: Loshchilov and Hutter, 2019. StableAdamW: Wortsman et al., 2023, algorithm 2.
+Adam: Kingma and Ba, 2015. AdamW: Loshchilov and Hutter, 2019. StableAdamW: Wortsman et al., 2023, algorithm 2. Lion: Chen et
+al., 2023, algorithm 2.
 In-state accumulation: Zhang et al., 2023 (AdamA): of K micro-batches only the first decays the moments.
 """
 
@@ -69,6 +70,7 @@ class ReferenceTensor:
     t: int = 0
     held: np.ndarray | None = None
     micro_batches: int = 0
+    sign: np.ndarray | None = None  # Lion's step
     ratio: float = 0.0  # sum over the micro-batches of mean(g^2 / max(v_hat, eps^2))
 
     def snapshot(self) -> ReferenceTensor:
@@ -118,6 +120,11 @@ class Reference:
         beta1, beta2 = s.betas
         if s.maximize:
             g = -g
+        if s.rule == "lion":
+            tensor.sign = np.sign(beta1 * tensor.m + (1 - beta1) * g)
+            tensor.m = beta2 * tensor.m + (1 - beta2) * g
+            tensor.micro_batches += 1
+            return
         if tensor.micro_batches == 0:
             if s.rule == "adam":
                 g = g + s.weight_decay * tensor.parameter
@@ -133,14 +140,18 @@ class Reference:
     def _descend(self, tensor: ReferenceTensor) -> None:
         s = self.settings
         tensor.t += 1
-        m_hat = tensor.m / (1 - s.betas[0] ** tensor.t)
-        v_hat = tensor.v / (1 - s.betas[1] ** tensor.t)
         lr = s.lr
+        if tensor.sign is None:
+            m_hat = tensor.m / (1 - s.betas[0] ** tensor.t)
+            v_hat = tensor.v / (1 - s.betas[1] ** tensor.t)
+            step = m_hat / (np.sqrt(v_hat) + s.eps)
+        else:
+            step = tensor.sign
         if s.rule == "stable_adamw":
             lr = lr / float(np.maximum(1.0, np.sqrt(tensor.ratio)))  # a NaN stays one
         decay = 0.0
         if s.rule != "adam":
             decay = s.weight_decay * (lr / s.max_lr if s.decouple_lr and s.max_lr else lr)
-        tensor.parameter = tensor.parameter - decay * tensor.parameter - lr * m_hat / (np.sqrt(v_hat) + s.eps)
+        tensor.parameter = tensor.parameter - decay * tensor.parameter - lr * step
         tensor.micro_batches = 0
         tensor.ratio = 0.0

@@ -30,7 +30,7 @@ from .separability import check_separable  # noqa: E402
 from .state import CompensatedState, RuleState, RuleStateWithBetas  # noqa: E402
 from .train_state import LayeredState, TrainState, init_train_state  # noqa: E402
 from .train_step import make_train_step  # noqa: E402
-from .transforms import adam, adamw, scale_by_stable_adam, stable_adamw  # noqa: E402
+from .transforms import adam, adamw, lion, scale_by_stable_adam, stable_adamw  # noqa: E402
 from .update import make_update  # noqa: E402
 from .walk.layer_stack import Layers, LayerStack  # noqa: E402
 from .walk.release_step import make_release_step  # noqa: E402
@@ -54,6 +54,7 @@ __all__ = [
     "export_state",
     "import_state",
     "init_train_state",
+    "lion",
     "make_release_step",
     "make_train_step",
     "make_update",

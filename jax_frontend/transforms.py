@@ -17,14 +17,14 @@ import optax
 
 from ..core.errors import InvalidArgumentError
 from ..core.hyperparameters import HIGH_FULLY_DECOUPLED_DECAY, Scalar
-from ..core.rules import ADAM, ADAMW, STABLE_ADAMW, Rule
+from ..core.rules import ADAM, ADAMW, LION, STABLE_ADAMW, Rule
 from .arguments import NAMES, Arguments, Mask, ScalarOrSchedule, dtype_argument
 from .rule_transform import transformation
 
 Transform = Callable[..., optax.GradientTransformationExtraArgs]
 
 _DTYPES = {
-    "mu_dtype": "    mu_dtype: dtype of the first moment. None: the parameter's.",
+    "mu_dtype": "    mu_dtype: dtype of the first moment, or momentum. None: the parameter's.",
     "nu_dtype": """    nu_dtype: dtype of the second moment. None: the parameter's, but float32 for float16 parameters, and for
         bfloat16 parameters where 1-b2 < 2^-7 or b2 is not known yet.""",
 }
@@ -161,6 +161,7 @@ _PER_LEAF = (
 stable_adamw = transform_of(STABLE_ADAMW, _PER_LEAF)
 adamw = transform_of(ADAMW, weight_decay=1e-4)  # as optax.adamw; PyTorch's AdamW has 1e-2
 adam = transform_of(ADAM)
+lion = transform_of(LION, weight_decay=1e-3)  # as optax.lion
 
 
 def scale_by_stable_adam(

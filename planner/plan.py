@@ -12,13 +12,13 @@ import torch
 from torch import Tensor
 
 from ..core.errors import MissingDependencyError
-from ..torch_frontend import Adam, AdamW, StableAdamW, microbatch_blocks, release_gradients
+from ..torch_frontend import Adam, AdamW, Lion, StableAdamW, microbatch_blocks, release_gradients
 from ..torch_frontend.backends import OverShards, TensorSlot
 from .live_storages import LiveStorageMeter
 from .llama import Llama
 from .settings import LlamaShape, Mode, Training
 
-OPTIMIZERS = {"StableAdamW": StableAdamW, "AdamW": AdamW, "Adam": Adam}
+OPTIMIZERS = {"StableAdamW": StableAdamW, "AdamW": AdamW, "Adam": Adam, "Lion": Lion}
 
 
 @dataclasses.dataclass(frozen=True)

@@ -16,7 +16,7 @@ from .compatibility import (
     to_low_precision,
 )
 from .microbatch import MicrobatchedBlocks, microbatch_blocks
-from .optimizers import Adam, AdamW, StableAdamW
+from .optimizers import Adam, AdamW, Lion, StableAdamW
 from .portable import export_state, import_state
 from .release import Release, release_gradients
 from .token_mean import token_mean, total_weight
@@ -24,6 +24,7 @@ from .token_mean import token_mean, total_weight
 __all__ = [
     "Adam",
     "AdamW",
+    "Lion",
     "MicrobatchedBlocks",
     "Release",
     "StableAdamW",

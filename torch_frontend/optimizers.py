@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ..core.rules import ADAM, ADAMW, STABLE_ADAMW
+from ..core.rules import ADAM, ADAMW, LION, STABLE_ADAMW
 from .releasable import ReleasableOptimizer
 from .signatures import documented
 
@@ -26,3 +26,10 @@ class Adam(ReleasableOptimizer):
     """Adam with weight decay as L2 regularisation. In float64 it equals `torch.optim.Adam`, and has its defaults."""
 
     rule = ADAM
+
+
+@documented
+class Lion(ReleasableOptimizer):
+    """Steps of one size, in the direction of the sign of a momentum: half the state of AdamW."""
+
+    rule = LION

@@ -4,9 +4,10 @@ from types import MappingProxyType
 
 from .adam import ADAM
 from .adamw import ADAMW
+from .lion import LION
 from .rule import Entered, Field, Fields, Rule
 from .stable_adamw import STABLE_ADAMW
 
-RULES = MappingProxyType({rule.name: rule for rule in (STABLE_ADAMW, ADAMW, ADAM)})
+RULES = MappingProxyType({rule.name: rule for rule in (STABLE_ADAMW, ADAMW, ADAM, LION)})
 
-__all__ = ["ADAM", "ADAMW", "RULES", "STABLE_ADAMW", "Entered", "Field", "Fields", "Rule"]
+__all__ = ["ADAM", "ADAMW", "LION", "RULES", "STABLE_ADAMW", "Entered", "Field", "Fields", "Rule"]

@@ -135,6 +135,7 @@ def test_accumulation_in_the_state_is_refused_where_the_step_needs_the_gradient(
 
 
 PEERS = {
+    "lion": functools.partial(optax.lion, weight_decay=0.1),
     "adamw": functools.partial(optax.adamw, weight_decay=0.1),
 }
 """The transforms that define rules, with the same defaults otherwise."""

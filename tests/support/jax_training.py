@@ -15,7 +15,7 @@ import optax
 import penstock.jax_frontend as penstock
 from penstock.jax_frontend.direct import apply_directly
 
-TRANSFORMS = {"stable_adamw": penstock.stable_adamw, "adamw": penstock.adamw, "adam": penstock.adam}
+TRANSFORMS = {"stable_adamw": penstock.stable_adamw, "adamw": penstock.adamw, "adam": penstock.adam, "lion": penstock.lion}
 DTYPES = ("float64", "float32", "bfloat16", "float16")
 
 

@@ -11,12 +11,12 @@ from unittest import mock
 import torch
 from torch import Tensor, nn
 
-from penstock.torch_frontend import Adam, AdamW, StableAdamW, release_gradients
+from penstock.torch_frontend import Adam, AdamW, Lion, StableAdamW, release_gradients
 from penstock.torch_frontend.backends.compiled import CompiledBackend
 from penstock.torch_frontend.release import is_released
 
 ADAM_FAMILY = [StableAdamW, AdamW, Adam]
-OPTIMIZERS = [*ADAM_FAMILY]
+OPTIMIZERS = [*ADAM_FAMILY, Lion]
 
 
 def layers(count: int = 4, width: int = 8, dtype: torch.dtype = torch.float32, seed: int = 0) -> nn.Sequential:

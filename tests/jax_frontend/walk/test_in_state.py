@@ -10,6 +10,7 @@ from tests.support.jax_training import TRANSFORMS, assert_equal, float64
 from tests.support.jax_walk import LAYERS, STACK, TX, batch, parameters
 from tests.support.rules import ADAM_FAMILY
 
+from penstock.core.errors import RefusedError
 from penstock.core.reference import Change, Gradient, Reference, Settings
 from penstock.jax_frontend import init_train_state, make_release_step
 
@@ -90,3 +91,8 @@ def test_betas_given_as_arrays_change_between_two_steps_only() -> None:
         for name, value in flat(params).items():
             np.testing.assert_allclose(value, reference.tensors[name].parameter, rtol=1e-12, atol=1e-12)
         np.testing.assert_array_equal(state.opt_state.layers.betas["beta1"], np.full(LAYERS, 0.5))
+
+
+def test_it_is_refused_for_a_rule_whose_step_needs_the_gradient() -> None:
+    with pytest.raises(RefusedError, match=r"'state' is not possible for lion, .*; leave accumulation out"):
+        make_release_step(STACK, TRANSFORMS["lion"](1e-3), accumulation="state")

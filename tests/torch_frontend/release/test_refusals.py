@@ -7,7 +7,7 @@ import torch
 from tests.support.torch_models import batches, layers, loss_of, snapshot, train, unchanged
 
 from penstock.core.errors import RefusedError
-from penstock.torch_frontend import AdamW, StableAdamW, release_gradients
+from penstock.torch_frontend import AdamW, Lion, StableAdamW, release_gradients
 
 
 @pytest.mark.parametrize("backend", ["eager", "compiled"])
@@ -95,3 +95,14 @@ def test_betas_changed_between_micro_batches_raise() -> None:
         optimizer.step()
     optimizer.param_groups[0]["betas"] = (0.9, 0.999)
     optimizer.step()
+
+
+def test_micro_batches_in_a_state_that_no_step_can_be_taken_from_are_refused() -> None:
+    model = layers()
+    optimizer = Lion(model.parameters(), gradient_release=True)
+    before = snapshot(model, optimizer)
+    with pytest.raises(RefusedError, match=r"'state' is not possible for lion, .*; use accumulation='hold' or"):
+        release_gradients(model, optimizer, accumulation="state")
+    with pytest.raises(RefusedError, match=r"'state' is not possible for lion, .*; call step\(\) after each backward"):
+        optimizer.optimizer_accumulation = True
+    assert unchanged(before, snapshot(model, optimizer))

@@ -15,7 +15,7 @@ from tests.support.torch_models import backend_of, slot_of, use_backend
 from torch import nn
 
 from penstock.core.errors import RefusedError, UnsupportedTensorError
-from penstock.core.rules import ADAMW
+from penstock.core.rules import ADAMW, LION
 from penstock.torch_frontend import AdamW, StableAdamW
 from penstock.torch_frontend.backends.triton import availability, work
 from penstock.torch_frontend.backends.triton.configuration import (
@@ -102,6 +102,9 @@ def test_auto_takes_it_on_a_device_where_it_can_run_and_says_so(monkeypatch: pyt
 
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     assert select_backend("auto", [OnDevice()], ADAMW).name == "triton"
+    assert select_backend("auto", [OnDevice()], LION).name == "eager"
+    with pytest.raises(RefusedError, match=r"no kernels for lion; use backend='compiled', 'eager' or 'auto'"):
+        select_backend("triton", [OnDevice()], LION)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 5))
     assert availability.why_not([OnDevice()], ADAMW) is not None
     with pytest.raises(RefusedError, match=r"compute capability 7\.5.*8\.0"):
