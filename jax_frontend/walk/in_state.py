@@ -56,7 +56,7 @@ def in_state_step(settings: StepSettings, state: TrainState, batch: PyTree) -> t
     def walk(chunk: PyTree, update: Any, written: PyTree, read: PyTree) -> tuple[tuple[jax.Array, PyTree], PyTree, PyTree]:
         """Return (the micro-batch's share of the mean loss, aux), the outer gradient, and what was written."""
         chunk = jax.tree.map(lambda leaf: leaf[None], chunk)
-        passed = forward(model, state.params, chunk, settings.save_residuals)
+        passed = forward(model, state.params, chunk, settings.save_residuals, settings.fence)
         start = head(model, outer, passed, chunk, settings.microbatches, 1.0, settings.has_aux)
         if start.weight is not None:
             raise RefusedError(

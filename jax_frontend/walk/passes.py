@@ -7,6 +7,7 @@ one layer's gradient and that of the outer parameters.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -17,7 +18,7 @@ from jax import lax
 from ..array_ops import upcast, zeros_of
 from ..losses import scaled_loss
 from ..state import PyTree
-from .fence import fenced
+from .fence import added_after, fenced, read_at
 from .layer_pass import Cotangents, LayerArguments, Recomputed, Saved, gradient
 from .layer_stack import LayerStack, by_name, enter_stack, layer_inputs, model_loss, number_of_layers, stacks_of
 from .stacked import add, at, length, partition, put, scan_microbatches, swap_leading_axes
@@ -57,31 +58,39 @@ class Head(NamedTuple):
     loss: jax.Array  # the mean
     weight: jax.Array | None  # the total; None for a loss that is a mean
     aux: PyTree  # [micro-batches, ...]: what the loss function returned besides; None unless has_aux
-    outer: PyTree  # gradient so far, in compute dtypes
+    outer: PyTree  # gradient so far: in the parameters' dtypes if nothing is summed or weighted, otherwise in compute dtypes
     x: PyTree  # [micro-batches, ...]
     auxiliary: dict[str, PyTree]  # [layers, micro-batches, ...]
 
 
-def forward(model: LayerStack, params: PyTree, batch: PyTree, save_residuals: bool) -> Forward:
+def forward(model: LayerStack, params: PyTree, batch: PyTree, save_residuals: bool, fence: str) -> Forward:
     """Run the model from the batch up to the loss.
 
     Args:
         model, params: the model and its parameters.
         batch: with a leading axis of micro-batches.
         save_residuals: save what each layer's backward pass needs instead of computing it a second time.
+        fence: see `read_at`.
     """
     x = None
     stacks: dict[str, StackForward] = {}
     auxiliary: dict[str, PyTree] = {}
     for name, layers in by_name(model, params["layers"]).items():
-        stacks[name], x, outputs = _forward_stack(model, name, params["outer"], layers, x, batch, save_residuals)
+        stacks[name], x, outputs = _forward_stack(model, name, params["outer"], layers, x, batch, save_residuals, fence)
         if stacks_of(model)[name].auxiliary:
             auxiliary[name] = outputs
     return Forward(stacks, x, auxiliary)
 
 
 def _forward_stack(
-    model: LayerStack, name: str, outer: PyTree, layers: PyTree, entering: PyTree, batch: PyTree, save_residuals: bool
+    model: LayerStack,
+    name: str,
+    outer: PyTree,
+    layers: PyTree,
+    entering: PyTree,
+    batch: PyTree,
+    save_residuals: bool,
+    fence: str,
 ) -> tuple[StackForward, PyTree, PyTree]:
     """Run one stack; return what is saved, x, and the auxiliary outputs."""
     stack, count, microbatches = stacks_of(model)[name], number_of_layers(layers), length(batch)
@@ -102,7 +111,8 @@ def _forward_stack(
         layer_pass = Saved(stack, *jax.eval_shape(first, layers, x, context, inputs))
 
     def run(x: PyTree, of_layer: PyTree) -> tuple[PyTree, PyTree]:
-        layer, inputs = of_layer
+        index, inputs = of_layer
+        layer = read_at(fence, layers, index, count)
 
         def one_microbatch(_: Any, chunk: PyTree) -> tuple[Any, PyTree]:
             x, *arguments = chunk
@@ -111,7 +121,7 @@ def _forward_stack(
         _, (x, auxiliary, saved) = scan_microbatches(one_microbatch, None, (x, context, inputs), microbatches)
         return x, (auxiliary, saved)
 
-    x, (auxiliary, saved) = lax.scan(run, x, (layers, inputs))
+    x, (auxiliary, saved) = lax.scan(run, x, (jnp.arange(count), inputs))
     return StackForward(layer_pass, count, entering, context, inputs, saved), x, auxiliary
 
 
@@ -136,15 +146,18 @@ def head(
     loss_fn = scaled_loss(lambda *args: model_loss(model, *args), has_aux)
 
     def one_microbatch(sums: PyTree, chunk: PyTree) -> tuple[PyTree, PyTree]:
-        x, auxiliary, batch = chunk
+        x, auxiliary, chunk_batch = chunk
 
         def loss_of(outer: PyTree, x: PyTree, auxiliary: PyTree) -> Any:
-            return loss_fn(outer, x, batch, auxiliary)
+            return loss_fn(outer, x, chunk_batch, auxiliary)
 
         value, pullback, loss = jax.vjp(loss_of, outer, x, auxiliary, has_aux=True)
         g, dx, d_auxiliary = pullback(jnp.asarray(seed / chunks, value.dtype))
         total, weight, scale, aux = loss
-        g = jax.tree.map(lambda leaf: upcast(leaf) if scale is None else upcast(leaf) * scale * chunks, g)
+        if scale is not None:
+            g = jax.tree.map(lambda leaf: upcast(leaf) * scale * chunks, g)
+        elif length(batch) > 1:
+            g = jax.tree.map(upcast, g)
         sums = (total, weight, g) if sums is None else add(sums, (total, weight, g))
         return sums, (dx, d_auxiliary, scale, aux)
 
@@ -197,7 +210,7 @@ def backward(
         outer_gradient: compute the gradient of the outer parameters, too; otherwise None is returned for it.
 
     Returns:
-        The gradient of the outer parameters in compute dtypes, the written arrays, and the sums.
+        The gradient of the outer parameters in the dtypes of `Head.outer`, the written arrays, and the sums.
     """
     g, dx = (start.outer if outer_gradient else None), start.x
     new: dict[str, Arrays] = {}
@@ -206,7 +219,9 @@ def backward(
             saved, dx, start.auxiliary.get(name), written[name], read[name], update, measure, sums, fence, proceed
         )
         if index or outer_gradient:
-            g, dx = _backward_enter(model, name, outer, batch, saved, cotangents, g)
+            enter = functools.partial(_backward_enter, model, name)
+            after = jnp.sum(jax.tree.leaves(cotangents)[0])  # a number, whatever the sharding
+            g, dx = added_after(fence, after, enter, g, outer, batch, saved.entering, cotangents)
     return g, new, sums
 
 
@@ -231,7 +246,7 @@ def _backward_stack(
     def body(k: jax.Array, carry: PyTree) -> PyTree:
         written, sums, cotangents = carry
         i = count - 1 - k
-        old, fixed = at(written, i), at(read, i)
+        old, fixed = at(written, i), read_at(fence, read, i, count)
         arguments = LayerArguments(saved.context, at(saved.inputs, i))
         layer = (old | fixed)["params"]
         g, cotangents = gradient(
@@ -251,7 +266,7 @@ def _backward_stack(
 
 
 def _backward_enter(
-    model: LayerStack, name: str, outer: PyTree, batch: PyTree, saved: StackForward, cotangents: Cotangents, total: PyTree
+    model: LayerStack, name: str, total: PyTree, outer: PyTree, batch: PyTree, entering: PyTree, cotangents: Cotangents
 ) -> tuple[PyTree, PyTree]:
     """Go back through `enter_stack` of one stack; return (outer gradient, derivative of what the previous stack returned)."""
 
@@ -269,4 +284,4 @@ def _backward_enter(
         g, dx = pullback(tuple(cotangents))
         return add(total, g), dx
 
-    return scan_microbatches(one_microbatch, total, (saved.entering, batch, cotangents), length(batch))
+    return scan_microbatches(one_microbatch, total, (entering, batch, cotangents), length(batch))

@@ -156,7 +156,7 @@ def exact_step(settings: StepSettings, state: TrainState, batch: PyTree) -> tupl
     model, fence = settings.model, settings.fence
     outer, layers, states = split_state(model, state)
     dtype, scale = norm_dtype(state.params), None if state.loss_scale is None else state.loss_scale.scale
-    passed = forward(model, state.params, batch, settings.save_residuals)
+    passed = forward(model, state.params, batch, settings.save_residuals, fence)
     start = head(model, outer, passed, batch, settings.microbatches, 1.0 if scale is None else scale, settings.has_aux)
     proceed = None if start.weight is None else start.weight > 0  # false of NaN
     walk = functools.partial(backward, model, outer, batch, passed, start, sums=no_squares(dtype), fence=fence)

@@ -6,6 +6,8 @@ import re
 from typing import Any
 
 import jax
+import jax.numpy as jnp
+import optax
 import pytest
 from tests.support.jax_walk import STACK, TX, batch, embed, layer, mean_loss, parameters
 
@@ -53,11 +55,29 @@ def test_the_state_is_updated_in_place(tx, options) -> None:
     assert not re.findall(rf"= f32\[{layers},{WIDTH},{WIDTH}\]\S* copy\(", program.as_text())
 
 
-def test_no_whole_stack_is_copied_in_low_precision() -> None:
+@pytest.mark.parametrize("options", ["plain", "clip"])
+def test_low_precision_is_copied_and_converted_layer_by_layer(options: str) -> None:
+    """A CPU multiplies in float32. Of a layer: slices of four arrays, the gradient (twice, clipped), weights and gradient in
+    float32, and 8 bytes a parameter of the update."""
     layers = 32
-    program, state = compiled(TX, layers, {}, "bfloat16")
+    program, state = compiled(TX, layers, OPTIONS[options], "bfloat16")
     assert program.memory_analysis().alias_size_in_bytes == size_of(state)
     assert not re.findall(rf"= \w+\[{layers},{WIDTH},{WIDTH}\]\S* copy\(", program.as_text())
+    boundaries = layers * batch(1)["tokens"][:, 1:].size * WIDTH * 2 * 3  # in bfloat16, and in float32
+    used = program.memory_analysis().temp_size_in_bytes - boundaries
+    assert used <= (4 + 2 + 2 + 2 + 4) * size_of(state.params["layers"]) / layers
+
+
+def test_the_outer_gradient_has_the_parameters_dtype() -> None:
+    """Of tied embeddings: the head's gradient waits for that of the embeddings, which XLA adds up in float32 on a CPU."""
+    tx = optax.adamw(1e-3)
+    params = parameters("bfloat16", 2, WIDTH)
+    params["outer"]["embedding"] = jnp.zeros((4096, WIDTH), jnp.bfloat16)
+    state = jax.eval_shape(lambda: init_train_state(tx, params))
+    analysis = make_release_step(STACK, tx, fence="conditional").lower(state, batch(1)).compile().memory_analysis()
+    logits = 5 * 4096 * 4
+    layer = size_of(state.params["layers"]) / 2
+    assert analysis.temp_size_in_bytes <= (1 + 2) * params["outer"]["embedding"].nbytes + 3 * logits + 14 * layer
 
 
 @jax.jit
