@@ -8,7 +8,7 @@ one layer's gradient and that of the outer parameters.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any, NamedTuple
 
 import jax
@@ -194,6 +194,7 @@ def backward(
     fence: str,
     proceed: jax.Array | None = None,
     outer_gradient: bool = True,
+    at_once: Collection[str] = (),
 ) -> tuple[PyTree, dict[str, Arrays], PyTree]:
     """Walk back over all stacks.
 
@@ -208,6 +209,7 @@ def backward(
         fence: see `fenced`.
         proceed: 0-d boolean: False leaves what is written as it is.
         outer_gradient: compute the gradient of the outer parameters, too; otherwise None is returned for it.
+        at_once: names of the stacks whose layers are updated together, when the gradients of all of them exist.
 
     Returns:
         The gradient of the outer parameters in the dtypes of `Head.outer`, the written arrays, and the sums.
@@ -215,7 +217,8 @@ def backward(
     g, dx = (start.outer if outer_gradient else None), start.x
     new: dict[str, Arrays] = {}
     for index, (name, saved) in reversed(list(enumerate(passed.stacks.items()))):
-        cotangents, new[name], sums = _backward_stack(
+        back = _backward_at_once if name in at_once else _backward_stack
+        cotangents, new[name], sums = back(
             saved, dx, start.auxiliary.get(name), written[name], read[name], update, measure, sums, fence, proceed
         )
         if index or outer_gradient:
@@ -263,6 +266,35 @@ def _backward_stack(
     start = Cotangents(dx, jax.tree.map(jnp.zeros_like, floats))
     written, sums, cotangents = lax.fori_loop(0, count, body, (written, sums, start))
     return cotangents, written, sums
+
+
+def _backward_at_once(
+    saved: StackForward,
+    dx: PyTree,
+    d_auxiliary: PyTree,
+    written: Arrays,
+    read: Arrays,
+    update: Any,
+    measure: Measure | None,
+    sums: PyTree,
+    fence: str,
+    proceed: jax.Array | None,
+) -> tuple[Cotangents, Arrays, PyTree]:
+    """Walk back over one stack, keep the gradients, and then update all layers together."""
+    params = (written | read)["params"]
+    zeros = jax.tree.map(lambda leaf: jnp.zeros_like(leaf if length(dx) == 1 else upcast(leaf)), params)
+
+    def keep(_: Arrays, g: PyTree) -> Arrays:
+        return {"gradient": g}
+
+    cotangents, kept, sums = _backward_stack(
+        saved, dx, d_auxiliary, {"gradient": zeros}, {"params": params}, keep, measure, sums, "none", None
+    )
+
+    def updated(old: Arrays, fixed: Arrays, g: PyTree) -> Arrays:
+        return update(old | fixed, g)
+
+    return cotangents, fenced(fence, jax.vmap(updated), written, read, kept["gradient"], proceed=proceed), sums
 
 
 def _backward_enter(

@@ -22,7 +22,7 @@ from ..state import PyTree
 from ..train_state import LayeredState, TrainState, check_made_by, check_train_state
 from .fence import fenced, resolve_fence
 from .in_state import check_in_state, in_state_step
-from .layer_stack import LayerStack, by_name, check_parameters
+from .layer_stack import LayerStack, by_name, check_parameters, number_of_layers
 from .passes import Arrays, backward, forward, head
 from .stacked import at
 from .step_settings import StepSettings, joined_state, split_state
@@ -47,7 +47,9 @@ def make_release_step(
         forward over the layers;  for i = last..first:  g_i = dL/d layer_i;  layer_i, its state <- tx(g_i);  g_i is freed
 
     The state is donated. The result is that of the plain gradient and one update of each layer by itself (tx vectorised over
-    the layer axis). One layer's gradient is alive, and that of the outer parameters, which are updated at the end.
+    the layer axis). One layer's gradient is alive, and that of the outer parameters, which are updated at the end. A stack of
+    one layer, or of so few that the gradients of all take no more memory than the optimizer state of one (two with Adam), is
+    updated at once, after its gradients: there a walk, which copies the state of one layer, would take more.
 
     Args:
         stack: the model.
@@ -146,6 +148,20 @@ def _check_state(model: LayerStack, tx: optax.GradientTransformation, state: Tra
         check_separable(tx, tree)
 
 
+def _takes_less_at_once(layers: PyTree, opt_state: PyTree) -> bool:
+    """Return whether the gradients of all layers take no more memory than the optimizer state of one, which a walk copies.
+
+    A single layer never does, as XLA keeps no loop and no fence for it. Low precision of several always does: on a CPU the
+    update of a whole stack is computed in float32.
+    """
+
+    def size(tree: PyTree) -> int:
+        return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))
+
+    count, low = number_of_layers(layers), any(leaf.dtype.itemsize < 4 for leaf in jax.tree.leaves(layers))
+    return count == 1 or (not low and count * size(layers) <= size(opt_state))
+
+
 def exact_step(settings: StepSettings, state: TrainState, batch: PyTree) -> tuple[TrainState, dict[str, jax.Array]]:
     """Run all micro-batches of a layer, then update it; a first walk measures the norm where it is needed before.
 
@@ -189,6 +205,7 @@ def exact_step(settings: StepSettings, state: TrainState, batch: PyTree) -> tupl
         measure=measure if norm is None else None,
         proceed=proceed,
         outer_gradient=norm is None,
+        at_once=[name for name in layers if _takes_less_at_once(layers[name], states[name])],
     )
     known = norm
     if known is None:

@@ -10,6 +10,7 @@ import pytest
 from tests.support.jax_training import TRANSFORMS, assert_close, assert_equal, float64
 from tests.support.jax_walk import (
     LAYERS,
+    MASKED,
     STACK,
     TX,
     batch,
@@ -51,6 +52,23 @@ def test_every_separable_transform_can_be_walked(tx) -> None:
             state, _ = step(state, data)
             expected, *_ = plain(expected, data)
         assert_close(state, expected, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("layers", "stack", "options"),
+    [(1, STACK, {}), (2, STACK, {}), (2, MASKED, {"microbatches": 4, "max_norm": 0.05})],
+    ids=["one", "two", "two, sum and weight, micro-batches, clip"],
+)
+def test_few_layers_are_updated_at_once_to_the_same_numbers(layers, stack, options) -> None:
+    with float64():
+        params = parameters("float64", layers)
+        step, plain = make_release_step(stack, TX, **options), reference(stack, TX, options.get("max_norm"))
+        state, expected = init_train_state(TX, params), init_train_state(TX, params)
+        for _ in range(2):
+            state, metrics = step(state, batch())
+            expected, _, norm = plain(expected, batch())
+            np.testing.assert_allclose(metrics["grad_norm"], norm, rtol=1e-12)
+        assert_close(state, expected, rtol=1e-11, atol=1e-12)
 
 
 def test_a_spike_in_one_layer_changes_no_other() -> None:

@@ -68,6 +68,25 @@ def test_low_precision_is_copied_and_converted_layer_by_layer(options: str) -> N
     assert used <= (4 + 2 + 2 + 2 + 4) * size_of(state.params["layers"]) / layers
 
 
+@pytest.mark.parametrize("layers", [1, 2, 3])
+def test_few_layers_take_no_more_memory_than_a_scan(layers: int) -> None:
+    """A plain step with layers that are recomputed and a donated state: up to one matrix, a half of a layer."""
+    program, state = compiled(ADAMW, layers, {})
+
+    def loss(params: Any, data: Any) -> jax.Array:
+        x, _ = jax.lax.scan(lambda x, of: (jax.checkpoint(layer)(of, x), None), embed(params["outer"], data), params["layers"])
+        return mean_loss(params["outer"], x, data)
+
+    def plain(state: Any, data: Any) -> Any:
+        params, opt_state, _ = state
+        updates, opt_state = ADAMW.update(jax.grad(loss)(params, data), opt_state, params)
+        return state._replace(params=optax.apply_updates(params, updates), opt_state=opt_state)
+
+    unlayered = jax.eval_shape(lambda params: init_train_state(ADAMW, params, layered=False), state.params)
+    scan = jax.jit(plain, donate_argnums=0).lower(unlayered, batch(1)).compile()
+    assert program.memory_analysis().temp_size_in_bytes <= scan.memory_analysis().temp_size_in_bytes + WIDTH * WIDTH * 4
+
+
 def test_the_outer_gradient_has_the_parameters_dtype() -> None:
     """Of tied embeddings: the head's gradient waits for that of the embeddings, which XLA adds up in float32 on a CPU."""
     tx = optax.adamw(1e-3)
