@@ -235,9 +235,11 @@ def change_kept(run: Any, field: str, change: Callable[[Any], Any], *names: str)
     """Replace what a run keeps for some parameters, or for all."""
     for name in names or tuple(run.parameters):
         if hasattr(run, "states"):
-            fields = _fields(run, name)
-            fields[field] = np.asarray(change(fields[field])).astype(fields[field].dtype)
-            run.states[name] = run.states[name]._replace(fields=tuple(fields.values()))
+            state, fields = run.states[name], _fields(run, name)
+            old = fields[field] if field in fields else getattr(state, field)
+            new = np.asarray(change(old)).astype(np.asarray(old).dtype)
+            of_rule = {"fields": tuple(({**fields, field: new}).values())}
+            run.states[name] = state._replace(**(of_rule if field in fields else {field: new}))
         else:
             state = _state(run, name)
             if field in state:
