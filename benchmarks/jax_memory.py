@@ -170,8 +170,8 @@ METHODS = (
 )
 
 
-OF_SIZES = ("scan, remat", "scan, with_refs", "make_release_step")
-"""The methods of the models of SIZES."""
+OF_SIZES = ("scan, remat", "scan, with_refs", "unrolled", "make_train_step, unrolled", "make_release_step")
+"""The methods of the models of SIZES, all with a donated state."""
 
 SIZES = {
     f"{layers} layers, {dtype}": Decoder(layers=layers, vocabulary=32768, dtype=dtype)

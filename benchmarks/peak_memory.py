@@ -47,6 +47,31 @@ def measure_sizes() -> dict[str, dict[str, dict[str, float]]]:
     }
 
 
+def table_of_steps(figures: dict[str, dict[str, dict[str, float]]]) -> Table:
+    """Return the table of `measure_jax`: steps by optimizers."""
+    optimizers = list(dict.fromkeys(name for by_optimizer in figures.values() for name in by_optimizer))
+    table = Table("step", *optimizers, title="peak bytes / parameter bytes")
+    for name, by_optimizer in figures.items():
+        cells = [by_optimizer.get(optimizer) for optimizer in optimizers]
+        table.add_row(name, *("-" if cell is None else f"{cell['peak_over_parameters']:.2f}" for cell in cells))
+    return table
+
+
+def table_of_sizes(figures: dict[str, dict[str, dict[str, float]]]) -> Table:
+    """Return the table of `measure_sizes`: models by steps, with the figures of all optimizers in a cell."""
+    rows: dict[str, dict[str, str]] = {}
+    for name, by_optimizer in figures.items():
+        size, step = name.split(": ", 1)
+        cells = (f"{cell['peak_over_parameters']:.2f}" for cell in by_optimizer.values())
+        rows.setdefault(size, {})[step] = " / ".join(cells)
+    steps = list(next(iter(rows.values())))
+    optimizers = " / ".join(next(iter(figures.values())))
+    table = Table("model", *steps, title=f"peak bytes / parameter bytes: {optimizers}")
+    for size, of_steps in rows.items():
+        table.add_row(size, *(of_steps[step] for step in steps))
+    return table
+
+
 def main() -> None:
     """Measure, print a table, write the figures."""
     parser = parser_of(__doc__)
@@ -64,21 +89,17 @@ def main() -> None:
     if arguments.devices > 1:  # before JAX is imported
         os.environ["XLA_FLAGS"] = f"--xla_force_host_platform_device_count={arguments.devices}"
     from benchmarks.jax_decoder import Decoder
-    from benchmarks.jax_memory import ShardedDecoder
+    from benchmarks.jax_memory import SIZES, ShardedDecoder
 
     model = (ShardedDecoder if arguments.devices > 1 else Decoder)(layers=arguments.layers, width=arguments.width)
     figures = measure_sizes() if arguments.sizes else measure_jax(model, arguments.method or ["*"])
-    optimizers = list(dict.fromkeys(name for by_optimizer in figures.values() for name in by_optimizer))
-    table = Table("step", *optimizers, title=f"peak bytes / parameter bytes, {model.layers} layers of width {model.width}")
-    for name, by_optimizer in figures.items():
-        cells = [by_optimizer.get(optimizer) for optimizer in optimizers]
-        table.add_row(name, *("-" if cell is None else f"{cell['peak_over_parameters']:.2f}" for cell in cells))
-    print_tables([table])
+    settings = {size: vars(each) for size, each in SIZES.items()} if arguments.sizes else vars(model)
+    print_tables([table_of_sizes(figures) if arguments.sizes else table_of_steps(figures)])
     output = arguments.output
     if output is None and arguments.method is None and model == Decoder():  # equal only to its own class
         output = RESULTS / f"peak_memory_{arguments.framework}{'_sizes' * arguments.sizes}.json"
     if output is not None:
-        write_result(output, {"settings": {**vars(model), "devices": arguments.devices}, "figures": figures})
+        write_result(output, {"settings": {**settings, "devices": arguments.devices}, "figures": figures})
 
 
 if __name__ == "__main__":

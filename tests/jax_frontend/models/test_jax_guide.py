@@ -32,18 +32,20 @@ def measured(name: str) -> dict[str, dict[str, float]]:
     }
 
 
+def table(start: str) -> list[list[str]]:
+    """The cells of the guide's table that starts with a text, line by line."""
+    text = (ROOT / "docs" / "jax.md").read_text()
+    lines = text[text.index(start) :].split("\n\n")[0].splitlines()
+    return [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
+
+
 @pytest.mark.parametrize(
     ("start", "result"),
     [("| step | optax", "peak_memory_jax.json"), ("| step, on 4 devices", "peak_memory_jax_4_devices.json")],
     ids=["one device", "four devices"],
 )
 def test_the_memory_tables_equal_the_measured_figures(start: str, result: str) -> None:
-    text = (ROOT / "docs" / "jax.md").read_text()
-    shown = [
-        [cell.strip() for cell in line.strip("|").split("|")]
-        for line in text[text.index(start) :].split("\n\n")[0].splitlines()
-    ]
-    (_, *optimizers), _, *lines = shown
+    (_, *optimizers), _, *lines = table(start)
     figures = measured(result)
     assert [line[0] for line in lines] == list(figures)
     for name, *cells in lines:
@@ -57,3 +59,27 @@ def test_the_measured_figures_keep_the_promises() -> None:
     assert max(figures["make_release_step, max_norm"].values()) <= 3.40
     assert figures["make_release_step, 4 micro-batches into the moments"]["stable_adamw"] <= 3.30
     assert max(figures["make_train_step, unrolled, max_norm"].values()) <= 3.25
+
+
+def test_the_table_of_sizes_equals_the_measured_figures() -> None:
+    figures = measured("peak_memory_jax_sizes.json")
+    (_, *steps), _, *lines = table("| model | scan")
+    assert [f"{size}: {step}" for size, *_ in lines for step in steps] == list(figures)
+    for size, *cells in lines:
+        assert cells == [" / ".join(f"{x:.2f}" for x in figures[f"{size}: {step}"].values()) for step in steps]
+
+
+def test_no_walk_takes_more_than_a_donated_scan_that_recomputes_its_layers() -> None:
+    """For every size and optimizer; and in bfloat16 at most the state, the outer gradient (1.0) and 0.5."""
+    figures = measured("peak_memory_jax_sizes.json")
+    sizes = {name.split(": ")[0] for name in figures}
+    assert len(sizes) == 8
+    for size in sizes:
+        for optimizer, walk in figures[f"{size}: make_release_step"].items():
+            assert walk <= figures[f"{size}: scan, remat"][optimizer] + 2e-5, (
+                size,
+                optimizer,
+            )  # its metrics, and numbers of a loop
+    low = figures["12 layers, bfloat16: make_release_step"]
+    assert low["adamw"] <= 5.0 + 1.5
+    assert low["stable_adamw"] <= 4.0 + 1.5
