@@ -89,7 +89,7 @@ def test_few_layers_take_no_more_memory_than_a_scan(layers: int) -> None:
 
 def test_the_outer_gradient_has_the_parameters_dtype() -> None:
     """Of tied embeddings: the head's gradient waits for that of the embeddings, which XLA adds up in float32 on a CPU."""
-    tx = optax.adamw(1e-3)
+    tx = optax.sgd(1e-3)
     params = parameters("bfloat16", 2, WIDTH)
     params["outer"]["embedding"] = jnp.zeros((4096, WIDTH), jnp.bfloat16)
     state = jax.eval_shape(lambda: init_train_state(tx, params))
