@@ -12,7 +12,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -113,16 +113,22 @@ def _run(
     total: Tensor | float | None = None,
     measured: bool = False,
 ) -> tuple[Tensor | None, Any]:
-    """Run a graph; return the sum of the gradient's squares (None without `measured`) and the mean square of the piece.
+    """Run a graph; return the sum of the gradient's squares (None without `measured`) and, where it is only measured or
+    accumulated, the mean square of the piece.
 
     total: the mean square of the whole tensor for "write", otherwise that of earlier micro-batches.
     """
     current, state = slot.hyperparameters, slot.state
     dtypes = (slot.parameter.dtype, *(state[key].dtype for key in slot.keys))
     settings = _constants(current)
-    graph = _compiled(kind, first, measured, slot.rule.name, slot.compensation, settings, dtypes, slot.parameter.device)
+    chosen = kind, first, measured, slot.rule.name, slot.compensation
+    graph, is_new = _compiled(*chosen, settings, dtypes, slot.parameter.device)
     if total is not None:
         total = torch.as_tensor(total, dtype=slot.compute_dtype, device=slot.parameter.device)
+    if is_new:
+        is_new.clear()
+        for vector in filter(lambda vector: vector is not None, piece):
+            torch._dynamo.maybe_mark_dynamic(vector, 0)
     found: tuple[Tensor | None, Any] = graph(piece, slot.vector(), total)
     return found
 
@@ -147,11 +153,15 @@ def _compiled(
     constants: tuple[tuple[str, Any], ...],
     dtypes: tuple[torch.dtype, ...],
     device: torch.device,
-) -> Callable[..., Any]:
-    """Return one graph. `dtypes` and `device` are part of the cache key, so that each graph is compiled once."""
+) -> tuple[Callable[..., Any], list[bool]]:
+    """Return one graph, and a list that is empty once it has been called.
+
+    `dtypes` and `device` are part of the cache key, so that each graph is compiled once.
+    """
     if device.type == "cpu":
         skip_vector_isa_search()
     rule = RULES[rule_name]
+    unclipped = dataclasses.replace(rule, mean_square=None)
     kahan = compensation == "kahan"
     ops = compiled_ops if kahan and not keeps_casts(dtypes[0], device.type) else torch_ops
 
@@ -165,9 +175,16 @@ def _compiled(
         new = parameter
         if kind == "apply":
             new, after = core_update.apply(ops, rule, current, compensation, parameter, state)
-        elif kind == "write":
-            new, after = core_update.update(ops, rule, current, *given, first=first, mean_square=total)
-        elif kind == "update":
+        elif kind in ("update", "write") and rule.clips_update:
+            whole: Any = total
+            if kind == "update":
+                whole = core_update.accumulate(ops, rule, current, *given, first=first).mean_square
+            eta = core_update.clipped_learning_rate(learning_rate, whole, torch)
+            clipped = rule.hyperparameters(learning_rate=eta, weight_decay=decay, **dict(constants))
+            new, after = core_update.update(ops, unclipped, clipped, *given, first=first)
+            # Were eta not an output, Inductor would compute it again for every 16 elements.
+            after = TensorState(after.fields, after.compensation, eta)
+        elif kind in ("update", "write"):
             new, after = core_update.update(ops, rule, current, *given, first=first)
         else:
             after = core_update.accumulate(ops, rule, current, *given, first=first)
@@ -185,4 +202,17 @@ def _compiled(
     # torch.compile caches graphs by code object and stops compiling after a number of them: each graph gets its own.
     code = step.__code__.replace(co_name=f"{rule_name}_{kind}")
     own = types.FunctionType(code, step.__globals__, code.co_name, step.__defaults__, step.__closure__)
-    return torch.compile(own, dynamic=True, fullgraph=True, options=KEEP_CASTS if kahan else None)
+    options = {**(KEEP_CASTS if kahan else {}), **({"guard_filter_fn": _guards_of_tensors} if _FILTERS_GUARDS else {})}
+    return torch.compile(own, fullgraph=True, options=options or None), [True]
+
+
+_FILTERS_GUARDS = hasattr(torch.compiler, "keep_tensor_guards_unsafe")
+
+
+def _guards_of_tensors(guards: Sequence[Any]) -> list[bool]:
+    """Select what is checked before a graph is used: tensors, shapes, and PyTorch's modes.
+
+    All else that a graph depends on is in its key, or never changes. To check these 300 numbers and functions at each call
+    takes longer than to update ten thousand elements.
+    """
+    return [guard.guard_type in ("TENSOR_MATCH", "SHAPE_ENV") or not guard.name for guard in guards]
