@@ -46,11 +46,12 @@ def accumulate(
 
 
 def direction(current: LionHyperparameters, fields: Fields, entered: Entered | None, xp: Any) -> Array:
-    """Return sign(m + (1-beta1)*(g-m)), with the momentum m before this gradient."""
+    """Return sign(m + (1-beta1)*(g-m)), with the momentum m before this gradient; NaN where that is NaN."""
     assert entered is not None  # `Rule.needs_gradient`
     inside, _ = entered.corrections
     momentum = forgotten(entered.before[0], current.beta1, xp)
-    return xp.sign(momentum + inside * (entered.gradient - momentum))
+    interpolated = momentum + inside * (entered.gradient - momentum)
+    return xp.where(xp.isnan(interpolated), interpolated, xp.sign(interpolated))  # torch.sign returns 0 for a NaN
 
 
 LION = Rule(

@@ -126,6 +126,18 @@ def test_fields_without_memory_hold_the_gradient_alone(rule: Rule) -> None:
 
 
 @EVERY_RULE
+def test_a_nan_in_the_gradient_is_a_nan_in_the_parameter(rule: Rule) -> None:
+    """torch.sign makes 0 of a NaN: a parameter would stay where it is for ever, and nobody see why."""
+    current, gradient = hyperparameters(rule), np.array([np.nan, 1.0], np.float32)
+    for ops, of in ((numpy_ops, np.asarray), (torch_ops, torch.tensor), (JaxOps(), jnp.asarray)):
+        parameter = of(np.ones(2, np.float32))
+        new, _ = update(
+            ops, rule, current, rule.corrections(current, 1, np), "none", parameter, of(gradient), start(rule, ops, parameter)
+        )
+        assert np.isnan(np.asarray(new))[0]
+
+
+@EVERY_RULE
 def test_accumulation_in_the_state_is_refused_where_the_step_needs_the_gradient(rule: Rule) -> None:
     if rule.needs_gradient:
         with pytest.raises(RefusedError, match=f"not possible for {rule.name}, .*; use 'hold'"):
