@@ -39,6 +39,16 @@ def test_it_shows_what_a_file_holds(file: Path, capsys: pytest.CaptureFixture[st
     assert "b\\x1b[2J" in printed
 
 
+def test_it_shows_the_fields_of_the_files_rule(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    one = parameter((2,), seed=1)
+    fields = {"exp_avg": one.fields["exp_avg"]}
+    save(file, state({"w": dataclasses.replace(one, fields=fields)}, rule="lion"))
+    assert main(["convert", str(file)]) == 0
+    printed = capsys.readouterr().out
+    assert "exp_avg" in printed
+    assert "exp_avg_sq" not in printed
+
+
 def test_without_changes_the_copy_is_the_same(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
     target = file.with_name("out")
     assert main(["convert", str(file), str(target)]) == 0
@@ -76,7 +86,7 @@ def test_rule_compensation_and_parameters(file: Path) -> None:
         (["in", "--rule", "adam"], "--rule changes the state; say with OUT where to write it."),
         (["in", "--without-parameters"], "--without-parameters changes the state; say with OUT"),
         (["in", "out", "--inverse"], "--inverse needs the table of --names."),
-        (["in", "out", "--rule", "sgd"], "rule='sgd' is not known; it must be one of stable_adamw, adamw, adam."),
+        (["in", "out", "--rule", "sgd"], "rule='sgd' is not known; it must be one of stable_adamw, adamw, adam, lion."),
         (["in", "out", "--names", "nowhere"], "--names 'nowhere' cannot be read: No such file or directory."),
         (["in", "out", "--names", "in"], "--names 'in' cannot be read: "),
         (["in", "out", "--names", "table"], "names has 'layer.w', and no parameter is called so; did you mean 'layers.w'"),

@@ -30,7 +30,7 @@ def add_parser(subparsers: Any) -> None:
     parser.add_argument("output", type=pathlib.Path, nargs="?", metavar="OUT", help="write it there; IN itself is possible")
     parser.add_argument("--names", type=pathlib.Path, metavar="TABLE.json", help="rename the parameters, as names= does")
     parser.add_argument("--inverse", action="store_true", help="use the table from right to left")
-    parser.add_argument("--rule", metavar="NAME", help="declare the moments to be this rule's: stable_adamw, adamw or adam")
+    parser.add_argument("--rule", metavar="NAME", help="declare the state to be this rule's, which must keep the same fields")
     parser.add_argument(
         "--drop-compensation", action="store_true", help="forget the digits that low-precision parameters cannot hold"
     )
@@ -114,14 +114,17 @@ def _rows(description: Description) -> Any:
     from rich.table import Table
     from rich.text import Text
 
+    from ..core.rules import RULES
+
     groups = {name: number for number, group in enumerate(description.groups) for name in group.parameters}
     table = Table()
-    for heading in ("parameter", "shape", "dtype", "exp_avg", "exp_avg_sq", "compensation", "step", "group"):
+    fields = [field.name for field in RULES[description.rule].fields]
+    for heading in ("parameter", "shape", "dtype", *fields, "compensation", "step", "group"):
         table.add_column(heading, justify="right" if heading in ("step", "group") else "left")
     for name, parameter in description.parameters.items():
         shown = Text(_printable(name), overflow="fold")
-        moments = (parameter.dtypes["exp_avg"], parameter.dtypes["exp_avg_sq"])
+        dtypes = [parameter.dtypes[field] for field in fields]
         lengths = " x ".join(map(str, parameter.shape)) or "scalar"
         numbers = (str(parameter.step), str(groups[name]))
-        table.add_row(shown, lengths, parameter.dtype, *moments, parameter.compensated, *numbers)
+        table.add_row(shown, lengths, parameter.dtype, *dtypes, parameter.compensated, *numbers)
     return table
