@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 
 from ..core.errors import InvalidArgumentError, NonFiniteGradientError, RefusedError
 from ..core.release import Action
+from ..core.rules import RULES
 from . import state as saved_state
 from .backends import select_backend
 from .changing_betas import default_betas_of_moments
@@ -53,6 +54,11 @@ class ReleasableOptimizer(TensorUpdates):
             raise InvalidArgumentError(f"state_dtype={state_dtype!r} is not a dtype; give for instance torch.float32, or None.")
         if not isinstance(gradient_release, bool):
             raise InvalidArgumentError(f"gradient_release={gradient_release!r} must be True or False.")
+        if RULES.get(self.rule.name) is not self.rule:
+            raise InvalidArgumentError(
+                f"the rule {self.rule.name!r} of {type(self).__name__} is not in penstock.core.rules.RULES, where groups and "
+                "files look it up; give it a name and a row there."
+            )
         self.release: Release | None = None
         self._on_nonfinite = on_nonfinite
         self.gradient_release = gradient_release

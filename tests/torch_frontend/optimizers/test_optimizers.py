@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import pickle
 import warnings
 
@@ -18,6 +19,7 @@ from penstock.core.compensation import Stored
 from penstock.core.dtypes import PARAMETER_DTYPES, state_dtypes
 from penstock.core.errors import InvalidArgumentError, NonFiniteGradientError, RefusedError, UnsupportedTensorError
 from penstock.core.reference import Gradient, Reference, Settings
+from penstock.core.rules import LION
 from penstock.core.update import init_state, update
 from penstock.torch_frontend import Adam, AdamW, StableAdamW
 from penstock.torch_frontend.array_ops import dtype_name, torch_ops
@@ -191,6 +193,15 @@ def test_a_bad_argument_names_itself(arguments: dict, said: str) -> None:
         StableAdamW([nn.Parameter(torch.ones(2))], **arguments)
 
 
+@pytest.mark.parametrize("name", ["mine", "adamw"])
+def test_a_rule_that_is_not_registered_is_refused(name: str) -> None:
+    class Mine(AdamW):
+        rule = dataclasses.replace(LION, name=name)
+
+    with pytest.raises(InvalidArgumentError, match=f"the rule '{name}' of Mine is not in .*RULES"):
+        Mine([nn.Parameter(torch.ones(2))])
+
+
 def test_parameters_that_cannot_be_optimized_are_refused() -> None:
     for bad in (torch.ones(2, dtype=torch.complex64), torch.ones(2, 2).to_sparse()):
         with pytest.raises(UnsupportedTensorError, match=r"complex64|sparse"):
@@ -307,7 +318,8 @@ def test_betas_of_zero_keep_nothing_of_gradients_before(kind, backend: str) -> N
         parameter.grad = torch.full((4,), size)
         before = parameter.detach().clone()
         optimizer.step()
-    torch.testing.assert_close(parameter.detach(), before - 1e-2, rtol=2e-2, atol=0)  # a hundredth is eps, beside 1e-4
+    step = 1e-2 / (1 + kind.rule.defaults.get("eps", 0.0) / 1e-4)
+    torch.testing.assert_close(parameter.detach(), before - step, rtol=1e-5, atol=0)
     expected = {"exp_avg": parameter.grad, "exp_avg_sq": parameter.grad.square()}
     for field, key in zip(kind.rule.fields, state_keys(kind.rule), strict=True):
         assert torch.equal(optimizer.state[parameter][key], expected[field.name])
