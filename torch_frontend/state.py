@@ -11,7 +11,7 @@ from torch import Tensor
 from ..core import compensation
 from ..core.errors import InvalidArgumentError, RefusedError
 from ..core.hyperparameters import Hyperparameters
-from ..core.rules import Rule
+from ..core.rules import RULES, Rule, adam_family
 from ..core.update import init_state
 from .array_ops import dtype_name, torch_ops
 from .backends.backend import state_keys
@@ -103,6 +103,8 @@ def check_loadable(rule: Rule, state_dict: Mapping[str, Any], groups: list[dict[
         raise InvalidArgumentError(
             "state_dict has no 'param_groups' and 'state'; give what an optimizer's state_dict() returned."
         )
+    for number, saved in enumerate(saved_groups):
+        _check_rule(rule, saved, f"parameter group {number} of state_dict")
     if any(key not in group for group in saved_groups for key in required_keys(rule)):
         raise InvalidArgumentError(
             "state_dict comes from another optimizer than penstock's: its moments are debiased elsewhere. Load it into "
@@ -120,17 +122,26 @@ def check_loadable(rule: Rule, state_dict: Mapping[str, Any], groups: list[dict[
                 f"parameter group {number} of state_dict has {len(saved['params'])} parameters, the optimizer's has "
                 f"{len(group['params'])}; construct it as the saved one was."
             )
-        if saved.get("rule", group["rule"]) != group["rule"]:
-            raise InvalidArgumentError(
-                f"parameter group {number} of state_dict is of the rule {saved['rule']!r}, the optimizer's is of "
-                f"{group['rule']!r}; construct the optimizer that was saved, or take its moments over with export_state, "
-                "penstock convert --rule and import_state."
-            )
         check_group({"rule": rule.name, **saved, "params": group["params"]})
         for index, parameter in zip(saved["params"], group["params"], strict=True):
             described = f"parameter {index} of group {number}"
             expected = compensation.resolve(saved["compensation"], dtype_name(parameter.dtype))
             _check_tensor_state(rule, states.get(index, {}), parameter, expected, described)
+
+
+def _check_rule(rule: Rule, saved: Mapping[str, Any], described: str) -> None:
+    """Raise `InvalidArgumentError` if a saved group is of another rule, or of an earlier version, which had Adam's alone."""
+    other = saved.get("rule", rule.name)
+    said = f"{described} is of the rule {other!r}, the optimizer's is of {rule.name!r}"
+    if other == rule.name:
+        if "rule" in saved or "compensation" not in saved or adam_family.is_member(rule):
+            return
+        said = f"{described} is of an earlier version, which did not have {rule.name!r}"
+    same_fields = other != rule.name and other in RULES and RULES[other].fields == rule.fields
+    convert = "take its moments over with export_state, penstock convert --rule and import_state"
+    raise InvalidArgumentError(
+        f"{said}; construct the optimizer that was saved, or {convert if same_fields else 'start afresh'}."
+    )
 
 
 def _check_tensor_state(rule: Rule, state: Mapping[str, Any], parameter: Tensor, expected: str, described: str) -> None:

@@ -14,6 +14,7 @@ import numpy as np
 from ..array_ops import numpy_dtype
 from ..compensation import compensation_dtype
 from ..errors import InvalidArgumentError
+from ..rules import RULES
 from .rename import is_square
 from .state import ParameterState, PortableState, listed
 
@@ -65,11 +66,7 @@ def matched(
     Raises:
         InvalidArgumentError: it is another optimizer's or model's, or it would lose digits; the text names the remedy.
     """
-    if state.rule != rule:
-        raise InvalidArgumentError(
-            f"the state is of the rule {state.rule!r}, the optimizer's is {rule!r}; construct that one, or declare the moments "
-            f"to be this one's with: penstock convert --rule {rule}."
-        )
+    check_same_rule(state, rule)
     _check_names(state.parameters, expected)
     if parameters and not state.holds_parameters:
         raise InvalidArgumentError(
@@ -77,6 +74,17 @@ def matched(
             "load the model's own checkpoint."
         )
     return {name: _matched(name, state.parameters[name], expected[name], arguments) for name in expected}
+
+
+def check_same_rule(state: PortableState, rule: str) -> None:
+    """Raise `InvalidArgumentError` if a state is not of this rule, the optimizer's."""
+    if state.rule != rule:
+        same_fields = RULES[state.rule].fields == RULES[rule].fields
+        declare = f"declare the moments to be this one's with: penstock convert --rule {rule}"
+        raise InvalidArgumentError(
+            f"the state is of the rule {state.rule!r}, the optimizer's is {rule!r}; construct that one, or "
+            f"{declare if same_fields else 'start afresh, as the two keep different fields'}."
+        )
 
 
 def check_own(

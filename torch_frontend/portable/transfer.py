@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 from ...core.errors import InvalidArgumentError, RefusedError
 from ...core.portable import file as portable_file
 from ...core.portable.bias import decays_in, for_decays
-from ...core.portable.match import check_own, matched
+from ...core.portable.match import check_own, check_same_rule, matched
 from ...core.portable.names import Names, table_of
 from ...core.portable.rename import rename, rename_back
 from ...core.portable.state import ParameterState, PortableGroup, PortableState, listed
@@ -128,6 +128,7 @@ def import_state(
         layout, named = _opened(optimizer, model, "import_state()")
         table = table_of(names, [name for members in named for name in members])
         state = rename_back(portable_file.load(path), table)
+        check_same_rule(state, layout.rule.name)
         settings: list[dict[str, Any]] = [{} for _ in named]
         if hyperparameters:
             settings = [group_settings(layout.rule, state.groups, members, number) for number, members in enumerate(named)]

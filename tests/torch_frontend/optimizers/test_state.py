@@ -11,7 +11,7 @@ from tests.support.torch_models import OPTIMIZERS, batches, layers, loss_of, sam
 from torch.optim.lr_scheduler import CosineAnnealingLR
 
 from penstock.core.errors import InvalidArgumentError, RefusedError
-from penstock.torch_frontend import Adam, AdamW, StableAdamW, release_gradients
+from penstock.torch_frontend import Adam, AdamW, Lion, StableAdamW, release_gradients
 
 
 def test_state_dict_in_the_middle_of_a_step_raises() -> None:
@@ -109,6 +109,9 @@ def test_a_state_of_another_precision_or_rule_is_refused() -> None:
         wide.load_state_dict(low.state_dict())
     with pytest.raises(InvalidArgumentError, match=r"group 0 of state_dict is of the rule 'stable_adamw', .* 'adam'"):
         stepped(Adam).load_state_dict(stepped(StableAdamW).state_dict())
+    for one, other in ((Lion, AdamW), (AdamW, Lion)):
+        with pytest.raises(InvalidArgumentError, match=f"of the rule '{other.rule.name}', .*'{one.rule.name}'.* start afresh"):
+            stepped(one).load_state_dict(stepped(other).state_dict())
     bad = copy.deepcopy(wide.state_dict())
     bad["param_groups"][0]["lr"] = -1.0
     with pytest.raises(InvalidArgumentError, match=r"lr=-1\.0"):
@@ -151,6 +154,9 @@ def test_a_state_dict_with_the_keys_of_earlier_versions_is_loaded() -> None:
     for state in saved["state"].values():
         for key in ("exp_avg", "exp_avg_sq"):
             state[key] = state.pop(f"debiased_{key}")
+    del saved["param_groups"][0]["rule"]
+    with pytest.raises(InvalidArgumentError, match="of an earlier version, which did not have 'lion'"):
+        Lion(again.parameters()).load_state_dict(saved)
     again.load_state_dict(model.state_dict())
     fresh.load_state_dict(saved)
     for one, other in zip(model.parameters(), again.parameters(), strict=True):

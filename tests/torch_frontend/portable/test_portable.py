@@ -15,7 +15,7 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoi
 from penstock.core.errors import InvalidArgumentError, RefusedError
 from penstock.core.portable.file import load, save
 from penstock.core.portable.names import Transposed
-from penstock.torch_frontend import Adam, AdamW, StableAdamW, export_state, import_state, release_gradients
+from penstock.torch_frontend import Adam, AdamW, Lion, StableAdamW, export_state, import_state, release_gradients
 from penstock.torch_frontend.portable import arrays, layouts
 
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
@@ -241,6 +241,7 @@ def misfits() -> dict[str, tuple[dict, dict, str]]:
     plain: dict = {}
     return {
         "rule": ({"optimizer_class": Adam}, plain, r"rule 'adam'.*'stable_adamw'.*penstock convert --rule"),
+        "fields": ({"optimizer_class": Lion}, plain, r"rule 'lion'.*'stable_adamw'.* start afresh"),
         "dtype": ({"dtype": torch.float64}, plain, r"'0.0.weight' is float64 in the state and float32"),
         "lost digits": (
             {"dtype": torch.bfloat16},
