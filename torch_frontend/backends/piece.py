@@ -107,7 +107,9 @@ class Piece:
         if squares is not None and self.squares_are_the_gradients():
             squares.append(torch.mul(self.upcast_gradient, self.upcast_gradient, out=self.a).sum())
         rule, current = self.rule, self.settings.hyperparameters
-        before = tuple(field.clone() for field in self.upcast) if rule.needs_gradient else tuple(self.upcast)
+        before = tuple(self.upcast)
+        if rule.needs_gradient:  # the stored fields are overwritten before the step reads them
+            before = tuple(old.clone() if old is stored else old for old, stored in zip(before, self.fields, strict=True))
         after = rule.accumulate(current, numbers.corrections, before, self.upcast_gradient, torch, first=first)
         self.entered = Entered(numbers.corrections, before, self.upcast_gradient) if rule.needs_gradient else None
         for stored, new in zip(self.fields, after, strict=True):
@@ -126,6 +128,7 @@ class Piece:
         """Store p - eta * (`Rule.direction` + decay*p) with its compensation."""
         parameter = self.load_parameter()
         step = self.rule.direction(self.settings.hyperparameters, tuple(self.upcast), self.entered, torch)
+        self.upcast = self.entered = self.upcast_gradient = None  # storing needs memory, too
         if numbers.decay is not None:
             step = step + numbers.decay * parameter
         self.store_parameter(parameter - eta * step)

@@ -14,6 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 
+from penstock.planner.live_storages import OTHER, LiveStorageMeter
 from penstock.torch_frontend import AdamW, StableAdamW, release_gradients
 from penstock.torch_frontend.backends import eager
 
@@ -112,6 +113,22 @@ def test_no_temporary_is_as_large_as_a_large_tensor(optimizer_class, dtype: torc
         optimizer._update(p, gradient, measure=True)
     assert 0 < made.largest <= 2 * 4 * piece
     del loss
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("optimizer_class", OPTIMIZERS)
+def test_the_temporaries_of_an_update_are_eight_pieces_and_the_scratch(optimizer_class, dtype, monkeypatch) -> None:
+    """All at once, in the compute dtype; StableAdamW has eight, with a parameter and a compensation to store."""
+    monkeypatch.setattr(eager, "PIECE", 256)
+    piece = 4 * 256 * torch.get_num_threads()
+    p = nn.Parameter(torch.ones(piece, dtype=dtype))
+    optimizer = optimizer_class([p], backend="eager")
+    p.grad = torch.full_like(p, 0.1)
+    optimizer.step()
+    kept = [p, p.grad, *optimizer.state[p].values()]
+    with LiveStorageMeter({"kept": kept}, at_least=64) as meter:
+        optimizer.step()
+    assert 0 < meter.at_peak[OTHER] <= (2 + 8) * piece
 
 
 def test_a_step_of_small_tensors_is_one_call_of_each_operation() -> None:
