@@ -24,9 +24,9 @@ from .rule_transform import transformation
 Transform = Callable[..., optax.GradientTransformationExtraArgs]
 
 _DTYPES = {
-    "mu_dtype": "    mu_dtype: dtype of the first moment, or momentum. None: the parameter's.",
-    "nu_dtype": """    nu_dtype: dtype of the second moment. None: the parameter's, but float32 for float16 parameters, and for
-        bfloat16 parameters where 1-b2 < 2^-7 or b2 is not known yet.""",
+    "mu_dtype": "dtype of the first moment, or momentum. None: the parameter's.",
+    "nu_dtype": """dtype of the second moment. None: the parameter's, but float32 for float16 parameters, and for
+    bfloat16 parameters where 1-b2 < 2^-7 or b2 is not known yet.""",
 }
 
 _DOCSTRING = """Return {title}.

@@ -13,7 +13,9 @@ import pytest
 from benchmarks.live_gradients import local_paths, markdown, measure
 from tests.support.examples import ROOT, examples, run
 
+from penstock import jax_frontend, torch_frontend
 from penstock.core import combinations_page
+from penstock.core.rules import RULES
 from penstock.planner.settings import Training
 from penstock.torch_frontend import Release, StableAdamW, microbatch_blocks, release_gradients
 
@@ -24,6 +26,16 @@ EXAMPLES = examples("pytorch.md")
 @pytest.mark.parametrize("section", EXAMPLES)
 def test_examples_run(section: str) -> None:
     run(section, EXAMPLES[section])
+
+
+@pytest.mark.parametrize("name", RULES)
+def test_a_rules_docstrings_have_each_argument_once(name: str) -> None:
+    of_torch = next(kind for kind in vars(torch_frontend).values() if getattr(kind, "rule", None) is RULES[name])
+    for documented in (of_torch, getattr(jax_frontend, name)):
+        text = inspect.getdoc(documented) or ""
+        described = re.findall(r"^ {4}(\w+): ", text.split("Args:")[1].split("Raises:")[0], re.MULTILINE)
+        assert described == list(inspect.signature(documented).parameters)
+        assert not re.search(r"(\w+): +\1: ", text)
 
 
 def test_every_example_was_found() -> None:
