@@ -86,7 +86,10 @@ def transform_of(rule: Rule, notes: str = "", **defaults: Any) -> Transform:
     own = {NAMES.get(name, name): name for name in rule.hyperparameters.MEANINGS}
 
     def make(*args: Any, **kwargs: Any) -> optax.GradientTransformationExtraArgs:
-        bound = signature.bind(*args, **kwargs)
+        try:
+            bound = signature.bind(*args, **kwargs)
+        except TypeError as error:  # which does not name what was called
+            raise TypeError(f"{rule.name}() {error}") from None
         bound.apply_defaults()
         given = bound.arguments
         if given["decouple_lr"] and rule.l2:

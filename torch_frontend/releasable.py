@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import warnings
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
@@ -40,8 +41,18 @@ class ReleasableOptimizer(TensorUpdates):
     _opt_called: bool  # read by torch's schedulers, which warn if step() was not called first
     _step_supports_amp_scaling = False  # GradScaler unscales the gradients before step(), as for most optimizers
 
+    def __init_subclass__(cls) -> None:
+        super().__init_subclass__()
+        if "__init__" in vars(cls):  # a user's subclass does not have the signature of `documented`
+            own: Any = cls
+            _, *parameters = inspect.signature(own.__init__).parameters.values()
+            own.__signature__ = inspect.Signature(parameters)
+
     def __init__(self, params: Any, *args: Any, **kwargs: Any) -> None:
-        bound = signature_of(self.rule).bind(params, *args, **kwargs)
+        try:
+            bound = signature_of(self.rule).bind(params, *args, **kwargs)
+        except TypeError as error:  # which does not name what was called
+            raise TypeError(f"{type(self).__name__}() {error}") from None
         bound.apply_defaults()
         given = bound.arguments
         _, backend, on_nonfinite, gradient_release = map(given.pop, ("params", "backend", "on_nonfinite", "gradient_release"))

@@ -13,7 +13,7 @@ from tests.support.jax_training import TRANSFORMS, float64
 from tests.support.rules import ADAM_FAMILY
 
 from penstock.core.errors import InvalidArgumentError, UnsupportedTensorError
-from penstock.jax_frontend import adam, adamw, compensated, scale_by_stable_adam, stable_adamw
+from penstock.jax_frontend import adam, adamw, compensated, lion, scale_by_stable_adam, stable_adamw
 
 
 @pytest.mark.parametrize("rule", ADAM_FAMILY)
@@ -94,6 +94,11 @@ def test_an_argument_that_is_not_possible_is_named(case) -> None:
     call, said = REFUSED[case]
     with pytest.raises(InvalidArgumentError, match=said):
         call()
+
+
+def test_an_argument_that_the_rule_does_not_have_is_refused_by_name() -> None:
+    with pytest.raises(TypeError, match=r"^lion\(\) got an unexpected keyword argument 'nu_dtype'"):
+        lion(1e-3, nu_dtype=jnp.float32)
 
 
 def test_the_nearest_possible_arguments_are_accepted() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import inspect
 import pickle
 import warnings
 
@@ -21,7 +22,7 @@ from penstock.core.errors import InvalidArgumentError, NonFiniteGradientError, R
 from penstock.core.reference import Gradient, Reference, Settings
 from penstock.core.rules import LION
 from penstock.core.update import init_state, update
-from penstock.torch_frontend import Adam, AdamW, StableAdamW
+from penstock.torch_frontend import Adam, AdamW, Lion, StableAdamW
 from penstock.torch_frontend.array_ops import dtype_name, torch_ops
 from penstock.torch_frontend.backends.backend import state_keys
 from penstock.torch_frontend.groups import hyperparameters
@@ -191,6 +192,20 @@ def test_tensor_learning_rates_named_parameters_groups_closures_and_step_hooks()
 def test_a_bad_argument_names_itself(arguments: dict, said: str) -> None:
     with pytest.raises(InvalidArgumentError, match=said):
         StableAdamW([nn.Parameter(torch.ones(2))], **arguments)
+
+
+def test_an_argument_that_the_rule_does_not_have_is_refused_by_name() -> None:
+    with pytest.raises(TypeError, match=r"^Lion\(\) got an unexpected keyword argument 'eps'"):
+        Lion([nn.Parameter(torch.ones(2))], eps=1e-8)
+
+
+def test_a_subclass_has_the_signature_of_its_own_constructor() -> None:
+    class Mine(AdamW):
+        def __init__(self, params, scale: float) -> None:
+            super().__init__(params, lr=scale)
+
+    assert list(inspect.signature(Mine).parameters) == ["params", "scale"]
+    assert list(inspect.signature(AdamW).parameters)[:3] == ["params", "lr", "betas"]
 
 
 @pytest.mark.parametrize("name", ["mine", "adamw"])
