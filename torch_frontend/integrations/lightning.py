@@ -115,7 +115,7 @@ def _the_optimizer(trainer: Trainer, module: LightningModule) -> ReleasableOptim
     if len(optimizers) != 1 or not isinstance(optimizers[0], ReleasableOptimizer):
         raise RefusedError(
             f"configure_optimizers gave {', '.join(type(optimizer).__name__ for optimizer in optimizers) or 'no optimizer'}; "
-            "gradient release needs one StableAdamW, AdamW or Adam of penstock.torch_frontend."
+            "gradient release needs one optimizer of penstock.torch_frontend."
         )
     return optimizers[0]
 

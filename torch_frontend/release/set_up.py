@@ -47,7 +47,7 @@ def release_gradients(
 
     Args:
         model: the module with the parameters. Hooks that are on them stay, and run first.
-        optimizer: StableAdamW, AdamW or Adam of this package, over parameters of `model`.
+        optimizer: one of this package, over parameters of `model`.
         max_norm: clip the global norm of the gradient to this, in (0, inf]. It is exact: call `release.guard(loss).backward()`
             (two passes), or use accumulation="hold" (step() clips).
         clipping: "exact", or "per_tensor": clip each gradient by its own norm, in one pass.
