@@ -25,7 +25,7 @@ class KnownGroup:
         self.ids = dict.fromkeys(map(id, group["params"]))
         self._order = list(self.ids)
         self._seen = fingerprint(group)
-        self._storage = (group["compensation"], group["capturable"])
+        self._storage = (group["rule"], group["compensation"], group["capturable"])
         self._followed: tuple[Any, Any] | None = None
 
     def betas_have_changed(self) -> bool:
@@ -52,7 +52,7 @@ class KnownGroup:
         return (
             self.group is group
             and self._order == list(map(id, group["params"]))
-            and self._storage == (group["compensation"], group["capturable"])
+            and self._storage == (group["rule"], group["compensation"], group["capturable"])
         )
 
     def refresh(self, group: Group) -> None:

@@ -122,11 +122,7 @@ class ReleasableOptimizer(TensorUpdates):
         super().add_param_group(param_group)
         group = self.param_groups[-1]
         try:
-            if group["rule"] != self.rule.name:
-                raise InvalidArgumentError(
-                    f"rule={group['rule']!r} of a parameter group is not the optimizer's, {self.rule.name!r}; leave it "
-                    "out, and use an optimizer for each rule."
-                )
+            self._check_rule(group)
             check_group(group)
             default_betas_of_moments(group)
             if self.release is not None:

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable, Sequence
-from typing import ClassVar
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
 from ..core import compensation as compensations
+from ..core.errors import InvalidArgumentError
 from ..core.release import Action
 from ..core.rules import Rule
 from . import state as saved_state
@@ -36,6 +37,13 @@ class TensorUpdates(Optimizer):
     _slots: dict[int, TensorSlot]  # by the id of the parameter, in the groups' order
     _groups: list[KnownGroup]
     _whole: dict[int, Tensor]  # the parameters by id; keeping them alive keeps their ids valid
+
+    def _check_rule(self, group: Mapping[str, Any]) -> None:
+        if group["rule"] != self.rule.name:
+            raise InvalidArgumentError(
+                f"rule={group['rule']!r} of a parameter group is not the optimizer's, {self.rule.name!r}; leave the key 'rule' "
+                "to the optimizer, and use an optimizer for each rule."
+            )
 
     def _forget_groups(self) -> None:
         """Drop what is cached of the groups."""
@@ -218,6 +226,8 @@ class TensorUpdates(Optimizer):
         groups = self.param_groups
         known = self._groups
         if len(known) != len(groups) or not all(map(KnownGroup.is_current, known, groups)):
+            for group in groups:
+                self._check_rule(group)
             fresh = [KnownGroup(group, GroupSettings(rule_of(group), hyperparameters(group))) for group in groups]
             self._follow_betas(fresh)
             self._forget_groups()

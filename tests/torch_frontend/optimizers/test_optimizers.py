@@ -291,6 +291,9 @@ def test_a_group_of_another_rule_is_refused(name: str) -> None:
     with pytest.raises(InvalidArgumentError, match=f"rule='{name}' of a parameter group is not the optimizer's, 'adamw'"):
         optimizer.add_param_group({"params": [torch.zeros(3, requires_grad=True)], "rule": name})
     assert len(optimizer.param_groups) == 1
+    optimizer.param_groups[0]["rule"] = name
+    with pytest.raises(InvalidArgumentError, match=f"rule='{name}' of a parameter group is not the optimizer's, 'adamw'"):
+        optimizer.step()
 
 
 def test_max_lr_is_per_group() -> None:
