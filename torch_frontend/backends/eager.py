@@ -148,7 +148,7 @@ class EagerBackend:
                 slot.plan = piece
         state = slot.state
         piece.parameter, piece.gradient = slot.parameter, gradient
-        piece.fields = list(map(state.__getitem__, slot.keys))
+        piece.fields = slot.fields_of(state)
         piece.compensation = state.get("compensation")
         return piece
 
@@ -169,7 +169,7 @@ class EagerBackend:
                 scratch = self._scratch_like(part["parameter"], slot.compute_dtype)
             piece = piece_class(slot.rule)(slot, *scratch)
             piece.parameter, piece.gradient = part["parameter"], part.get("gradient")
-            piece.fields = list(map(part.__getitem__, slot.keys))
+            piece.fields = slot.fields_of(part)
             piece.compensation = part.get("compensation")
             yield piece
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import operator
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -22,8 +21,6 @@ SMALL = 2**14
 
 BATCH_ELEMENTS = 2**16
 """Largest number of elements of a batch, so that its five to ten packed tensors stay in a core's cache."""
-
-_DTYPE = operator.attrgetter("dtype")
 
 Pair = tuple[TensorSlot, Tensor]
 Scratch = Callable[[Tensor, torch.dtype], tuple[Tensor, Tensor]]
@@ -110,14 +107,16 @@ def batch_small_tensors(pairs: Sequence[Pair], scratch: Scratch, small: int) -> 
         if slot.capturable or not 0 < parameter.numel() <= small or position in sharing:
             others.append(pair)
             continue
-        tensors = [parameter, gradient, *map(state.__getitem__, slot.keys)]
+        contiguous, dtypes = parameter.is_contiguous() and gradient.is_contiguous(), [parameter.dtype, gradient.dtype]
+        for kept in slot.fields_of(state):
+            contiguous = contiguous and kept.is_contiguous()
+            dtypes.append(kept.dtype)
         if (compensation := state.get("compensation")) is not None:
-            tensors.append(compensation)
-        if not all(map(Tensor.is_contiguous, tensors)):  # sums are taken in memory order
+            contiguous = contiguous and compensation.is_contiguous()
+        if not contiguous:  # sums are taken in memory order
             others.append(pair)
             continue
-        dtypes = (*map(_DTYPE, tensors), slot.compensation)
-        groups.setdefault((id(slot.settings), slot.step_number, parameter.device, *dtypes), []).append(pair)
+        groups.setdefault((id(slot.settings), slot.step_number, parameter.device, slot.compensation, *dtypes), []).append(pair)
     batches = []
     for group in itertools.chain.from_iterable(map(_split, groups.values())):
         if len(group) == 1:
