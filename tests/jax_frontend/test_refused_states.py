@@ -1,0 +1,50 @@
+"""A transform refuses gradients, parameters and states that do not belong together, and names what does not fit."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax.numpy as jnp
+import optax
+import pytest
+
+from penstock.core.errors import InvalidArgumentError
+from penstock.jax_frontend import adamw, make_update, stable_adamw
+
+TX = adamw(1e-2)
+PARAMS = {"w": jnp.ones((3, 2))}
+
+
+def test_trees_of_different_structures_are_named() -> None:
+    other = {"v": jnp.ones((3, 2))}
+    with pytest.raises(InvalidArgumentError, match=r"the gradients have the structure .*'v'.*, and the parameters .*'w'"):
+        TX.update(other, TX.init(PARAMS), PARAMS)
+    with pytest.raises(InvalidArgumentError, match=r"the gradients have the structure .*'w'.*, and the optimizer state .*'v'"):
+        TX.update(PARAMS, TX.init(other), PARAMS)
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [("float32", "bfloat16"), ("float32", "float16"), ("bfloat16", "float32"), ("float16", "bfloat16")],
+)
+@pytest.mark.parametrize("transform", [adamw, stable_adamw])
+def test_parameters_that_are_cast_after_init_are_refused(transform: Any, before: str, after: str) -> None:
+    """Their compensation would be read in another dtype, or lost."""
+    tx = transform(1e-2)
+    state = tx.init({"a": jnp.ones(3, before)})
+    params, grads = ({"a": jnp.ones(3, after)} for _ in range(2))
+    for update in (tx.update, make_update(tx)):
+        with pytest.raises(InvalidArgumentError, match=rf"params\['a'\] has dtype {after}.* cast after init.*Cast them first"):
+            update(grads, state, params)
+    assert not grads["a"].is_deleted()
+    make_update(tx)(grads, tx.init(params), params)
+
+
+@pytest.mark.parametrize("state", [None, {}, optax.sgd(1e-2), optax.adamw(1e-2), "the parameters"])
+def test_an_optimizer_state_of_another_transform_is_named_by_its_type(state: Any) -> None:
+    params = {"a": jnp.ones(3)}
+    if isinstance(state, optax.GradientTransformation):
+        state = state.init(params)
+    state = params if state == "the parameters" else state
+    with pytest.raises(InvalidArgumentError, match=rf"state is a {type(state).__name__}, and adamw needs a RuleState"):
+        adamw(1e-2).update(params, state, params)
