@@ -83,7 +83,7 @@ def transform_of(rule: Rule, notes: str = "", **defaults: Any) -> Transform:
         defaults: where Optax's differ from the rule's.
     """
     signature = _signature(rule, {**rule.defaults, **defaults})
-    own = {NAMES.get(name, name): name for name in rule.hyperparameters.MEANINGS}
+    own = {NAMES.get(name, name): name for name in rule.own_hyperparameters}
 
     def make(*args: Any, **kwargs: Any) -> optax.GradientTransformationExtraArgs:
         try:
@@ -110,7 +110,7 @@ def transform_of(rule: Rule, notes: str = "", **defaults: Any) -> Transform:
 def _signature(rule: Rule, defaults: dict[str, Any]) -> inspect.Signature:
     """Return learning_rate, the rule's own hyperparameters, and all others by name."""
     by_position, by_name = inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY
-    own = rule.hyperparameters.MEANINGS
+    own = rule.own_hyperparameters
     dtypes = dict.fromkeys(map(dtype_argument, rule.fields))
     named = {"mask": None, **dtypes, "decouple_lr": False, "max_lr": None, "compensation": "auto"}
     return inspect.Signature(
@@ -133,7 +133,7 @@ def _docstring(rule: Rule, signature: inspect.Signature, notes: str) -> str:
         title=rule.title,
         mathematics="\n".join(f"    {line}" for line in inspect.cleandoc(rule.mathematics).splitlines()),
         notes=notes and f" {notes}",
-        last=[NAMES.get(name, name) for name in ("learning_rate", *rule.hyperparameters.MEANINGS)][-1],
+        last=[NAMES.get(name, name) for name in ("learning_rate", *rule.own_hyperparameters)][-1],
         own="\n".join(f"    {line}" for line in own),
         dtypes="\n".join(
             f"    {name}: {about}".replace("\n", "\n    ") for name, about in _DTYPES.items() if name in parameters

@@ -34,16 +34,9 @@ def rule_of(group: Mapping[str, Any]) -> Rule:
 
 
 @functools.cache
-def own_names(rule: Rule) -> tuple[str, ...]:
-    """Return the names of the hyperparameters that this rule has and others have not, as core has them."""
-    common = {field.name for field in dataclasses.fields(Hyperparameters)}
-    return tuple(field.name for field in dataclasses.fields(rule.hyperparameters) if field.name not in common)
-
-
-@functools.cache
 def own_settings(rule: Rule) -> tuple[str, ...]:
-    """Return the keys of a group for `own_names`: "betas" for all of its betas."""
-    return tuple(dict.fromkeys("betas" if name.startswith("beta") else name for name in own_names(rule)))
+    """Return the keys of a group for `Rule.own_hyperparameters`: "betas" for all of its betas."""
+    return tuple(dict.fromkeys("betas" if name.startswith("beta") else name for name in rule.own_hyperparameters))
 
 
 @functools.cache
@@ -91,14 +84,14 @@ def hyperparameters(group: Mapping[str, Any]) -> Hyperparameters:
 
 
 def own_values(rule: Rule, group: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the values of `own_names` in a group."""
+    """Return the values of `Rule.own_hyperparameters` in a group."""
     betas = iter(_betas(rule, group))
-    return {name: next(betas) if name.startswith("beta") else group[name] for name in own_names(rule)}
+    return {name: next(betas) if name.startswith("beta") else group[name] for name in rule.own_hyperparameters}
 
 
 def _betas(rule: Rule, group: Mapping[str, Any]) -> Sequence[Any]:
     """Return the betas of a group; none for a rule without them."""
-    count = sum(name.startswith("beta") for name in own_names(rule))
+    count = sum(name.startswith("beta") for name in rule.own_hyperparameters)
     betas = group["betas"] if count else ()
     if not isinstance(betas, (tuple, list)) or len(betas) != count:
         many = "a pair of numbers" if count == 2 else f"{count} numbers"

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from typing import Any, TypeVar
 
 from ..core.rules import Rule
-from .groups import own_names, own_settings
+from .groups import own_settings
 
 COMMON = {
     "decouple_lr": False,
@@ -108,11 +108,11 @@ def docstring_of(rule: Rule, name: str, summary: str) -> str:
 def _own_lines(rule: Rule) -> Iterator[str]:
     """Yield the lines on the settings that this rule has and others have not."""
     meanings, ranges = rule.hyperparameters.MEANINGS, rule.hyperparameters.RANGES
-    betas = [name for name in own_names(rule) if name.startswith("beta")]
+    betas = [name for name in rule.own_hyperparameters if name.startswith("beta")]
     if betas:
         yield f"betas: {'; '.join(meanings[name] for name in betas)}; each in {ranges[betas[0]]}."
         yield f"    Default: {rule.betas}. They may change from step to step (`OneCycleLR`, `CyclicLR`), as in torch.optim."
-    for name in own_names(rule):
+    for name in rule.own_hyperparameters:
         if name not in betas:
             allowed = f", in {ranges[name]}" if name in ranges else ""
             yield f"{name}: {meanings[name]}{allowed}. Default: {rule.defaults[name]}."

@@ -31,7 +31,9 @@ class AdamHyperparameters(Hyperparameters):
     """Those of Adam.
 
     Args:
-        beta1, beta2, eps: as they are annotated.
+        beta1: decay of the first moment, in [0, 1).
+        beta2: decay of the second moment, in [0, 1).
+        eps: added to the square root of the second moment, in (0, inf).
     """
 
     beta1: Annotated[Scalar, DECAY, "decay of the first moment"]

@@ -15,7 +15,8 @@ class LionHyperparameters(Hyperparameters):
     """Those of Lion.
 
     Args:
-        beta1, beta2: as they are annotated.
+        beta1: decay of the momentum inside the step, in [0, 1).
+        beta2: decay of the momentum that is kept, in [0, 1).
     """
 
     beta1: Annotated[Scalar, DECAY, "decay of the momentum inside the step"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import numbers
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple, Protocol
@@ -92,6 +93,11 @@ class Rule:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "clips_update", self.mean_square is not None)
+
+    @functools.cached_property
+    def own_hyperparameters(self) -> tuple[str, ...]:
+        """The names of the hyperparameters that this rule has and others have not."""
+        return tuple(self.hyperparameters.MEANINGS)
 
     @property
     def betas(self) -> tuple[float, ...]:

@@ -46,7 +46,7 @@ def gradients(seed: int = 0) -> list[np.ndarray]:
 @EVERY_RULE
 def test_it_says_all_of_itself(rule: Rule) -> None:
     """Frontends make signatures, states, files and docstrings of it."""
-    own = set(rule.hyperparameters.MEANINGS)
+    own = set(rule.own_hyperparameters)
     assert own | {"weight_decay"} <= set(rule.defaults) <= own | {"weight_decay", "learning_rate"}
     assert {field.beta for field in rule.fields} - {None} <= own
     assert len({field.name for field in rule.fields}) == len(rule.fields)
@@ -114,7 +114,7 @@ def test_a_learning_rate_of_zero_keeps_every_bit_of_the_parameter(rule: Rule) ->
 @EVERY_RULE
 def test_fields_without_memory_hold_the_gradient_alone(rule: Rule) -> None:
     """Decays of 0: m + (g-m) would keep the rounding errors of a large m."""
-    none = {name: 0.0 for name in rule.hyperparameters.MEANINGS if name.startswith("beta")}
+    none = {name: 0.0 for name in rule.own_hyperparameters if name.startswith("beta")}
     current, small = hyperparameters(rule, weight_decay=0.0, **none), np.full(3, 1e-4, np.float32)
     parameter, state = np.zeros(3, np.float32), start(rule, numpy_ops, np.zeros(3, np.float32))
     for step, gradient in enumerate((np.full(3, 1e4, np.float32), small), 1):

@@ -10,7 +10,7 @@ from torch import Tensor
 from ...core.errors import InvalidArgumentError
 from ...core.portable.state import PortableGroup
 from ...core.rules import Rule
-from ..groups import Group, own_names, own_values
+from ..groups import Group, own_values
 
 Portable = Mapping[str, float | bool | None]
 
@@ -45,7 +45,7 @@ def group_settings(rule: Rule, groups: Collection[PortableGroup], names: Collect
             f"{len(groups)} groups, or import with hyperparameters=False."
         )
     given = found[0] if found else {}
-    missing = [name for name in ("learning_rate", *own_names(rule), "weight_decay") if given.get(name) is None]
+    missing = [name for name in ("learning_rate", *rule.own_hyperparameters, "weight_decay") if given.get(name) is None]
     if names and missing:
         raise InvalidArgumentError(
             f"the state does not hold {', '.join(missing)} of group {number}: who exported it could not know them; import with "
@@ -55,7 +55,7 @@ def group_settings(rule: Rule, groups: Collection[PortableGroup], names: Collect
 
 
 def _torch_settings(rule: Rule, given: Portable) -> dict[str, Any]:
-    own = own_names(rule)
+    own = rule.own_hyperparameters
     betas = tuple(given[name] for name in own if name.startswith("beta"))
     settings: dict[str, Any] = {
         "lr": given["learning_rate"],
