@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import pathlib
 import tempfile
 from collections.abc import Mapping
 from typing import Any, cast
@@ -11,7 +12,8 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from ...core.errors import MissingDependencyError, RefusedError
+from ...core.atomic_write import replacing
+from ...core.errors import InvalidArgumentError, MissingDependencyError, RefusedError
 from ..optimizers import AdamW
 from ..portable import export_state, import_state
 from ..releasable import ReleasableOptimizer
@@ -143,23 +145,27 @@ def convert_checkpoint(checkpoint: str | os.PathLike[str], source: Trainer, targ
         target: constructed as the trainer that is to resume from it, with the same parameters in its groups; so does its own.
 
     Raises:
-        RefusedError, InvalidArgumentError: as `import_state`, for instance because bfloat16 parameters have a compensation,
-            which torch.optim has no place for; the checkpoint was not changed.
+        RefusedError, InvalidArgumentError: the directory holds no optimizer.pt; or as `import_state`, for instance because
+            bfloat16 parameters have a compensation, which torch.optim has no place for; the checkpoint was not changed.
 
     Example:
         >>> convert_checkpoint("out/checkpoint-500", Trainer(model, arguments), trainer)
         >>> trainer.train(resume_from_checkpoint="out/checkpoint-500")
     """
-    path = os.path.join(checkpoint, OPTIMIZER_NAME)
+    path = pathlib.Path(checkpoint, OPTIMIZER_NAME)
+    if not path.is_file():
+        raise InvalidArgumentError(
+            f"checkpoint={os.fspath(checkpoint)!r} holds no {OPTIMIZER_NAME}; give the directory that the source has saved, "
+            "such as out/checkpoint-500."
+        )
     before, after = (plain_optimizer(trainer.create_optimizer() or trainer.optimizer) for trainer in (source, target))
     before.load_state_dict(torch.load(path, map_location="cpu", weights_only=True))
     with tempfile.TemporaryDirectory(dir=checkpoint) as directory:
         state = os.path.join(directory, "state.safetensors")
         export_state(state, before, cast(nn.Module, source.model))
         import_state(state, after, cast(nn.Module, target.model), hyperparameters=True)
-        converted = os.path.join(directory, OPTIMIZER_NAME)
+    with replacing(path) as converted:
         torch.save(after.state_dict(), converted)
-        os.replace(converted, path)
 
 
 class _CloseStep(TrainerCallback):

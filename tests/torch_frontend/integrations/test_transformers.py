@@ -286,6 +286,11 @@ def test_a_checkpoint_that_cannot_be_converted_is_not_changed(make: Any) -> None
     assert {path.name: path.read_bytes() for path in checkpoint.iterdir()} == before
 
 
+def test_a_folder_that_is_not_a_checkpoint_is_refused(make: Any, tmp_path: Path) -> None:
+    with pytest.raises(InvalidArgumentError, match=r"checkpoint=.*nowhere.* holds no optimizer\.pt; give the directory"):
+        convert_checkpoint(tmp_path / "nowhere", make(Trainer), make(ReleaseTrainer))
+
+
 class OwnLoss(Trainer):
     """A trainer of somebody's, as TRL's are."""
 
