@@ -9,7 +9,6 @@ from types import MappingProxyType
 import numpy as np
 
 from ..core.array_ops import numpy_dtype
-from ..core.dtypes import compute_dtype
 
 SEED = 20240229
 SPIKE_EVERY = 61  # steps; noisy gradients are then ...
@@ -21,8 +20,8 @@ NONFINITE = ((7, np.nan), (-9, np.inf), (510, -np.inf))
 the vector, the second in the cube, the third is the tensor of one element; the scalar stays clean."""
 
 SMALLEST_NORMAL = MappingProxyType({"float32": 2.0**-126, "bfloat16": 2.0**-126, "float16": 2.0**-14})
-LARGEST_ROOT = MappingProxyType({"float64": 2.0**132, "float32": 2.0**64, "bfloat16": 2.0**64, "float16": 2.0**15.9})
-"""Below these, gradients have squares that the compute dtype can hold; in float64 the bounds need room as well."""
+LARGEST = MappingProxyType({"float64": 2.0**132, "float32": 2.0**60, "bfloat16": 2.0**60, "float16": 0.9 * 2.0**15.9})
+"""Up to these, gradients enter the moments as they are (`core.dtypes.LARGEST_TO_SQUARE`); in float64 the bounds need room."""
 
 
 def noise(generator: np.random.Generator, shape: tuple[int, int], dtype: str) -> np.ndarray:
@@ -60,8 +59,8 @@ def denormal(generator: np.random.Generator, shape: tuple[int, int], dtype: str)
 
 
 def huge(generator: np.random.Generator, shape: tuple[int, int], dtype: str) -> np.ndarray:
-    """Up to where their squares would be infinite in the compute dtype."""
-    return 0.9 * LARGEST_ROOT[dtype] * np.exp2(generator.uniform(-20.0, 0.0, shape)) * generator.choice([-1.0, 1.0], shape)
+    """Up to where the update bounds them."""
+    return LARGEST[dtype] * np.exp2(generator.uniform(-20.0, 0.0, shape)) * generator.choice([-1.0, 1.0], shape)
 
 
 def nonfinite(generator: np.random.Generator, shape: tuple[int, int], dtype: str) -> np.ndarray:
@@ -93,8 +92,3 @@ def parameters(kind: str, count: int, dtype: str) -> np.ndarray:
     generator = np.random.default_rng(SEED)
     values = np.exp2(generator.uniform(-1.0, 1.0, count)) * generator.choice([-1.0, 1.0], count)
     return values.astype(numpy_dtype(dtype))
-
-
-def overflows(dtype: str, square: np.ndarray) -> np.ndarray:
-    """Which squares of gradients are infinite in the compute dtype of `dtype`."""
-    return square > np.finfo(compute_dtype(dtype)).max

@@ -15,6 +15,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import numbers
+from types import MappingProxyType
 from typing import Annotated, Any, NamedTuple
 
 from ..array_ops import Array
@@ -41,6 +42,10 @@ class AdamHyperparameters(Hyperparameters):
     eps: Annotated[Scalar, POSITIVE, "added to the square root of the second moment"]
 
 
+LARGEST = MappingProxyType({32: 2.0**60, 64: 2.0**508})
+"""Largest magnitude whose square enters the second moment, by the compute dtype's bits: the sum of 255 squares is finite."""
+
+
 class Moments(NamedTuple):
     """The debiased running means of a gradient and of its square."""
 
@@ -64,6 +69,17 @@ def bias_corrections(current: AdamHyperparameters, step: Scalar, xp: Any) -> Cor
     return Corrections(corrected_one_minus_beta(current.beta1, step, xp), corrected_one_minus_beta(current.beta2, step, xp))
 
 
+def bounded(gradient: Array, xp: Any) -> Array:
+    """Return the gradient between -L and L, where its square is finite; L is `LARGEST`. NaN stays."""
+    largest = LARGEST[xp.finfo(gradient.dtype).bits]
+    return xp.clip(gradient, -largest, largest)
+
+
+def loud(limited: Array, gradient: Array, xp: Any) -> Array:
+    """Return what was made of the bounded gradient, with NaN where the gradient is infinite."""
+    return xp.where(xp.isfinite(gradient), limited, xp.nan)
+
+
 def accumulate(
     current: AdamHyperparameters, corrections: Corrections, fields: Fields, gradient: Array, xp: Any, *, first: bool
 ) -> Moments:
@@ -71,13 +87,18 @@ def accumulate(
 
     first:  m += c1*(g-m)    v += c2*(g*g-v)
     later:  m += c1*g        v += c2*g*g
+
+    A finite gradient counts as at most L, an infinite one as NaN.
     """
     c1, c2 = corrections
+    limited = bounded(gradient, xp)
+    # Not loud(limited) squared: XLA would keep in memory what both moments use.
+    entering, square = loud(limited, gradient, xp), loud(limited * limited, gradient, xp)
     if not first:
         exp_avg, exp_avg_sq = fields
-        return Moments(exp_avg + c1 * gradient, exp_avg_sq + c2 * (gradient * gradient))
+        return Moments(exp_avg + c1 * entering, exp_avg_sq + c2 * square)
     exp_avg, exp_avg_sq = forgotten(fields[0], current.beta1, xp), forgotten(fields[1], current.beta2, xp)
-    return Moments(exp_avg + c1 * (gradient - exp_avg), exp_avg_sq + c2 * (gradient * gradient - exp_avg_sq))
+    return Moments(exp_avg + c1 * (entering - exp_avg), exp_avg_sq + c2 * (square - exp_avg_sq))
 
 
 def mean_square(current: AdamHyperparameters, fields: Fields, gradient: Array, xp: Any) -> Array:
@@ -86,8 +107,9 @@ def mean_square(current: AdamHyperparameters, fields: Fields, gradient: Array, x
         return xp.zeros_like(xp.sum(gradient))
     square = current.eps * current.eps
     floor = max(square, SMALLEST_NORMAL_FLOAT32) if isinstance(square, numbers.Real) else square
+    limited = bounded(gradient, xp)
     # Divide first: XLA would keep g*g, which the second moment needs too, in memory until the mean is known.
-    return xp.mean(gradient / xp.clip(fields[1], floor, None) * gradient)
+    return xp.mean(limited / xp.clip(fields[1], floor, None) * limited)
 
 
 def direction(current: AdamHyperparameters, fields: Fields, entered: Entered | None, xp: Any) -> Array:

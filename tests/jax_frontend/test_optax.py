@@ -51,17 +51,14 @@ def test_a_chain_equals_its_parts(rule, way, dtype) -> None:
 
 
 @pytest.mark.parametrize("rule", ADAM_FAMILY)
-def test_a_gradient_whose_square_overflows_is_loud_and_clip_keeps_it_an_ordinary_spike(rule) -> None:
-    """1e20 in float32: NaN after two updates. Behind optax.clip(1e18) a spike of 1e18, at most 1/sqrt(1-b2) steps long."""
+def test_a_finite_gradient_is_an_ordinary_spike_however_large(rule) -> None:
+    """1e20 in float32, whose square is infinite: it counts as 2^60, and moves a weight at most 1/sqrt(1-b2) steps."""
     params = {"weight": jnp.ones(8)}
     usual = {"weight": jnp.full(8, 1e-2)}
-    spiked = {"weight": usual["weight"].at[3].set(1e20)}
-    grads = [usual, spiked, usual, usual]
-    found, _ = train_directly(TRANSFORMS[rule](1e-3), params, grads)
-    assert np.isnan(found["weight"][3])
-    clipped, state = train_directly(optax.chain(optax.clip(1e18), TRANSFORMS[rule](1e-3)), params, grads)
+    grads = [usual, {"weight": usual["weight"].at[3].set(1e20)}, usual, usual]
+    found, state = train_directly(TRANSFORMS[rule](1e-3), params, grads)
     assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(state))
-    assert (np.abs(np.asarray(clipped["weight"]) - 1) < len(grads) * 1e-3 / np.sqrt(1e-3)).all()
+    assert (np.abs(np.asarray(found["weight"]) - 1) < len(grads) * 1e-3 / np.sqrt(1e-3)).all()
 
 
 @CASES_AND_WAYS

@@ -15,6 +15,9 @@ from ...core.rules import Rule, adam_family
 from .numbers import UpdateNumbers
 from .piece import Piece
 
+LARGEST_SQUARE = {torch.float32: adam_family.LARGEST[32] ** 2, torch.float64: adam_family.LARGEST[64] ** 2}
+"""By compute dtype."""
+
 
 class AdamPiece(Piece):
     """A piece of a tensor that one of them updates."""
@@ -35,33 +38,43 @@ class AdamPiece(Piece):
         squares: the sum of the gradient's squares is appended here.
         """
         self.load_fields()
-        if numbers.plain and self.gradient is not None and self.gradient.dtype is self.dtype:
-            self.upcast_gradient = self.gradient
-        else:
-            self.prepare(first, squares)
-            squares = squares if self.squares_are_the_gradients() else None
-        gradient, change, (exp_avg, exp_avg_sq), (c1, c2) = self.upcast_gradient, self.a, self.upcast, numbers.corrections
+        self.square(numbers, first, squares)
+        gradient, square, change = self.upcast_gradient, self.a, self.b
+        (exp_avg, exp_avg_sq), (c1, c2) = self.upcast, numbers.corrections
         if first:
             if not numbers.plain:
                 self.reset()
             torch.sub(gradient, exp_avg, out=change)
             exp_avg.add_(change.mul_(c1))
-            torch.mul(gradient, gradient, out=change)
-            if squares is not None:
-                squares.append(change.sum())
-            exp_avg_sq.add_(change.sub_(exp_avg_sq).mul_(c2))
+            exp_avg_sq.add_(square.sub_(exp_avg_sq).mul_(c2))
         else:
             torch.mul(gradient, c1, out=change)
             exp_avg.add_(change)
-            torch.mul(gradient, gradient, out=change)
-            if squares is not None:
-                squares.append(change.sum())
-            exp_avg_sq.add_(change.mul_(c2))
+            exp_avg_sq.add_(square.mul_(c2))
         stored, stored_sq = self.fields
         if exp_avg is not stored:
             stored.copy_(exp_avg)
         if exp_avg_sq is not stored_sq:
             stored_sq.copy_(exp_avg_sq)
+
+    def square(self, numbers: UpdateNumbers, first: bool, squares: list[Tensor] | None) -> None:
+        """Set the upcast gradient, bounded, and put its square into `a`.
+
+        squares: the sum of the given gradient's squares is appended here.
+        """
+        gradient = self.gradient
+        if not (numbers.plain and gradient is not None and gradient.dtype is self.dtype):
+            self.prepare(first, squares)
+            gradient, squares = self.upcast_gradient, squares if self.squares_are_the_gradients() else None
+        total = torch.mul(gradient, gradient, out=self.a).sum()
+        if squares is not None:
+            squares.append(total)
+        # A sum that is small enough has no square to bound. An accelerator would have to wait for it.
+        if gradient.is_cpu and total.item() <= LARGEST_SQUARE[self.dtype]:
+            self.upcast_gradient = gradient
+            return
+        self.upcast_gradient = adam_family.loud(adam_family.bounded(gradient, torch), gradient, torch)
+        torch.mul(self.upcast_gradient, self.upcast_gradient, out=self.a)
 
     def reset(self) -> None:
         """Set moments to zero whose beta is 0: `core.rules.rule.forgotten`."""
@@ -76,12 +89,8 @@ class AdamPiece(Piece):
     def ratios_before(self, numbers: UpdateNumbers, first: bool, squares: list[Tensor] | None) -> Tensor:
         """Return what `ratios` will be after `accumulate`, without writing the moments. squares: as in `accumulate`."""
         self.load_fields()
-        self.prepare(first, squares)
-        gradient, square, moment = self.upcast_gradient, self.a, self.b
-        exp_avg_sq, c2 = self.upcast[1], numbers.corrections[1]
-        torch.mul(gradient, gradient, out=square)
-        if squares is not None and self.squares_are_the_gradients():
-            squares.append(square.sum())
+        self.square(numbers, first, squares)
+        square, moment, exp_avg_sq, c2 = self.a, self.b, self.upcast[1], numbers.corrections[1]
         current: Any = self.settings.hyperparameters
         if first and is_zero(current.beta2):
             moment.copy_(square.mul_(c2))

@@ -48,6 +48,19 @@ def prepared_gradient(g, parameter, decay, FIRST: tl.constexpr, L2: tl.constexpr
 
 
 @triton.jit
+def bounded(g, GIVEN: tl.constexpr):
+    """Return g between -L and L, and NaN for an infinity: `core.rules.adam_family.bounded` and `loud`.
+
+    GIVEN: the dtype of the gradient; float16 does not reach the bound.
+    """
+    if tl.float16 == GIVEN:
+        return g
+    else:
+        largest = 2.0**508 if g.dtype == tl.float64 else 2.0**60
+        return tl.where(tl.abs(g) < float("inf"), tl.minimum(tl.maximum(g, -largest), largest), float("nan"))
+
+
+@triton.jit
 def next_exp_avg(m, g, correction, FIRST: tl.constexpr, ZERO: tl.constexpr):
     """Return m + c1*(g-m), or m + c1*g for a later micro-batch: `core.rules.adam_family.accumulate`.
 

@@ -10,7 +10,7 @@ tiles of `TAIL` elements. Offsets have 64 bits, and 32 bits within a tile. The a
 import triton
 import triton.language as tl
 
-from .arithmetic import next_exp_avg, next_exp_avg_sq, prepared_gradient, squared_ratio, stepped
+from .arithmetic import bounded, next_exp_avg, next_exp_avg_sq, prepared_gradient, squared_ratio, stepped
 from .arrays import load_array, load_parameter, store_array, store_parameter
 
 
@@ -36,7 +36,7 @@ def _measured_tile(
     parameter = g
     if L2 and FIRST:
         parameter = load_parameter(p_ptr, k_ptr, offset, mask, COMPENSATION, COMPUTE, MASKED, KEEP)
-    g = prepared_gradient(g, parameter, decay, FIRST, L2, MAXIMIZE)
+    g = bounded(prepared_gradient(g, parameter, decay, FIRST, L2, MAXIMIZE), g_ptr.dtype.element_ty)
     ratio = squared_ratio(g, next_exp_avg_sq(v, g, c2, FIRST, ZERO2), floor)
     check = g - g
     if MASKED:  # g is 0 outside
@@ -109,7 +109,7 @@ def _written_tile(
     if ACTION != "apply":
         g = load_array(g_ptr, offset, mask, COMPUTE, MASKED, PASS)
         term = g * g
-        g = prepared_gradient(g, parameter, decay, FIRST, L2, MAXIMIZE)
+        g = bounded(prepared_gradient(g, parameter, decay, FIRST, L2, MAXIMIZE), g_ptr.dtype.element_ty)
         m = next_exp_avg(m, g, c1, FIRST, ZERO1)
         v = next_exp_avg_sq(v, g, c2, FIRST, ZERO2)
         store_array(m_ptr, m, offset, mask, MASKED)

@@ -11,7 +11,7 @@ from tests.support.rows import covering, rows
 from tests.support.torch_models import ADAM_FAMILY, backend_of, bits, slot_of
 
 from penstock.core.array_ops import numpy_ops
-from penstock.core.rules.adam_family import AdamHyperparameters, Corrections, bias_corrections
+from penstock.core.rules.adam_family import LARGEST, AdamHyperparameters, Corrections, bias_corrections
 from penstock.core.update import TensorState, accumulate, apply, update
 from penstock.parity.backends.torch_arguments import to_numpy
 from penstock.parity.backends.torch_optimizers import TorchBackend
@@ -173,6 +173,24 @@ def test_options_are_the_specification(optimizer_class, changes: dict) -> None:
     corrections = bias_corrections(current, 1, np)
     expected = update(numpy_ops, optimizer.rule, current, corrections, "none", start, to_numpy(p.grad), state)
     assert_same(p, optimizer.state[p], *expected)
+
+
+@pytest.mark.parametrize("optimizer_class", [AdamW, StableAdamW])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+def test_a_finite_gradient_enters_as_its_bound_and_another_is_loud(dtype: torch.dtype, optimizer_class) -> None:
+    top, bound = torch.finfo(dtype).max, LARGEST[64 if dtype is torch.float64 else 32]
+    pairs = [((top, -top, 1.0), (bound, -bound, 1.0)), ((torch.inf, -torch.inf, torch.nan), (torch.nan,) * 3)]
+    for loud, pair in enumerate(pairs):
+        after = []
+        for values in pair:
+            p = torch.ones(3, dtype=dtype, requires_grad=True)
+            optimizer = optimizer_class([p], backend="triton")
+            p.grad = torch.tensor(values, dtype=dtype)
+            optimizer.step()
+            after.append([p.detach(), *(optimizer.state[p][name] for name in (EXP_AVG, EXP_AVG_SQ))])
+        for found, expected in zip(*after, strict=True):
+            torch.testing.assert_close(found, expected, rtol=0, atol=0, equal_nan=True)
+            assert torch.isfinite(found).all() != loud
 
 
 def test_moments_whose_beta_is_zero_are_those_of_the_gradient_alone() -> None:
