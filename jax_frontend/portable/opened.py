@@ -90,7 +90,7 @@ class Opened:
     """A train state by parameter, and the rule and settings of its transform."""
 
     parts: list[tuple[Part, PyTree]]  # with the roles of their arrays
-    slots: dict[str, Slot]  # of the parameters that an Adam updates, by name
+    slots: dict[str, Slot]  # of the parameters that the rule updates, by name
     rule: Rule  # of all of them
     betas: Decays | None  # of Optax's Adam; None where there is none
     settings: dict[str, Settings]  # hyperparameters by name of the parameter
@@ -108,7 +108,7 @@ class Opened:
             parts.append((part, roles))
         slots = {name: slot for part, roles in parts for name, slot in _slots(part, roles).items()}
         if not slots:
-            raise InvalidArgumentError("the optimizer state has no moments of Adam's; a file can hold nothing of it.")
+            raise InvalidArgumentError("the optimizer state has no fields of a rule; a file can hold nothing of it.")
         _check_counts(parts, slots)
         biased = {name for name, slot in slots.items() if slot.biased}
         sources = _sources(tx, [part for part, _ in parts], [name for name in slots if name not in biased])
@@ -226,7 +226,7 @@ def _slots(part: Part, roles: PyTree) -> dict[str, Slot]:
             betas = arrays[Kind.BETA, name]
             slots[name] = Slot(parameter, fields, kept, betas, name in biased, counts[name], part.layered)
         elif kept is not None and to_host(kept).any():  # compensated, and updated by something without fields
-            raise RefusedError(f"{name!r} is compensated, but no Adam updates it; a file would lose its compensation.")
+            raise RefusedError(f"{name!r} is compensated, but no rule updates it; a file would lose its compensation.")
     return slots
 
 

@@ -1,6 +1,6 @@
-"""The role of each array of an optimizer state: a moment, a compensation, a count of updates, or not part of a file.
+"""The role of each array of an optimizer state: a field, a compensation, a count of updates, or not part of a file.
 
-Only known states have a portable state. A chain, or a wrapper, has one if what it keeps besides Adam's moments is a count of
+Only known states have a portable state. A chain, or a wrapper, has one if what it keeps besides a rule's fields is a count of
 updates, which follows from the parameters' steps, or starts again without harm.
 """
 
@@ -137,8 +137,8 @@ def parts_of(state: Any) -> list[Part]:
     return [*parts, Part(("layers",), params["layers"], opt_state.layers, True)]
 
 
-def is_adam(node: Any) -> bool:
-    """Return whether a node of an optimizer state has Adam's moments, penstock's or Optax's."""
+def has_fields(node: Any) -> bool:
+    """Return whether a node of an optimizer state has the fields of a rule, penstock's or those of Optax's Adam."""
     return isinstance(node, (*RULE_STATES, optax.ScaleByAdamState))
 
 
@@ -152,8 +152,8 @@ def roles_of(part: Part, state: PyTree) -> PyTree:
 
 
 def _names(part: Part, node: PyTree) -> tuple[str, ...]:
-    """Return the names of the parameters whose moments are in a node, or below it."""
-    states = [found for found in jax.tree.leaves(node, is_leaf=is_adam) if is_adam(found)]
+    """Return the names of the parameters whose fields are in a node, or below it."""
+    states = [found for found in jax.tree.leaves(node, is_leaf=has_fields) if has_fields(found)]
     firsts = [found.mu if isinstance(found, optax.ScaleByAdamState) else next(iter(found.fields.values())) for found in states]
     return tuple(part.name(path) for first in firsts for path, _ in jax.tree_util.tree_leaves_with_path(first))
 
@@ -206,7 +206,7 @@ def _roles(part: Part, node: PyTree, scope: tuple[str, ...], where: str) -> PyTr
     if not jax.tree.leaves(node):
         return node
     raise RefusedError(
-        f"a portable state has no place for the {kind.__name__} at {where} of the optimizer state: it holds Adam's moments, "
+        f"a portable state has no place for the {kind.__name__} at {where} of the optimizer state: it holds a rule's fields, "
         "compensations and counts of updates. Keep such a state in a checkpoint of JAX, or take its transform out of the chain."
     )
 

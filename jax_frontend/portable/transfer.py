@@ -48,7 +48,7 @@ def export_state(
 
     Where tx is a chain, or wrapped: of `optax.masked`, `partition`, `inject_hyperparams`, `apply_if_finite`, `MultiSteps`
     (between two updates), `compensated`, schedules and transforms without a state, the file holds all that a run needs to
-    go on. A transform with another state is refused. The file has no parameters that no Adam updates, no loss scale, and
+    go on. A transform with another state is refused. The file has only parameters that the rule updates, no loss scale, and
     no values that `inject_hyperparams` keeps, but b1 and b2 of penstock's transforms.
 
     Args:
@@ -118,8 +118,8 @@ def import_state(
         tx: the transform, of the file's rule.
         state: of tx, as `init_train_state` makes it. It gives the arrays' dtypes and shardings; it stays as it is and
             shares no memory with what is returned.
-        parameters: take the parameters from the file, too; those that no Adam updates stay. Otherwise they all are those of
-            `state`, which must be *of the same moment*: a compensation holds the lost digits of those values.
+        parameters: take the parameters that the rule updates from the file, too. Otherwise they all are those of `state`,
+            which must be *of the same moment*: a compensation holds the lost digits of those values.
         names: from the names here to those in the file, as for `export_state`.
         rule, betas: as for `export_state`.
 

@@ -316,7 +316,7 @@ def test_a_state_without_a_portable_form_is_refused_by_name(path: Path) -> None:
 
     refused(optax.chain(adamw(1e-2), optax.ema(0.9)), r"no place for the EmaState at tuple\[1\]")
     refused(optax.lion(1e-2), "ScaleByLionState")
-    refused(optax.sgd(1e-2), "no moments of Adam's", kind=InvalidArgumentError)
+    refused(optax.sgd(1e-2), "no fields of a rule", kind=InvalidArgumentError)
     refused(optax.MultiSteps(adamw(1e-2), 3), r"mini_step of the optimizer state is 2: .*last of the micro-steps", steps=2)
     refused(
         optax.multi_transform({"first": adamw(1e-2), "second": adam(1e-2)}, halves), r"by adam and adamw: a file has one rule"
@@ -327,7 +327,7 @@ def test_a_state_without_a_portable_form_is_refused_by_name(path: Path) -> None:
     hidden = optax.with_extra_args_support(optax.GradientTransformation(adamw(1e-2).init, adamw(1e-2).update))
     refused(hidden, "the rule that updates 'blocks.0.empty' is unknown")
     sgd = compensated(optax.multi_transform({"first": adamw(1e-2, compensation="none"), "second": optax.sgd(1e-2)}, halves))
-    with pytest.raises(RefusedError, match=r"'blocks.0.vector' is compensated, but no Adam updates it"):
+    with pytest.raises(RefusedError, match=r"'blocks.0.vector' is compensated, but no rule updates it"):
         export_state(path, sgd, trained(sgd, dtype="bfloat16"))
     counted = optax.chain(adamw(1e-2), optax.scale_by_schedule(SCHEDULE))
     state = trained(counted)
