@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import os
+
+import pytest
 
 # Eight devices for the tests of sharding. The rest is about machine code only, which takes nearly all time of a JAX test: XLA's
 # programs, with all their memory, stay the same. (`make test-all` compiles as users do.)
@@ -16,3 +19,10 @@ XLA_FLAGS = (
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("MPLBACKEND", "Agg")
 os.environ.setdefault("XLA_FLAGS", " ".join(XLA_FLAGS))
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _collect_no_older_garbage() -> None:
+    """Collections, of which a trainer makes one a run, look at a module's own objects: those of all imports take seconds."""
+    gc.collect()
+    gc.freeze()
