@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import re
 import subprocess
 import tempfile
@@ -65,27 +66,42 @@ class Storage:
 
 
 @dataclasses.dataclass(frozen=True)
-class Audit:
-    """What came out.
+class Code:
+    """Figures of the machine code.
 
     registers: of a thread.
     spilled: bytes and instructions of a thread that go to local memory.
     loads, stores: of global memory, how many of each width in bytes.
     in_flight: bytes that a thread has asked for at once, at most, in each innermost loop with wide loads, in the order of the
         code; NVIDIA only.
-    limit: registers that the configuration allows; 0: as many as the compiler likes.
-    assembly: PTX, or AMD's.
-    arguments: names of the parameters of the compiled function, in order.
     """
 
     registers: int
     spilled: int
     loads: Counter[int]
     stores: Counter[int]
-    assembly: str
     in_flight: tuple[int, ...] = ()
-    limit: int = 0
-    arguments: tuple[str, ...] = ()
+
+
+@dataclasses.dataclass(frozen=True)
+class Audit:
+    """What came out.
+
+    assembly: PTX, or AMD's.
+    binary: NVIDIA's machine code.
+    limit: registers that the configuration allows; 0: as many as the compiler likes.
+    arguments: names of the parameters of the compiled function, in order.
+    """
+
+    assembly: str
+    binary: bytes | None
+    limit: int
+    arguments: tuple[str, ...]
+
+    @functools.cached_property
+    def code(self) -> Code:
+        """Disassembled when it is looked at, which takes as long as to compile it."""
+        return _amd(self.assembly) if self.binary is None else _nvidia(self.binary)
 
 
 def group_kernel(
@@ -159,8 +175,8 @@ def _audited(
     source = _source(kernel, signature, constants, aligned)
     cap = {"maxnreg": chosen.registers} if chosen.registers else {}
     made = triton.compile(source, target=target, options={"num_warps": chosen.warps, "enable_fp_fusion": False, **cap})
-    audit = _nvidia(made.asm["cubin"], made.asm["ptx"]) if "cubin" in made.asm else _amd(made.asm["amdgcn"])
-    return dataclasses.replace(audit, limit=chosen.registers, arguments=tuple(name for name in names if name not in constants))
+    arguments = tuple(name for name in names if name not in constants)
+    return Audit(made.asm.get("ptx") or made.asm["amdgcn"], made.asm.get("cubin"), chosen.registers, arguments)
 
 
 def _source(kernel: Any, signature: dict[str, str], constants: dict[str, Any], aligned: set[str]) -> Any:
@@ -174,7 +190,7 @@ def _source(kernel: Any, signature: dict[str, str], constants: dict[str, Any], a
     return triton.compiler.ASTSource(kernel, signature, {(names.index(k),): v for k, v in constants.items()}, attributes)
 
 
-def _nvidia(binary: bytes, ptx: str) -> Audit:
+def _nvidia(binary: bytes) -> Code:
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(binary)
         file.flush()
@@ -185,7 +201,7 @@ def _nvidia(binary: bytes, ptx: str) -> Audit:
     registers, stack, local = (int(group) for group in found.groups())
     spills = len(re.findall(r"\b(?:LDL|STL)\b", assembly))
     loads, stores = (Counter(map(_width, re.findall(rf"\b{kind}(\.[A-Z0-9.x]+)", assembly))) for kind in ("LDG", "STG"))
-    return Audit(registers, stack + local + spills, loads, stores, ptx, _in_flight(assembly))
+    return Code(registers, stack + local + spills, loads, stores, _in_flight(assembly))
 
 
 def _in_flight(assembly: str) -> tuple[int, ...]:
@@ -225,7 +241,7 @@ def _width(modifiers: str) -> int:
     return 2 if re.search(r"\.[US]16", modifiers) else 1 if re.search(r"\.[US]8", modifiers) else 4
 
 
-def _amd(assembly: str) -> Audit:
+def _amd(assembly: str) -> Code:
     def count(name: str) -> int:
         found = re.search(rf"\.{name}:\s*(\d+)", assembly)
         assert found is not None, name
@@ -236,7 +252,7 @@ def _amd(assembly: str) -> Audit:
         return Counter({"dwordx4": 16, "dwordx3": 12, "dwordx2": 8, "dword": 4}.get(name, 2) for name in names)
 
     spilled = count("vgpr_spill_count") + count("sgpr_spill_count")
-    return Audit(count("vgpr_count"), spilled, widths("load"), widths("store"), assembly)
+    return Code(count("vgpr_count"), spilled, widths("load"), widths("store"))
 
 
 def _run(tool: str, *arguments: str) -> str:

@@ -77,8 +77,8 @@ def compile_or_skip(kernel, storage: Storage, target: GPUTarget, *arguments, **c
 
 
 def assert_good(audit: Audit, target: GPUTarget, storage: Storage) -> None:
-    assert audit.spilled == 0
-    assert audit.registers <= (audit.limit or MOST_REGISTERS)
+    assert audit.code.spilled == 0
+    assert audit.code.registers <= (audit.limit or MOST_REGISTERS)
     assert not float_atomics(audit.assembly)
 
 
@@ -101,18 +101,18 @@ def unhinted(assembly: str) -> list[str]:
 def assert_wide(audit: Audit, target: GPUTarget, storage: Storage, loads: list[torch.dtype]) -> None:
     """All that an interior tile reads and writes, in accesses of 16 bytes; nothing but tails and tables in others."""
     if target.backend == "cuda":
-        assert wide_bytes(audit.loads) == expected_bytes(target, storage, loads)
+        assert wide_bytes(audit.code.loads) == expected_bytes(target, storage, loads)
         assert not unhinted(audit.assembly)
     else:  # there, rows of tables are read that wide as well
-        assert wide_bytes(audit.loads) >= expected_bytes(target, storage, loads)
-    assert wide_bytes(audit.stores) == expected_bytes(target, storage, storage.written)
+        assert wide_bytes(audit.code.loads) >= expected_bytes(target, storage, loads)
+    assert wide_bytes(audit.code.stores) == expected_bytes(target, storage, storage.written)
 
 
 def assert_in_flight(audit: Audit, target: GPUTarget, storage: Storage) -> None:
     """A multiprocessor's programs ask for enough bytes at once, in the loops that measure and write: not in a remainder."""
     if target.backend == "cuda":
-        programs = resident_programs(audit.registers, chosen_for(target, storage).warps)
-        in_flight = [size * threads(target, storage) * programs for size in audit.in_flight]
+        programs = resident_programs(audit.code.registers, chosen_for(target, storage).warps)
+        in_flight = [size * threads(target, storage) * programs for size in audit.code.in_flight]
         enough = IN_FLIGHT if target.arch >= 90 and storage is not FLOAT64 else IN_FLIGHT_OF_AMPERE
         assert sorted(in_flight)[-2] >= enough, in_flight
 
@@ -169,11 +169,11 @@ def test_the_launch_for_one_tensor_is_wide_unspilled_and_in_order(name: str, sto
         assert_in_flight(audit, target, storage)
     elif action == "accumulate":
         moments = [storage.exp_avg, storage.exp_avg_sq]
-        assert wide_bytes(audit.loads) == expected_bytes(target, storage, [storage.parameter, *moments])
-        assert wide_bytes(audit.stores) == expected_bytes(target, storage, moments)
+        assert wide_bytes(audit.code.loads) == expected_bytes(target, storage, [storage.parameter, *moments])
+        assert wide_bytes(audit.code.stores) == expected_bytes(target, storage, moments)
     else:
-        assert wide_bytes(audit.loads) == expected_bytes(target, storage, storage.written)
-        assert wide_bytes(audit.stores) == expected_bytes(target, storage, [storage.parameter, storage.kept])
+        assert wide_bytes(audit.code.loads) == expected_bytes(target, storage, storage.written)
+        assert wide_bytes(audit.code.stores) == expected_bytes(target, storage, [storage.parameter, storage.kept])
 
 
 @pytest.mark.parametrize(
@@ -231,5 +231,5 @@ def test_audit_sees_float_atomics_missing_hints_and_narrow_accesses() -> None:
     assert float_atomics(seen) == ["red.global.gpu.add.f32", "global_atomic_pk_add_bf16"]
     assert unhinted(compile_or_skip(group_kernel, FLOAT32, HOPPER, HINTS=False).assembly)
     audit = compile_or_skip(group_kernel, FLOAT32, HOPPER, ALIGNMENT=4)
-    assert wide_bytes(audit.loads) == wide_bytes(audit.stores) == 0
+    assert wide_bytes(audit.code.loads) == wide_bytes(audit.code.stores) == 0
     assert_good(audit, HOPPER, FLOAT32)
