@@ -28,7 +28,10 @@ from penstock.jax_frontend import (
 )
 
 BETAS = (0.8, 0.99)
-SETTINGS: dict[str, Any] = {"learning_rate": optax.linear_schedule(3e-3, 1e-3, 100), "b1": 0.8, "b2": 0.99, "eps": 1e-7}
+RATES = np.linspace(3e-3, 1e-3, 101)
+SETTINGS: dict[str, Any] = {"learning_rate": lambda count: jnp.asarray(RATES)[count], "b1": 0.8, "b2": 0.99, "eps": 1e-7}
+"""With a table of rates: a schedule that is computed may be rounded differently in each program."""
+
 PAIRS = {
     "adamw": (optax.adamw(**SETTINGS, weight_decay=0.1), adamw(**SETTINGS, weight_decay=0.1)),
     "adam": (optax.adam(**SETTINGS), adam(**SETTINGS)),
