@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 
 import pytest
 import torch
+from tests.support.rows import rows
 
 from penstock.core.errors import InvalidArgumentError
 from penstock.planner.llama import Llama
@@ -38,9 +40,10 @@ def test_parameters_and_states_are_counted_exactly() -> None:
     assert plan(SHAPE, half, MODE["plain"]).by_kind["optimizer state"] == 3 * ALL // 2 + 4 * tensors
 
 
-@pytest.mark.parametrize("compensation", ["auto", "none", "kahan"])
-@pytest.mark.parametrize("optimizer", OPTIMIZERS)
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(
+    ("dtype", "optimizer", "compensation"),
+    rows(itertools.product(DTYPES, OPTIMIZERS, ["auto", "none", "kahan"]), lambda row: "StableAdamW" in row or "auto" in row),
+)
 def test_planned_state_equals_the_optimizers(dtype: str, optimizer: str, compensation: str) -> None:
     training = dataclasses.replace(TRAINING, dtype=dtype, optimizer=optimizer, compensation=compensation)
     shape = dataclasses.replace(SHAPE, layers=1)

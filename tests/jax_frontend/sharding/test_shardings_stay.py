@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from tests.support.jax_sharding import DEVICES, mesh, programs
+from tests.support.rows import covering
 
 from penstock.core.errors import RefusedError
 from penstock.jax_frontend import (
@@ -59,8 +60,8 @@ MAKERS: dict[str, Any] = {
     "make_release_step": lambda stack, loop, layer, **options: make_release_step(stack, TX, **options),
     "release_layers": lambda stack, loop, layer: release_layers(loop, layer, TX),
 }
-CASES: list[tuple[str, str, bool, dict[str, Any]]] = [
-    *[("make_release_step", layout, explicit, {"microbatches": 2}) for layout in LAYOUTS for explicit in (False, True)],
+CASES: list[Any] = [
+    *covering(["make_release_step"], list(LAYOUTS), [False, True], [{"microbatches": 2}]),
     ("make_release_step", "2-D", True, {"save_residuals": True}),
     ("make_release_step", "fsdp", False, {"microbatches": 2, "accumulation": "state"}),
     *[("make_train_step", layout, explicit, {"microbatches": 2}) for layout, explicit in (("fsdp", False), ("2-D", True))],

@@ -13,7 +13,7 @@ import torch
 from tests.support.torch_models import batches, layers, loss_of
 from torch import nn
 
-from penstock.core.combinations import Combination, Kind, Verdict, table
+from penstock.core.combinations import AXES, Combination, Kind, Verdict, table
 from penstock.core.errors import RefusedError
 from penstock.torch_frontend import StableAdamW, release_gradients
 from penstock.torch_frontend.backends.triton.availability import interpreted
@@ -23,13 +23,15 @@ HERE = [(c, verdict) for c, verdict in table() if (c.backend == "triton") == int
 
 
 def of_kind(kind: Kind) -> list[Any]:
-    """The cells of a kind. One coding is compiled in each run of the tests, the others in those of all rows."""
+    """The cells of a kind; those of a slow backend that every run of the tests visits have every pair of values."""
     found = [cell for cell in HERE if cell[1].kind is kind]
     return [pytest.param(c, marks=pytest.mark.exhaustive if is_exhaustive(c[0]) else ()) for c in found]
 
 
 def is_exhaustive(c: Combination) -> bool:
-    return c.backend == "compiled" and c.compensation != "split"
+    """One coding is compiled; the kernels that are interpreted have one of the three at each place of the other axes."""
+    places = [values.index(getattr(c, axis)) for axis, values in AXES.items() if axis not in ("communication", "backend")]
+    return {"eager": False, "compiled": c.compensation != "split", "triton": sum(places) % 3 > 0}[c.backend]
 
 
 LAYERS, BATCHES = (2, 3) if interpreted() else (3, 6)
