@@ -17,6 +17,7 @@ from tests.support.jax_training import (
     train_directly,
     tree,
 )
+from tests.support.rows import covering
 
 from penstock.core import compensation as compensations
 from penstock.core.array_ops import numpy_ops
@@ -36,9 +37,9 @@ def value(dtype: str, compensation: str, parameter, kept) -> np.ndarray:
     return compensations.load(numpy_ops, compensations.resolve(compensation, dtype), stored)
 
 
-@pytest.mark.parametrize("direct", [False, True])
-@pytest.mark.parametrize("compensation", ["auto", "split", "kahan"])
-@pytest.mark.parametrize("rule", ["stable_adamw", "adamw"])
+@pytest.mark.parametrize(
+    ("rule", "compensation", "direct"), covering(["stable_adamw", "adamw"], ["auto", "split", "kahan"], [False, True])
+)
 def test_small_decay_is_not_lost(rule, compensation, direct) -> None:
     params, gradient = jnp.ones(16, jnp.bfloat16), jnp.full(16, 1e-30, jnp.bfloat16)
     tx = TRANSFORMS[rule](1e-4, eps=1e-6, weight_decay=0.1, compensation=compensation)

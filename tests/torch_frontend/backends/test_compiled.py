@@ -11,13 +11,15 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from tests.support.rows import covering, rows
-from tests.support.torch_models import OPTIMIZERS, batches, compiling_small_tensors, layers, loss_of, train
+from tests.support.torch_models import ADAM_FAMILY, OPTIMIZERS, batches, compiling_small_tensors, layers, loss_of, train
 from torch._dynamo.utils import counters
 
-from penstock.torch_frontend import StableAdamW, release_gradients
+from penstock.core.reference import Gradient, Reference, Settings
+from penstock.torch_frontend import AdamW, StableAdamW, release_gradients
 from penstock.torch_frontend.array_ops import compiled_ops, torch_ops
 from penstock.torch_frontend.backends import compiler
 
@@ -63,6 +65,23 @@ def test_compiled_agrees_with_eager(optimizer_class, dtype: torch.dtype, compens
     if compensation != "none":
         for state in runs["compiled"][1][2:]:
             assert torch.count_nonzero(state["compensation"]) > 0.9 * state["compensation"].numel()
+
+
+@pytest.mark.parametrize("optimizer_class", rows(ADAM_FAMILY, [AdamW].__contains__))
+def test_float32_drifts_less_than_one_and_a_half_millionths(optimizer_class) -> None:
+    """Setting B: lr 1e-4, decay 0.1, |p| about 1, 2000 steps, against float64."""
+    generator = np.random.default_rng(3)
+    start = (1 + 0.1 * generator.normal(size=64)).astype(np.float32)
+    p = torch.tensor(start, requires_grad=True)
+    optimizer = optimizer_class([p], lr=1e-4, betas=(0.9, 0.99), eps=1e-6, weight_decay=0.1, backend="compiled")
+    reference = Reference(Settings(optimizer.rule.name, 1e-4, (0.9, 0.99), 1e-6, 0.1), {"p": start})
+    for _ in range(2000):
+        gradient = generator.normal(size=64).astype(np.float32)
+        p.grad = torch.tensor(gradient)
+        optimizer.step()
+        reference.run(Gradient("p", gradient))
+    expected = reference.tensors["p"].parameter
+    assert np.linalg.norm(p.detach().numpy() - expected) / np.linalg.norm(expected) < 1.5e-6
 
 
 def test_the_rounding_survives_the_compiler_and_is_the_casts() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import warnings
 from pathlib import Path
@@ -27,6 +28,7 @@ def launched() -> None:
     rank, world = str(dist.get_rank()), str(dist.get_world_size())
     here = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world, "LOCAL_WORLD_SIZE": world, "NODE_RANK": "0"}
     os.environ.update(here, MASTER_ADDR="127.0.0.1", MASTER_PORT="29500", TORCHELASTIC_RUN_ID="1", GROUP_RANK="0")
+    gc.freeze()  # all that is imported here; as in tests/conftest.py
     warnings.filterwarnings("ignore", message=".*LeafSpec.*", category=FutureWarning)  # as in test_lightning
     warnings.filterwarnings("ignore", message="The 'train_dataloader' does not have many workers")
 
