@@ -20,6 +20,7 @@ import jax
 import jax.numpy as jnp
 import optax
 import pytest
+from tests.conftest import XLA_FLAGS
 
 from penstock.jax_frontend import adam, adamw, compensated, scale_by_stable_adam, stable_adamw
 
@@ -178,7 +179,7 @@ for transform in transforms:
 print(len(tests), "tests of", len(transforms))
 """,
         ],
-        env={"PYTHONPATH": str(SOURCES), "JAX_PLATFORMS": "cpu", "PATH": ""},
+        env={"PYTHONPATH": str(SOURCES), "JAX_PLATFORMS": "cpu", "PATH": "", "XLA_FLAGS": " ".join(XLA_FLAGS[1:])},
         capture_output=True,
         text=True,
     )

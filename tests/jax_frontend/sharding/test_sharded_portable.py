@@ -9,7 +9,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from tests.support.jax_processes import in_two_processes
 from tests.support.jax_sharding import LAYOUTS, ROWS, WIDTH, programs, rows, spread
 from tests.support.jax_training import float64
 from tests.support.jax_walk import STACK, TX, batch, parameters
@@ -46,50 +45,3 @@ def test_a_sharded_state_writes_the_same_bytes_and_comes_back_sharded(tmp_path: 
 def assert_equal(one: object, other: object) -> None:
     for a, b in zip(jax.tree.leaves(one), jax.tree.leaves(other), strict=True):
         assert np.asarray(a).tobytes() == np.asarray(b).tobytes()
-
-
-SCRIPT = """
-from pathlib import Path
-
-import numpy as np
-from penstock.core.errors import PenstockError
-from penstock.jax_frontend import export_state, import_state, init_train_state
-from tests.support.jax_processes import spread
-from tests.support.jax_walk import TX, parameters
-
-params, path = parameters("bfloat16", width=8), Path(sys.argv[3])
-alone = init_train_state(TX, params)
-state = init_train_state(TX, spread(params))
-assert not state.params["layers"]["up"].is_fully_addressable
-export_state(path, TX, state, parameters=True)
-content = path.read_bytes()  # it is there when the call returns, in both processes
-found = import_state(path, TX, init_train_state(TX, spread(jax.tree.map(np.ones_like, params))), parameters=True)
-for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(state), strict=True):
-    assert a.sharding == b.sharding
-    for one, other in zip(a.addressable_shards, b.addressable_shards, strict=True):
-        assert np.asarray(one.data).tobytes() == np.asarray(other.data).tobytes()
-first = jax.process_index() == 0
-
-
-def fails(said, function, where, *arguments, **options):
-    try:
-        function(where, TX, *arguments, **options)
-    except PenstockError as error:
-        assert said in str(error), error
-        return
-    raise AssertionError(said)
-
-
-nowhere = path.parent / "nowhere" / "state"
-fails("could not be written" if first else "process 0 failed: ", export_state, nowhere, state)
-fails("process 1 failed: " if first else "cannot be read", import_state, path if first else nowhere, state)
-fails("process 1 failed: " if first else "not a TrainState", import_state, path, state if first else None)
-fails("other arguments", import_state, path, state, parameters=first)
-assert path.read_bytes() == content
-print("refused")
-"""
-
-
-def test_two_processes_export_and_fail_together(tmp_path: Path) -> None:
-    """Nobody holds a whole array. What fails on one fails on both, and neither waits for ever."""
-    in_two_processes(SCRIPT, "refused", str(tmp_path / "state"))
