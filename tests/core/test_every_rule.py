@@ -27,6 +27,7 @@ from penstock.torch_frontend.array_ops import torch_ops
 
 EVERY_RULE = pytest.mark.parametrize("rule", RULES.values(), ids=RULES)
 STEPS = 40
+KINDS = ((numpy_ops, np.asarray), (torch_ops, torch.tensor), (JaxOps(), jnp.asarray))
 
 
 def hyperparameters(rule: Rule, **changed: Any) -> Hyperparameters:
@@ -79,7 +80,7 @@ def test_it_equals_the_reference_while_its_learning_rate_changes(rule: Rule, cha
 def test_the_same_functions_run_on_numpy_torch_and_jax(rule: Rule, dtype: str) -> None:
     """Within a rounding of the parameter a step, with its best compensation; JAX may contract products and sums."""
     compensation, current, found = possible(dtype)[-1], hyperparameters(rule), []
-    for ops, of in ((numpy_ops, np.asarray), (torch_ops, torch.tensor), (JaxOps(), jnp.asarray)):
+    for ops, of in KINDS:
         parameter = ops.cast(of(np.ones((3, 5), np.float32)), dtype)
         state = start(rule, ops, parameter, compensation)
         for step, gradient in enumerate(gradients()[:10], 1):
@@ -116,13 +117,14 @@ def test_fields_without_memory_hold_the_gradient_alone(rule: Rule) -> None:
     """Decays of 0: m + (g-m) would keep the rounding errors of a large m."""
     none = {name: 0.0 for name in rule.own_hyperparameters if name.startswith("beta")}
     current, small = hyperparameters(rule, weight_decay=0.0, **none), np.full(3, 1e-4, np.float32)
-    parameter, state = np.zeros(3, np.float32), start(rule, numpy_ops, np.zeros(3, np.float32))
-    for step, gradient in enumerate((np.full(3, 1e4, np.float32), small), 1):
-        before, corrections = parameter, rule.corrections(current, step, np)
-        parameter, state = update(numpy_ops, rule, current, corrections, "none", parameter, gradient, state)
-    np.testing.assert_allclose(parameter, before - 1e-2, rtol=2e-2)  # a hundredth is eps, beside 1e-4
-    for field, array in zip(rule.fields, state.fields, strict=True):
-        np.testing.assert_array_equal(array, small * small if field.of_squares else small)
+    for ops, of in KINDS:
+        parameter, state = of(np.zeros(3, np.float32)), start(rule, ops, of(np.zeros(3, np.float32)))
+        for step, gradient in enumerate((np.full(3, 1e4, np.float32), small), 1):
+            before, corrections = parameter, rule.corrections(current, step, np)
+            parameter, state = update(ops, rule, current, corrections, "none", parameter, of(gradient), state)
+        np.testing.assert_allclose(parameter, before - 1e-2, rtol=2e-2)  # a hundredth is eps, beside 1e-4
+        for field, array in zip(rule.fields, state.fields, strict=True):
+            np.testing.assert_array_equal(array, small * small if field.of_squares else small)
 
 
 @EVERY_RULE
