@@ -304,7 +304,6 @@ MODELS: dict[str, Row] = {
         for name, call in {
             "unrolled": lambda: train(lambda p, b: (loss(p, b), jnp.ones(()))),
             "in the walk": lambda: release(LayerStack(embed, layer, lambda *given: (mean_loss(*given), 0.5))),
-            "in a loop": lambda: loop(lambda *given: (own_loop(*given), jnp.ones(()))),
         }.items()
     },
     "no aux": (lambda: train(has_aux=True), r"has_aux=True the loss function must return a tuple \(loss, aux\)"),
@@ -319,6 +318,10 @@ MODELS: dict[str, Row] = {
 }
 
 LOOPS: dict[str, Row] = {
+    "a tuple as loss": (
+        lambda: loop(lambda *given: (own_loop(*given), jnp.ones(()))),
+        r"shape \(\(\), \(\)\).*has_aux=True.*WeightedMean\(sum, weight\)",
+    ),
     "no loss": (lambda: release_layers(None, layer, TX), "loss_fn=None is not callable"),  # type: ignore[arg-type]
     "fence": (lambda: release_layers(own_loop, layer, TX, fence="wall"), "fence"),
     "no transform": (lambda: release_layers(own_loop, layer, adamw), "not an Optax transform"),  # type: ignore[arg-type]
