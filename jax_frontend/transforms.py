@@ -52,8 +52,8 @@ Args:
         `optax.contrib.schedule_free`); `compensated` says why.
 
 `optax.inject_hyperparams` turns the numbers into arrays of the parameters' dtype. Give it hyperparam_dtype=jnp.float32 where
-that is bfloat16 or float16: a b1, b2 or eps rounded to it is refused. b1 and b2 may then change from update to update, as in
-Optax's transforms; the state of a rule that debiases is a `RuleStateWithBetas`, which keeps them.
+that is bfloat16 or float16: {own_names} are refused where they are rounded. They may then change from update to update, as in
+Optax's transforms{keeps}.
 
 Returns:
     A transform with a `RuleState`. Its update needs params, unless weight_decay is 0 and nothing is compensated.
@@ -125,6 +125,7 @@ def _signature(rule: Rule, defaults: dict[str, Any]) -> inspect.Signature:
 
 def _docstring(rule: Rule, signature: inspect.Signature, notes: str) -> str:
     own, parameters = [], signature.parameters
+    arguments = [NAMES.get(name, name) for name in rule.own_hyperparameters]
     for name, meaning in rule.hyperparameters.MEANINGS.items():
         allowed = f", in {rule.hyperparameters.RANGES[name]}" if name in rule.hyperparameters.RANGES else ""
         argument = NAMES.get(name, name)
@@ -133,12 +134,16 @@ def _docstring(rule: Rule, signature: inspect.Signature, notes: str) -> str:
         title=rule.title,
         mathematics="\n".join(f"    {line}" for line in inspect.cleandoc(rule.mathematics).splitlines()),
         notes=notes and f" {notes}",
-        last=[NAMES.get(name, name) for name in ("learning_rate", *rule.own_hyperparameters)][-1],
+        last=["learning_rate", *arguments][-1],
         own="\n".join(f"    {line}" for line in own),
         dtypes="\n".join(
             f"    {name}: {about}".replace("\n", "\n    ") for name, about in _DTYPES.items() if name in parameters
         ),
         decay="L2 regularisation, added to the gradient" if rule.l2 else "multiplied by the learning rate, unless decouple_lr",
+        own_names=" and ".join(", ".join(arguments).rsplit(", ", 1)),
+        keeps="; the state is then a `RuleStateWithBetas`, which keeps b1 and b2"
+        if any(field.beta for field in rule.fields)
+        else "",
         weight_decay=parameters["weight_decay"].default,
         name=rule.name,
         source=rule.source,
