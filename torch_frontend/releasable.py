@@ -171,7 +171,7 @@ class ReleasableOptimizer(TensorUpdates):
                 "optimizer_accumulation=True has no effect before prepare_for_gradient_release(model, optimizer); call that."
             )
         self._refresh()
-        ready = [(p, gradient) for p in self._parameters() if (gradient := p.grad) is not None]
+        ready = [(p, gradient) for p in self._whole.values() if (gradient := p.grad) is not None]
         unusual = [pair for pair in ready if type(pair[1]) is not Tensor or pair[1].layout is not PLAIN_GRADIENT]
         for parameter, gradient in unusual:
             if is_released(gradient):

@@ -16,7 +16,7 @@ from ..core.release import Action
 from ..core.rules import Rule
 from . import state as saved_state
 from .array_ops import dtype_name
-from .backends import Backend, ChecksOnDevice, TensorSlot
+from .backends import Backend, ChecksOnDevice, TensorSlot, count_updates
 from .backends.numbers import GroupSettings
 from .changing_betas import check_between_updates
 from .communication.shards import LocalState, is_sharded, local, means_over_shards, shard_of
@@ -150,7 +150,7 @@ class TensorUpdates(Optimizer):
         """
         slot = self._slots.get(id(parameter)) or self._new_slot(parameter)
         square = self._backend.update(slot, gradient, first=True, measure=measure)
-        slot.count()
+        count_updates((slot,))
         return square
 
     def _update_all(self, ready: Sequence[tuple[Tensor, Tensor]]) -> None:
@@ -158,12 +158,10 @@ class TensorUpdates(Optimizer):
         slots = self._slots
         pairs = [(slots.get(id(parameter)) or self._new_slot(parameter), gradient) for parameter, gradient in ready]
         self._update_slots(pairs)
-        for slot, _ in pairs:
-            slot.count()
+        count_updates([slot for slot, _ in pairs])
 
     def _update_slots(self, pairs: Sequence[tuple[TensorSlot, Tensor]]) -> None:
-        if self.rule.clips_update and any(slot.shard is not None for slot, _ in pairs):
-            shards = [slot.shard for slot, _ in pairs]
+        if self.rule.clips_update and any(shards := [slot.shard for slot, _ in pairs]):
             self._backend.update_all(pairs, over_shards=functools.partial(means_over_shards, shards))
         elif len(pairs) == 1:
             self._backend.update(*pairs[0], first=True)
@@ -180,7 +178,7 @@ class TensorUpdates(Optimizer):
         else:
             backend.accumulate(slot, gradient, first=action.first)
         if action.steps:
-            slot.count()
+            count_updates((slot,))
 
     def _update_if_all_finite(self, ready: Sequence[tuple[Tensor, Tensor]]) -> Sequence[Tensor]:
         """Update all parameters or, if a gradient is not finite, none; `_checks_on_device` must hold.
@@ -237,17 +235,20 @@ class TensorUpdates(Optimizer):
         for entry, group in zip(known, groups, strict=True):
             entry.refresh(group)
         self._follow_betas(known)
-        states, dropped = self.state, False
-        for key, slot in list(self._slots.items()):
-            whole = self._whole[key]
-            state = slot.state if slot.shard is None else slot.state.whole
-            if slot.parameter is local(whole) and state is states.get(whole):
-                shape, dtype, device = slot.kind
-                if whole.dtype is dtype and whole.shape == shape and whole.device == device:
+        parameters, states = self._whole, {id(parameter): state for parameter, state in self.state.items()}
+        outdated = []
+        for key, slot in self._slots.items():
+            whole = parameters[key]
+            here, state = (whole, slot.state) if slot.shard is None else (local(whole), slot.state.whole)
+            if slot.parameter is here and state is states.get(key) and slot.step is slot.state.get("step"):
+                (kind, dtype, device, shape), address = slot.kind, slot.step_address
+                same = type(whole) is kind and whole.dtype is dtype and whole.device == device and whole.shape == shape
+                if same and (not address or slot.step.data_ptr() == address):
                     continue
+            outdated.append(key)
+        for key in outdated:
             del self._slots[key]
-            dropped = True
-        return dropped
+        return bool(outdated)
 
     def _follow_betas(self, groups: list[KnownGroup]) -> None:
         """Express the moments of groups whose betas have changed under the new ones."""
@@ -278,7 +279,7 @@ class TensorUpdates(Optimizer):
         shard = shard_of(parameter)
         here = state if shard is None else LocalState(state)
         slot = TensorSlot(local(parameter), here, compensation, entry.settings.rule, entry.settings, group["capturable"], shard)
-        slot.kind = parameter.shape, parameter.dtype, parameter.device
+        slot.kind = type(parameter), parameter.dtype, parameter.device, parameter.shape
         self._slots[id(parameter)] = slot
         return slot
 
@@ -286,11 +287,10 @@ class TensorUpdates(Optimizer):
 def _advance(slots: Sequence[TensorSlot], applied: Sequence[Tensor] = ()) -> None:
     """Count an update of each tensor: add one, or its element of `applied`, which is 0 if the device skipped it."""
     if not applied:
-        for slot in slots:
-            slot.count()
+        count_updates(slots)
         return
     by_device: dict[torch.device, list[int]] = {}
-    steps = [slot.state["step"] for slot in slots]
+    steps = [slot.step for slot in slots]
     for position, step in enumerate(steps):
         by_device.setdefault(step.device, []).append(position)
     for device, here in by_device.items():

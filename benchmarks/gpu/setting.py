@@ -14,6 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from penstock.torch_frontend.backends import count_updates
+
 SHAPES: dict[str, list[int]] = {
     "124M": [768 * 2304, 768 * 768, 768 * 3072, 768 * 3072] * 12 + [768] * 98 + [50257 * 768, 1024 * 768],
     "1B": [2048 * 2048] * 64 + [2048 * 8192] * 48 + [128256 * 2048] + [2048] * 33,
@@ -239,4 +241,4 @@ def update_alone(optimizer: Any, p: nn.Parameter) -> None:
     slot = optimizer._slot(p)
     with torch.no_grad():
         optimizer._backend.update(slot, p.grad, first=True)
-    slot.count()
+    count_updates((slot,))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from operator import itemgetter
 from typing import Any, Protocol, runtime_checkable
 
@@ -50,11 +50,13 @@ class TensorSlot:
     settings: the current settings of the parameter's group.
     shard: the location of the local shard in the whole parameter; None if it is not sharded.
     capturable: "step" is on the parameter's device, and the host must not wait for it.
-    kind: shape, dtype and device of the parameter when the slot was made.
+    kind: class, dtype, device and shape of the parameter when the slot was made.
     plan: what a backend caches for this tensor. dataclasses.replace() does not copy it.
     compute_dtype: the dtype of the arithmetic.
     keys: of the rule's fields in the state.
     fields_of: returns the rule's fields in a state, as a tuple.
+    step, step_address: "step" when the slot was made, and its address; 0 if it is not on a CPU.
+    counter: `step`; on a CPU its memory as a numpy array, which reads and writes a number in a tenth of the time.
     """
 
     parameter: Tensor
@@ -69,9 +71,9 @@ class TensorSlot:
     compute_dtype: torch.dtype = dataclasses.field(init=False, repr=False)
     keys: tuple[str, ...] = dataclasses.field(init=False, repr=False)
     fields_of: Callable[[Any], tuple[Tensor, ...]] = dataclasses.field(init=False, repr=False)
-    _step: Any = dataclasses.field(default=None, init=False, repr=False)
-    _address: int = dataclasses.field(default=0, init=False, repr=False)  # of the memory of "step"; 0 if not on the host
-    _count: Any = dataclasses.field(default=None, init=False, repr=False)  # the memory of "step" as a numpy array
+    step: Tensor = dataclasses.field(init=False, repr=False)
+    step_address: int = dataclasses.field(init=False, repr=False)
+    counter: Any = dataclasses.field(init=False, repr=False)
 
     @property
     def hyperparameters(self) -> Hyperparameters:
@@ -83,35 +85,21 @@ class TensorSlot:
         self.keys = keys = state_keys(self.rule)
         # itemgetter takes a fifth of the time of a loop, and returns no tuple for one key
         self.fields_of = itemgetter(*keys) if len(keys) > 1 else lambda state: tuple(map(state.__getitem__, keys))
+        self.step = step = self.state["step"]
+        on_host = type(step) is Tensor and step.device.type == "cpu"
+        self.step_address, self.counter = (step.data_ptr(), step.numpy()) if on_host else (0, step)
 
     @property
     def corrections(self) -> Any:
         """`Rule.corrections` of this update: numbers, or 0-d tensors in the compute dtype when capturable."""
         if self.capturable:
-            return self.rule.corrections(self.hyperparameters, self.state["step"].to(self.compute_dtype) + 1, torch)
+            return self.rule.corrections(self.hyperparameters, self.step.to(self.compute_dtype) + 1, torch)
         return self.settings.corrections(self.step_number)
 
     @property
     def step_number(self) -> float:
         """Number t of the next update, starting at 1. Synchronises when capturable."""
-        return self._counter().item() + 1
-
-    def count(self) -> None:
-        """Add 1 to "step"."""
-        counter = self._counter()
-        if isinstance(counter, Tensor):
-            counter.add_(_ONE)
-        else:
-            counter[()] = counter.item() + 1
-
-    def _counter(self) -> Any:
-        """Return "step"; on a CPU its memory as a numpy array, which reads and writes a number in a tenth of the time."""
-        step = self.state["step"]
-        if step is not self._step or (self._address and step.data_ptr() != self._address):
-            on_host = type(step) is Tensor and step.device.type == "cpu"
-            self._step, self._address = step, step.data_ptr() if on_host else 0
-            self._count = step.numpy() if on_host else step
-        return self._count
+        return self.counter.item() + 1
 
     def tensors(self, gradient: Tensor | None) -> dict[str, Tensor]:
         """Return parameter, gradient and state of the parameter's shape by name, without those that are absent."""
@@ -131,6 +119,15 @@ class TensorSlot:
         if self.capturable:
             return vector_of(self.hyperparameters, self.rule, self.numbers(), device)
         return self.settings.vector(self.step_number, self.compute_dtype, device)
+
+
+def count_updates(slots: Iterable[TensorSlot]) -> None:
+    """Add 1 to "step" of each slot."""
+    for slot in slots:
+        if slot.step_address:
+            slot.counter[()] = slot.counter.item() + 1
+        else:
+            slot.counter.add_(_ONE)
 
 
 class Backend(Protocol):

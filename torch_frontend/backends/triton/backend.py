@@ -190,7 +190,7 @@ class TritonBackend:
             if before is not None and not isinstance(before, Tensor):
                 before = torch.full((), before, dtype=dtype, device=device)
             after = torch.empty((), dtype=dtype, device=device) if action == "accumulate" else scratch.square(dtype)
-            step = step_count_on(device, slot.state["step"]) if slot.capturable and action != "apply" else None
+            step = step_count_on(device, slot.step) if slot.capturable and action != "apply" else None
             partials, counters = scratch.partials(count if norm is None else 2 * count, dtype), scratch.counters(4)
             fixed, buffer, numbers = self._numbers(slot, dtype, device, scratch)
             pointers = step, partials, counters, before, after, norm, applied, buffer

@@ -11,7 +11,7 @@ import dataclasses
 import functools
 import itertools
 import operator
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -42,19 +42,17 @@ class Plan:
 
 
 class Facts(NamedTuple):
-    """The properties that determine the grouping, each as a list over the tensors.
+    """The properties that determine the grouping and may change from call to call, each as a list over the tensors.
 
-    addresses, bytes: of state and parameters.
-    numels, dtypes: of the gradients.
-    hyperparameters, counts: the position of the first tensor with the same hyperparameters, and with the same number of
-        updates.
+    addresses: of state and parameters.
+    bytes: of gradients, state and parameters.
+    dtypes: of the gradients.
+    counts: the position of the first tensor with the same number of updates.
     """
 
     addresses: Columns
     bytes: Columns
-    numels: list[int]
     dtypes: list[torch.dtype]
-    hyperparameters: list[int]
     counts: list[int]
 
 
@@ -67,6 +65,7 @@ class Grouping:
     facts: of the last call; None if it was refused.
     gradients: addresses of the gradients at the last call; separate from the facts, because they may change at every call.
     devices, numels: of the parameters.
+    single: the positions of the tensors with one element.
     groups: the positions of the tensors of each group, and bytes that their addresses are multiples of.
     """
 
@@ -77,6 +76,7 @@ class Grouping:
     gradients: list[int] = dataclasses.field(default_factory=list)
     devices: list[torch.device] = dataclasses.field(default_factory=list)
     numels: list[int] = dataclasses.field(default_factory=list)
+    single: list[int] = dataclasses.field(default_factory=list)
     groups: list[tuple[list[int], int]] = dataclasses.field(default_factory=list)
 
 
@@ -130,14 +130,13 @@ def batches_of(pairs: Sequence[tuple[TensorSlot, Tensor]]) -> list[Batch]:
     slots = [slot for slot, _ in pairs]
     known, states = _known(slots), [slot.state for slot in slots]
     columns = _columns(slots, states, [gradient for _, gradient in pairs], known.compensated)
-    steps = [state["step"] for state in states]
-    addresses, facts = _read(slots, steps, columns, known.capturable)
-    if facts != known.facts or not _in_order(columns, facts.numels) or not _still(known, columns[0], addresses[0]):
-        if not _all_in_order(columns, facts.numels):
+    addresses, facts = _read(slots, columns)
+    if facts != known.facts or not _in_order(columns, known.single) or not _still(known, columns[0], addresses[0]):
+        if not _all_in_order(columns):
             columns = _in_parameter_layout(slots, columns[0], known.compensated)
-            addresses, facts = _read(slots, steps, columns, known.capturable)
+            addresses, facts = _read(slots, columns)
         _group(known, slots, columns, addresses, facts)
-    on_device = _step_addresses(slots, steps, known.devices) if known.capturable else [0] * len(slots)
+    on_device = _step_addresses(slots, known.devices) if known.capturable else [0] * len(slots)
     assert known.facts is not None
     addresses = [known.gradients, *known.facts.addresses]  # the same objects at each call, which makes comparing them fast
     whole = Batch(slots, columns, addresses, on_device, known.numels, ACCESS_BYTES)
@@ -169,22 +168,11 @@ def _columns(slots: list[TensorSlot], states: list[Any], gradients: list[Tensor]
     return [*columns, [p if slot.compensation == "none" else state["compensation"] for slot, state, p in rows]]
 
 
-def _read(slots: list[TensorSlot], steps: list[Tensor], columns: Columns, capturable: bool) -> tuple[Columns, Facts]:
+def _read(slots: list[TensorSlot], columns: Columns) -> tuple[Columns, Facts]:
     """Return all addresses, and the facts."""
     addresses = _of_each(Tensor.data_ptr, columns)
-    counts: list[Any]
-    if capturable:
-        counts = [None if slot.capturable else step.item() for slot, step in zip(slots, steps, strict=True)]
-    else:
-        counts = list(map(Tensor.item, steps))
-    return addresses, Facts(
-        addresses[1:],
-        _of_each(_bytes, columns[1:]),
-        list(map(Tensor.numel, columns[0])),
-        list(map(_dtype, columns[0])),
-        _first_equal([id(slot.hyperparameters) for slot in slots]),
-        _first_equal(counts),
-    )
+    counts = _first_equal([None if slot.capturable else slot.counter.item() for slot in slots])
+    return addresses, Facts(addresses[1:], _of_each(_bytes, columns), list(map(_dtype, columns[0])), counts)
 
 
 def _of_each(read: Callable[[Tensor], Any], columns: Columns) -> Columns:
@@ -201,15 +189,19 @@ def _first_equal(values: Sequence[Hashable]) -> list[int]:
     return [first.setdefault(value, position) for position, value in enumerate(values)]
 
 
-def _in_order(columns: Columns, numels: list[int]) -> bool:
+def _in_order(columns: Columns, single: Iterable[int]) -> bool:
     """Whether parameters and gradients are contiguous, and no gradient has the negative bit, which kernels do not see.
 
     Only the imaginary part of a conjugate has that bit. Its stride is 2, so it is contiguous only if it has one element.
+
+    Args:
+        columns: the tensors.
+        single: the positions of the tensors with one element.
     """
     gradients, parameters = columns[0], columns[PARAMETER]
     if not (all(map(Tensor.is_contiguous, gradients)) and all(map(Tensor.is_contiguous, parameters))):
         return False
-    return 1 not in numels or not any(map(Tensor.is_neg, gradients))
+    return not any(gradients[position].is_neg() for position in single)
 
 
 def _still(known: Grouping, gradients: list[Tensor], addresses: list[int]) -> bool:
@@ -221,10 +213,11 @@ def _still(known: Grouping, gradients: list[Tensor], addresses: list[int]) -> bo
     return aligned and list(map(_device, gradients)) == known.devices
 
 
-def _all_in_order(columns: Columns, numels: list[int]) -> bool:
-    """Whether all tensors are contiguous, and the parameters of plain types."""
-    ordinary = all(type(parameter) in PLAIN for parameter in columns[PARAMETER])
-    return ordinary and all(all(map(Tensor.is_contiguous, column)) for column in columns) and _in_order(columns, numels)
+def _all_in_order(columns: Columns) -> bool:
+    """Whether all tensors are contiguous, no gradient has the negative bit, and the parameters are of plain types."""
+    if not all(type(parameter) in PLAIN for parameter in columns[PARAMETER]) or any(map(Tensor.is_neg, columns[0])):
+        return False
+    return all(all(map(Tensor.is_contiguous, column)) for column in columns)
 
 
 def _in_parameter_layout(slots: list[TensorSlot], gradients: list[Tensor], compensated: bool) -> Columns:
@@ -246,19 +239,20 @@ def _group(known: Grouping, slots: list[TensorSlot], columns: Columns, addresses
     else:
         alignments = list(map(alignment, zip(*columns, strict=True), zip(*addresses, strict=True)))
     dtypes = [list(map(_dtype, column)) for column in columns]
-    settings = [(slot.rule, slot.compensation) for slot in slots]
-    keys = zip(facts.hyperparameters, facts.counts, settings, devices, alignments, *dtypes, strict=True)
+    settings = [(id(slot.settings), slot.rule, slot.compensation) for slot in slots]
+    keys = zip(settings, facts.counts, devices, alignments, *dtypes, strict=True)
     positions: dict[tuple[Hashable, ...], list[int]] = {}
     for number, (numel, key) in enumerate(zip(numels, keys, strict=True)):
         if numel > 0:  # a shard may be empty where its parameter is not
             positions.setdefault(key, []).append(number)
     known.facts, known.gradients, known.devices, known.numels = facts, addresses[0], devices, numels
+    known.single = [number for number, numel in enumerate(numels) if numel == 1]
     known.groups = [(rows, alignments[rows[0]]) for rows in positions.values()]
 
 
-def _step_addresses(slots: list[TensorSlot], steps: list[Tensor], devices: list[torch.device]) -> list[int]:
-    rows = zip(slots, steps, devices, strict=True)
-    return [step_count_on(device, step).data_ptr() if slot.capturable else 0 for slot, step, device in rows]
+def _step_addresses(slots: list[TensorSlot], devices: list[torch.device]) -> list[int]:
+    pairs = zip(slots, devices, strict=True)
+    return [step_count_on(device, slot.step).data_ptr() if slot.capturable else 0 for slot, device in pairs]
 
 
 def step_count_on(device: torch.device, step: Tensor) -> Tensor:

@@ -40,6 +40,9 @@ NUMELS = (1500, 3, 17)
 CALLS_OF_OURS = 30
 """Python functions of this package that run for a launch of one tensor, at most."""
 
+CALLS_OF_OURS_IN_A_STEP = 170
+"""The same for step(), however many tensors it updates."""
+
 
 @pytest.fixture
 def launches() -> Iterator[Compared]:
@@ -342,18 +345,21 @@ def test_a_launch_of_one_tensor_takes_few_calls() -> None:
     assert 5 < found <= CALLS_OF_OURS
 
 
-def test_a_launch_of_many_tensors_takes_as_many_calls_as_one_of_few() -> None:
-    """Where no slot is new. A property of the slots may be a function, which is called once for each of them."""
-    found, counts = [], (4, 40)
+@pytest.mark.parametrize(("rule", "dtype"), [(AdamW, torch.float32), (StableAdamW, torch.bfloat16)])
+def test_a_step_of_many_tensors_takes_as_many_calls_as_one_of_few(rule: type, dtype: torch.dtype) -> None:
+    """No function of this package is called for each tensor, wherever the gradients are."""
+    found, counts = [], (4, 148)
     for count in counts:
-        kept = Kept(numels=(20,) * count)
-        with without_launching(), torch.no_grad():
-            kept.all()
-            found.append(calls_of_ours(kept.all))
-            kept.gradients = [elsewhere(gradient) for gradient in kept.gradients]
-            found.append(calls_of_ours(kept.all))
-    assert found[2] - found[0] == found[3] - found[1] in (0, counts[1] - counts[0])
-    assert found[1] <= 3 * CALLS_OF_OURS
+        kept = Kept(rule, dtype, numels=(20,) * count)
+        with without_launching():
+            for moved in (False, True):
+                for slot, gradient in kept.pairs:
+                    slot.parameter.grad = elsewhere(gradient) if moved else gradient
+                if not moved:
+                    kept.optimizer.step()
+                found.append(calls_of_ours(kept.optimizer.step))
+    assert found[:2] == found[2:]
+    assert max(found) <= CALLS_OF_OURS_IN_A_STEP
 
 
 def test_neither_tensors_nor_slots_live_on_in_the_backend_or_in_another_slot() -> None:

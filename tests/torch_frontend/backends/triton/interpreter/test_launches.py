@@ -190,10 +190,9 @@ def test_a_parameter_with_gaps_is_refused_with_the_remedy() -> None:
 def test_step_counts_elsewhere_are_refused() -> None:
     (p,) = group((3,))
     optimizer = AdamW([p], backend="triton", capturable=True)
-    slot = slot_of(optimizer, p)
-    slot.state["step"] = torch.zeros((), device="meta")
+    slot_of(optimizer, p).state["step"] = torch.zeros((), device="meta")
     with pytest.raises(InvalidArgumentError, match=r"capturable=True needs the step counts on cpu, and one is on meta"):
-        backend_of(optimizer).update_all([(slot, torch.ones(3))])
+        backend_of(optimizer).update_all([(slot_of(optimizer, p), torch.ones(3))])
 
 
 @pytest.fixture
