@@ -23,7 +23,7 @@ def reachable(nodes: Iterable[Any]) -> Iterator[Any]:
         if node is not None and node not in seen:
             seen.add(node)
             yield node
-            stack.extend(following for following, _ in node.next_functions)
+            stack += [following for following, _ in node.next_functions]
 
 
 class Graph(NamedTuple):
@@ -53,10 +53,10 @@ class Graph(NamedTuple):
         return f"{function.__name__}Backward" in self.functions
 
 
-def leaf_of(node: Any) -> set[Tensor]:
+def leaf_of(node: Any) -> tuple[Tensor, ...]:
     """Return the tensor into whose `.grad` this node accumulates, if it does that."""
     variable = getattr(node, "variable", None)
-    return {variable} if isinstance(variable, Tensor) else set()
+    return (variable,) if isinstance(variable, Tensor) else ()
 
 
 def hidden_leaves(node: Any) -> set[Tensor]:

@@ -41,14 +41,13 @@ class SavedContext:
             if kind is not None and torch.amp.is_autocast_available(kind)
         ]
 
-    @contextlib.contextmanager
-    def autocast(self) -> Iterator[None]:
-        """Apply the saved autocast state."""
-        with contextlib.ExitStack() as stack:
-            for arguments in self._autocast:
-                if arguments["enabled"] or torch.is_autocast_enabled(arguments["device_type"]):
-                    stack.enter_context(torch.autocast(**arguments))
-            yield
+    def autocast(self) -> contextlib.ExitStack:
+        """Return a context with the saved autocast state."""
+        stack = contextlib.ExitStack()
+        for arguments in self._autocast:
+            if arguments["enabled"] or torch.is_autocast_enabled(arguments["device_type"]):
+                stack.enter_context(torch.autocast(**arguments))
+        return stack
 
     def save_rng_state(self) -> None:
         """Save the current RNG state for the next computation."""

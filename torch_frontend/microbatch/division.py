@@ -93,9 +93,9 @@ def divide(
     labels: list[str] = []  # for each leaf, the argument that it belongs to
     for index, value in enumerate(args):
         label = names[index] if index < len(names) else f"number {index + 1}"
-        labels += [label] * len(tree_flatten(value)[0])
+        labels += [label] * _leaves(value)
     for label, value in kwargs.items():
-        labels += [label] * len(tree_flatten(value)[0])
+        labels += [label] * _leaves(value)
     tensor_labels = [labels[place] for place in structure.places]
     if batched is None:
         for label, leaf in zip(labels, structure.leaves, strict=True):
@@ -112,6 +112,10 @@ def divide(
     bounds = [size * index // pieces for index in range(pieces + 1)]
     chunks = [slice(start, stop) for start, stop in itertools.pairwise(bounds)]
     return Division(structure, tensors, divided, chunks)
+
+
+def _leaves(value: Any) -> int:
+    return 1 if isinstance(value, Tensor) else len(tree_flatten(value)[0])
 
 
 def _by_size(labels: Sequence[str], tensors: Sequence[Tensor], count: int) -> tuple[list[bool], int]:

@@ -147,12 +147,16 @@ class BlockCall:
 
                 self._with_parameters(leaves, one_chunk)
                 for index, leaf in enumerate(leaves):
-                    if index not in sums and leaf.grad is not None:
-                        if index not in parts:
-                            parts[index] = torch.zeros_like(tensors[index])
-                        parts[index][chunk].copy_(leaf.grad)
+                    if index in sums or leaf.grad is None:
+                        continue
+                    if len(chunks) == 1:
+                        parts[index] = leaf.grad
+                        continue
+                    if index not in parts:
+                        parts[index] = torch.zeros_like(tensors[index])
+                    parts[index][chunk].copy_(leaf.grad)
         for parameter, index in zip(self._parameters, sums, strict=False):
-            _record_in_ledger(parameter, sums[index].nbytes)
+            _record_in_ledger(parameter, sums[index])
         return [sums[index].take() if index in sums else parts.get(index) for index in range(len(tensors))]
 
     def _differentiate(self, leaves: Sequence[Tensor], chunk: slice, gradients: Sequence[Tensor | None], first: bool) -> None:
@@ -173,6 +177,8 @@ class BlockCall:
             torch.autograd.backward([output for output, _ in pairs], [gradient for _, gradient in pairs])
 
     def _slice(self, tensors: Sequence[Tensor], chunk: slice) -> list[Tensor]:
+        if len(self._division.chunks) == 1 and chunk is self._division.chunks[0]:
+            return list(tensors)
         return [tensor[chunk] if divided else tensor for tensor, divided in zip(tensors, self._batched, strict=True)]
 
     def _with_parameters(self, tensors: Sequence[Tensor], function: Callable[[], Any]) -> Any:
@@ -273,8 +279,8 @@ def _require_own_leaves(outputs: Sequence[Tensor], leaves: Sequence[Tensor]) -> 
                 )
 
 
-def _record_in_ledger(parameter: Tensor, nbytes: int) -> None:
+def _record_in_ledger(parameter: Tensor, gradient: _GradientSum) -> None:
     """Record a gradient in the release's ledger now: it exists before autograd passes it to the parameter's hook."""
     owner = owner_of(parameter)
-    if nbytes and owner is not None:
+    if owner is not None and (nbytes := gradient.nbytes):
         owner.step.ledger.arrive(id(parameter), nbytes)
