@@ -52,7 +52,10 @@ class SavedContext:
     def save_rng_state(self) -> None:
         """Save the current RNG state for the next computation."""
         if self._preserve:
-            self._states.append((torch.get_rng_state(), *get_device_states(*self._on_devices)))
+            self._states.append((torch.get_rng_state(), *self._device_states()))
+
+    def _device_states(self) -> tuple[Sequence[int], Sequence[Tensor]]:
+        return get_device_states(*self._on_devices) if self._on_devices else ((), ())
 
     def restore_rng_state(self, number: int) -> None:
         """Restore the RNG state saved for the computation of this number, counted from 0."""
@@ -67,7 +70,7 @@ class SavedContext:
         if not self._preserve:
             return False
         state, _, states = self._states[number]
-        now = torch.get_rng_state(), *get_device_states(*self._on_devices)[1]
+        now = torch.get_rng_state(), *self._device_states()[1]
         return not all(map(torch.equal, (state, *states), now))
 
     @contextlib.contextmanager

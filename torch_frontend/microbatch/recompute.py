@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -155,8 +155,7 @@ class BlockCall:
                     if index not in parts:
                         parts[index] = torch.zeros_like(tensors[index])
                     parts[index][chunk].copy_(leaf.grad)
-        for parameter, index in zip(self._parameters, sums, strict=False):
-            _record_in_ledger(parameter, sums[index])
+        _record_in_ledger((p, sums[index]) for index, p in enumerate(self._parameters) if index in sums)
         return [sums[index].take() if index in sums else parts.get(index) for index in range(len(tensors))]
 
     def _differentiate(self, leaves: Sequence[Tensor], chunk: slice, gradients: Sequence[Tensor | None], first: bool) -> None:
@@ -279,8 +278,12 @@ def _require_own_leaves(outputs: Sequence[Tensor], leaves: Sequence[Tensor]) -> 
                 )
 
 
-def _record_in_ledger(parameter: Tensor, gradient: _GradientSum) -> None:
-    """Record a gradient in the release's ledger now: it exists before autograd passes it to the parameter's hook."""
-    owner = owner_of(parameter)
-    if owner is not None and (nbytes := gradient.nbytes):
-        owner.step.ledger.arrive(id(parameter), nbytes)
+def _record_in_ledger(gradients: Iterable[tuple[Tensor, _GradientSum]]) -> None:
+    """Record gradients in their release's ledger now: they exist before autograd passes them to the parameters' hooks."""
+    owner: Any = None
+    for parameter, gradient in gradients:
+        key = id(parameter)
+        if owner is None or key not in owner.step.members:
+            owner = owner_of(parameter)
+        if owner is not None and (nbytes := gradient.nbytes):
+            owner.step.ledger.arrive(key, nbytes)
