@@ -15,15 +15,31 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 
 from penstock.planner.live_storages import OTHER, LiveStorageMeter
-from penstock.torch_frontend import AdamW, StableAdamW, release_gradients
+from penstock.torch_frontend import AdamW, StableAdamW, microbatch_blocks, release_gradients
 from penstock.torch_frontend.backends import eager
 
 CALLS = 30
+CALLS_IN_A_DIVIDED_BLOCK = 33
+"""With those of microbatch_blocks, which also looks at each node of the block's graph."""
 
 
 @pytest.mark.parametrize("optimizer_class", [AdamW, StableAdamW])
 def test_a_released_gradient_takes_few_calls(optimizer_class) -> None:
     assert calls_per_gradient(optimizer_class) <= CALLS
+
+
+@pytest.mark.parametrize("optimizer_class", [AdamW, StableAdamW])
+def test_a_released_gradient_of_a_divided_block_takes_few_calls_more(optimizer_class) -> None:
+    def calls(depth: int) -> int:
+        model = nn.Sequential(nn.Sequential(*(nn.Linear(4, 4) for _ in range(depth))))
+        optimizer = optimizer_class(model.parameters())
+        with microbatch_blocks(model, chunks=1), release_gradients(model, optimizer):
+            for _ in range(3):
+                counted = calls_in(lambda: model(torch.ones(2, 4)).sum().backward()).total()
+                optimizer.step()
+        return counted
+
+    assert (calls(20) - calls(2)) / 36 <= CALLS_IN_A_DIVIDED_BLOCK + 3 * (optimizer_class is StableAdamW)
 
 
 def calls_of(parameters: int, groups: int, releases: int) -> float:
