@@ -94,10 +94,10 @@ def _pieces(slot: TensorSlot, gradient: Tensor | None, small: int) -> Iterator[V
     """
     if slot.parameter.numel() <= small:
         return
-    flat = along_memory(slot.tensors(gradient))
-    if flat is None:
+    state = slot.state
+    vectors = along_memory([slot.parameter, gradient, state.get("compensation"), *slot.fields_of(state)])
+    if vectors is None:
         return
-    vectors = [flat.get(name) for name in ("parameter", "gradient", "compensation", *slot.keys)]
     if slot.parameter.numel() <= PIECE:
         yield tuple(vectors)
         return
@@ -118,11 +118,9 @@ def _run(
 
     total: the mean square of the whole tensor for "write", otherwise that of earlier micro-batches.
     """
-    current, state = slot.hyperparameters, slot.state
-    dtypes = (slot.parameter.dtype, *(state[key].dtype for key in slot.keys))
-    settings = _constants(current)
-    chosen = kind, first, measured, slot.rule.name, slot.compensation
-    graph, is_new = _compiled(*chosen, settings, dtypes, slot.parameter.device)
+    parameter, dtypes = slot.parameter, tuple([field.dtype for field in slot.fields_of(slot.state)])
+    chosen = kind, first, measured, slot.rule.name, slot.compensation, slot.settings.derived(_constants)
+    graph, is_new = _compiled(*chosen, (parameter.dtype, *dtypes), parameter.device)
     if total is not None:
         total = torch.as_tensor(total, dtype=slot.compute_dtype, device=slot.parameter.device)
     if is_new:
@@ -202,8 +200,10 @@ def _compiled(
     # torch.compile caches graphs by code object and stops compiling after a number of them: each graph gets its own.
     code = step.__code__.replace(co_name=f"{rule_name}_{kind}")
     own = types.FunctionType(code, step.__globals__, code.co_name, step.__defaults__, step.__closure__)
-    options = {**(KEEP_CASTS if kahan else {}), **({"guard_filter_fn": _guards_of_tensors} if _FILTERS_GUARDS else {})}
-    return torch.compile(own, fullgraph=True, options=options or None), [True]
+    options: dict[str, Any] = {"size_asserts": False, **(KEEP_CASTS if kahan else {})}  # the guards compare the sizes
+    if _FILTERS_GUARDS:
+        options["guard_filter_fn"] = _guards_of_tensors
+    return torch.compile(own, fullgraph=True, options=options), [True]
 
 
 _FILTERS_GUARDS = hasattr(torch.compiler, "keep_tensor_guards_unsafe")

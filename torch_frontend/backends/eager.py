@@ -155,9 +155,8 @@ class EagerBackend:
     def _pieces(self, slot: TensorSlot, gradient: Tensor | None) -> Iterator[Piece]:
         """Yield the tensor in pieces: in memory order if parameter, gradient and state have the same layout, else by rows."""
         tensors = slot.tensors(gradient)
-        flat = along_memory(tensors)
-        if flat is None:
-            flat = {name: tensor.detach() for name, tensor in tensors.items()}
+        vectors = along_memory(list(tensors.values())) or [tensor.detach() for tensor in tensors.values()]
+        flat = dict(zip(tensors, vectors, strict=True))
         lead = flat["parameter"]
         if not lead.numel():
             return
@@ -181,7 +180,7 @@ class EagerBackend:
         buffers = self._scratch.get(dtype)
         if buffers is None or buffers.shape[1] < numel:
             buffers = self._scratch[dtype] = torch.empty((2, max(numel, piece_elements(part))), dtype=dtype)
-        dense = part.is_contiguous() or along_memory({"parameter": part}) is not None
+        dense = part.is_contiguous() or along_memory([part]) is not None
         strides = part.stride() if dense else torch.empty(part.shape, device="meta").stride()
         return buffers[0].as_strided(part.shape, strides), buffers[1].as_strided(part.shape, strides, buffers.shape[1])
 

@@ -2,22 +2,24 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Any
+
 from torch import Tensor
 
 
-def along_memory(tensors: dict[str, Tensor]) -> dict[str, Tensor] | None:
+def along_memory(tensors: Sequence[Tensor | None]) -> list[Any] | None:
     """Return 1-d views in memory order, or None unless all tensors are dense with the same order of dimensions.
 
     Args:
-        tensors: by name, all of one shape; "parameter" determines the order of dimensions.
+        tensors: all of one shape; the first determines the order of dimensions. None in place of a tensor stays None.
     """
-    lead = tensors["parameter"]
-    if not all(tensor.is_contiguous() for tensor in tensors.values()):
-        order = sorted(range(lead.dim()), key=lead.stride, reverse=True)
-        permuted = {name: tensor.permute(order) for name, tensor in tensors.items()}
-        if not all(tensor.is_contiguous() for tensor in permuted.values()):
+    given = [tensor for tensor in tensors if tensor is not None]
+    if not all(map(Tensor.is_contiguous, given)):
+        order = sorted(range(given[0].dim()), key=given[0].stride, reverse=True)
+        tensors = [None if tensor is None else tensor.permute(order) for tensor in tensors]
+        if not all(tensor.permute(order).is_contiguous() for tensor in given):
             return None
-        tensors = permuted
     # Detached last, so that torch.compile sees plain vectors and not their bases. They share the parameter's version
     # counter, so that autograd still notices a parameter that was changed after it was saved for backward.
-    return {name: tensor.view(-1).detach() for name, tensor in tensors.items()}
+    return [None if tensor is None else tensor.view(-1).detach() for tensor in tensors]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -61,6 +62,13 @@ class GroupSettings:
         """Replace the hyperparameters."""
         self.hyperparameters = current
         self._cache.clear()
+
+    def derived(self, function: Callable[[Hyperparameters], Any]) -> Any:
+        """Return `function(hyperparameters)`, computed again only when they change."""
+        found = self._cache.get(function)
+        if found is None:
+            found = self._cache[function] = function(self.hyperparameters)
+        return found
 
     def corrections(self, step: float) -> Any:
         """Return the rule's corrections of update number `step`, which starts at 1."""

@@ -66,4 +66,4 @@ def why_not(parameters: Iterable[Tensor], rule: Rule) -> str | None:
 
 def dense(parameter: Tensor) -> bool:
     """Whether the tensor is contiguous for some order of its dimensions."""
-    return parameter.is_contiguous() or along_memory({"parameter": parameter}) is not None
+    return parameter.is_contiguous() or along_memory([parameter]) is not None
