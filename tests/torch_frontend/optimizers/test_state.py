@@ -134,6 +134,25 @@ def test_a_step_that_was_saved_as_a_number_is_loaded_as_a_tensor(number: type) -
     assert same_parameters(*models)
 
 
+@pytest.mark.parametrize("released", [False, True])
+@pytest.mark.parametrize("change", ["replaced", "moved", "written"])
+def test_a_number_of_updates_that_was_set_between_steps_is_used(change: str, released: bool) -> None:
+    model = layers()
+    optimizer = AdamW(model.parameters())
+    if released:
+        release_gradients(model, optimizer)
+    train(model, optimizer, batches(2))
+    for state in optimizer.state.values():
+        if change == "replaced":
+            state["step"] = torch.tensor(7.0)
+        elif change == "moved":
+            state["step"].data = torch.tensor(7.0)
+        else:
+            state["step"].fill_(7.0)
+    train(model, optimizer, batches(2))
+    assert {state["step"].item() for state in optimizer.state.values()} == {9.0}
+
+
 @pytest.mark.parametrize("compensation", ["none", "split"])
 def test_torch_optim_fails_loudly_on_a_penstock_state(compensation: str) -> None:
     """Its moments are debiased: as torch's own they would train wrongly."""
