@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import re
 import subprocess
 import tempfile
 from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import triton
 import triton.compiler
@@ -102,6 +105,19 @@ class Audit:
     def code(self) -> Code:
         """Disassembled when it is looked at, which takes as long as to compile it."""
         return _amd(self.assembly) if self.binary is None else _nvidia(self.binary)
+
+
+@contextlib.contextmanager
+def skipped_without_compiler(target: GPUTarget) -> Iterator[None]:
+    """Skip the test where this build of Triton cannot compile for the target."""
+    try:
+        yield
+    except Exception as error:
+        if target.arch == 100 and re.search(r"sm_100|not supported|unsupported|ptxas", str(error), re.IGNORECASE):
+            pytest.skip(f"this compiler does not know sm_100: {error}")
+        if target.backend == "hip" and "ROCm linker" in str(error):
+            pytest.skip(f"this build of Triton has no linker for AMD: {error}")
+        raise
 
 
 def group_kernel(

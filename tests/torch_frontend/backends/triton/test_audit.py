@@ -14,7 +14,16 @@ if interpreted():
     pytest.skip("an interpreted function cannot be compiled", allow_module_level=True)
 
 from tests.support.rows import rows
-from tests.support.triton_compilation import SCALARS, TOOLS, Audit, GPUTarget, Storage, group_kernel, tensor_kernel
+from tests.support.triton_compilation import (
+    SCALARS,
+    TOOLS,
+    Audit,
+    GPUTarget,
+    Storage,
+    group_kernel,
+    skipped_without_compiler,
+    tensor_kernel,
+)
 from tests.support.triton_hand_off import broken_laws
 
 from penstock.torch_frontend.backends.triton.configuration import TABLE, Configuration, resident_programs
@@ -66,14 +75,8 @@ def expected_bytes(target: GPUTarget, storage: Storage, dtypes: list[torch.dtype
 
 
 def compile_or_skip(kernel, storage: Storage, target: GPUTarget, *arguments, **changes) -> Audit:
-    try:
+    with skipped_without_compiler(target):
         return kernel(storage, target, chosen_for(target, storage), *arguments, **changes)
-    except Exception as error:
-        if target.arch == 100 and re.search(r"sm_100|not supported|unsupported|ptxas", str(error), re.IGNORECASE):
-            pytest.skip(f"this compiler does not know sm_100: {error}")
-        if target.backend == "hip" and "ROCm linker" in str(error):
-            pytest.skip(f"this build of Triton has no linker for AMD: {error}")
-        raise
 
 
 def assert_good(audit: Audit, target: GPUTarget, storage: Storage) -> None:
