@@ -33,3 +33,5 @@ def provide() -> None:
     stream: Any = torch.cpu.Stream
     stream.record_event = lambda self: torch.cpu.Event()
     stream.wait_event = lambda self, event: None
+    if not torch.cuda.is_available():
+        torch.cuda.current_stream = torch.cpu.current_stream  # type: ignore[assignment]
