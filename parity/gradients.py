@@ -20,8 +20,8 @@ NONFINITE = ((7, np.nan), (-9, np.inf), (510, -np.inf))
 the vector, the second in the cube, the third is the tensor of one element; the scalar stays clean."""
 
 SMALLEST_NORMAL = MappingProxyType({"float32": 2.0**-126, "bfloat16": 2.0**-126, "float16": 2.0**-14})
-LARGEST = MappingProxyType({"float64": 2.0**132, "float32": 2.0**60, "bfloat16": 2.0**60, "float16": 0.9 * 2.0**15.9})
-"""Up to these, gradients enter the moments as they are (`core.dtypes.LARGEST_TO_SQUARE`); in float64 the bounds need room."""
+LARGEST = MappingProxyType({"float64": 2.0**132, "float32": 2.0**50, "bfloat16": 2.0**50, "float16": 0.9 * 2.0**15.9})
+"""Up to these, gradients enter the moments as they are (`core.rules.adam_family.LARGEST`); in float64 the bounds need room."""
 
 
 def noise(generator: np.random.Generator, shape: tuple[int, int], dtype: str) -> np.ndarray:

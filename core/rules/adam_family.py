@@ -41,8 +41,11 @@ class AdamHyperparameters(Hyperparameters):
     eps: Annotated[Scalar, POSITIVE, "added to the square root of the second moment"]
 
 
-LARGEST = {32: 2.0**60, 64: 2.0**508}  # a dict: torch.compile of 2.6 reads no other mapping
-"""Largest magnitude whose square enters the second moment, by the compute dtype's bits: the sum of 255 squares is finite."""
+LARGEST = {32: 2.0**50, 64: 2.0**498}  # a dict: torch.compile of 2.6 reads no other mapping
+"""The largest gradient that enters the moments, by the bits of the compute dtype.
+
+There is room for the squares of 2^28 of them, which micro-batches and `core.update.rebiased` need.
+"""
 
 
 class Moments(NamedTuple):
@@ -69,14 +72,9 @@ def bias_corrections(current: AdamHyperparameters, step: Scalar, xp: Any) -> Cor
 
 
 def bounded(gradient: Array, xp: Any) -> Array:
-    """Return the gradient between -L and L, where its square is finite; L is `LARGEST`. NaN stays."""
+    """Return the gradient clipped to +-L, of which the square is finite; L is in `LARGEST`. NaN stays."""
     largest = LARGEST[xp.finfo(gradient.dtype).bits]
     return xp.clip(gradient, -largest, largest)
-
-
-def loud(limited: Array, gradient: Array, xp: Any) -> Array:
-    """Return what was made of the bounded gradient, with NaN where the gradient is infinite."""
-    return xp.where(xp.isfinite(gradient), limited, xp.nan)
 
 
 def accumulate(
@@ -87,12 +85,12 @@ def accumulate(
     first:  m += c1*(g-m)    v += c2*(g*g-v)
     later:  m += c1*g        v += c2*g*g
 
-    A finite gradient counts as at most L, an infinite one as NaN.
+    A finite gradient enters as at most L (`bounded`), an infinite one as NaN.
     """
     c1, c2 = corrections
-    limited = bounded(gradient, xp)
-    # Not loud(limited) squared: XLA would keep in memory what both moments use.
-    entering, square = loud(limited, gradient, xp), loud(limited * limited, gradient, xp)
+    clipped, finite = bounded(gradient, xp), xp.isfinite(gradient)
+    # Two selections, as XLA would keep the result of one, which both moments use, in memory.
+    entering, square = xp.where(finite, clipped, xp.nan), xp.where(finite, clipped * clipped, xp.nan)
     if not first:
         exp_avg, exp_avg_sq = fields
         return Moments(exp_avg + c1 * entering, exp_avg_sq + c2 * square)
@@ -106,9 +104,9 @@ def mean_square(current: AdamHyperparameters, fields: Fields, gradient: Array, x
         return xp.zeros_like(xp.sum(gradient))
     square = current.eps * current.eps
     floor = max(square, SMALLEST_NORMAL_FLOAT32) if isinstance(square, numbers.Real) else square
-    limited = bounded(gradient, xp)
-    # Divide first: XLA would keep g*g, which the second moment needs too, in memory until the mean is known.
-    return xp.mean(limited / xp.clip(fields[1], floor, None) * limited)
+    # Divide first: XLA would keep g*g, which the second moment needs too, in memory until the mean is known. For the same
+    # reason this is the whole gradient, not the bounded one; where the mean is infinite, the step is 0.
+    return xp.mean(gradient / xp.clip(fields[1], floor, None) * gradient)
 
 
 def direction(current: AdamHyperparameters, fields: Fields, entered: Entered | None, xp: Any) -> Array:

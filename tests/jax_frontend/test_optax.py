@@ -52,7 +52,7 @@ def test_a_chain_equals_its_parts(rule, way, dtype) -> None:
 
 @pytest.mark.parametrize("rule", ADAM_FAMILY)
 def test_a_finite_gradient_is_an_ordinary_spike_however_large(rule) -> None:
-    """1e20 in float32, whose square is infinite: it counts as 2^60, and moves a weight at most 1/sqrt(1-b2) steps."""
+    """1e20 in float32, whose square is infinite: it enters as 2^50, and moves a weight at most 1/sqrt(1-b2) steps."""
     params = {"weight": jnp.ones(8)}
     usual = {"weight": jnp.full(8, 1e-2)}
     grads = [usual, {"weight": usual["weight"].at[3].set(1e20)}, usual, usual]

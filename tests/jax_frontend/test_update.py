@@ -77,6 +77,14 @@ def test_no_scratch_in_float32(name) -> None:
     assert lowered.compile().memory_analysis().temp_size_in_bytes < 1024
 
 
+def test_update_clipping_takes_scratch_for_one_leaf_at_a_time() -> None:
+    """Its mean square is of the gradient as it is: XLA would write a changed one to memory, for all leaves at once."""
+    params = {str(leaf): jax.ShapeDtypeStruct((256, 256), jnp.float32) for leaf in range(4)}
+    tx = stable_adamw(1e-2)
+    lowered = make_update(tx).lower(params, jax.eval_shape(tx.init, params), params)
+    assert lowered.compile().memory_analysis().temp_size_in_bytes < 256 * 256 * 4 + 1024
+
+
 def test_gradients_of_another_dtype_are_donated_too() -> None:
     params, grads = large("bfloat16", 0), large("float32", 1)
     tx = stable_adamw(1e-2)

@@ -193,8 +193,10 @@ def test_huge_gradients_reach_the_top_and_are_not_bounded(dtype: str) -> None:
 
 @pytest.mark.parametrize("dtype", ["float64", "float32"])
 @pytest.mark.parametrize("rule", RULES.values(), ids=lambda rule: rule.name)
-def test_a_finite_gradient_enters_as_its_bound_everywhere(rule, dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its square would be infinite, and the parameter NaN one update later."""
+def test_a_gradient_above_the_bound_enters_as_the_bound_everywhere(
+    rule, dtype: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its square would be infinite, and the parameter NaN one update later. Update clipping sees the whole gradient."""
     (case,) = select(f"B/{rule.name}/{dtype}/*")
     correct = type(case.problem).gradients
     largest = adam_family.LARGEST[np.finfo(dtype).bits]
@@ -212,10 +214,12 @@ def test_a_finite_gradient_enters_as_its_bound_everywhere(rule, dtype: str, monk
 
     top = np.finfo(dtype).max
     for backend in OURS:
-        found, expected = after(backend, 1.01 * largest, -1.01 * largest, top), after(backend, largest, -largest, largest)
+        with np.errstate(over="ignore"):  # of the mean square
+            found, expected = after(backend, 1.01 * largest, -1.01 * largest, top), after(backend, largest, -largest, largest)
         for quantity, array in found.items():
             assert np.isfinite(array).all()
-            assert np.array_equal(array, expected[quantity])
+            if not (rule.clips_update and quantity in ("parameter", "compensation")):
+                assert np.array_equal(array, expected[quantity])
 
 
 @pytest.mark.parametrize("backend", OURS)

@@ -15,8 +15,11 @@ from ...core.rules import Rule, adam_family
 from .numbers import UpdateNumbers
 from .piece import Piece
 
-LARGEST_SQUARE = {torch.float32: adam_family.LARGEST[32] ** 2, torch.float64: adam_family.LARGEST[64] ** 2}
-"""By compute dtype."""
+LARGEST_SUM = {torch.float32: adam_family.LARGEST[32] ** 2, torch.float64: adam_family.LARGEST[64] ** 2}
+"""The largest sum of squares of a gradient, by compute dtype, in which surely no element is above the bound.
+
+On a CPU it is read. On an accelerator, where that would wait, three operations more bound every gradient.
+"""
 
 
 class AdamPiece(Piece):
@@ -38,8 +41,7 @@ class AdamPiece(Piece):
         squares: the sum of the gradient's squares is appended here.
         """
         self.load_fields()
-        self.square(numbers, first, squares)
-        gradient, square, change = self.upcast_gradient, self.a, self.b
+        gradient, square, change = self.enter(numbers, first, squares), self.a, self.b
         (exp_avg, exp_avg_sq), (c1, c2) = self.upcast, numbers.corrections
         if first:
             if not numbers.plain:
@@ -57,24 +59,30 @@ class AdamPiece(Piece):
         if exp_avg_sq is not stored_sq:
             stored_sq.copy_(exp_avg_sq)
 
-    def square(self, numbers: UpdateNumbers, first: bool, squares: list[Tensor] | None) -> None:
-        """Set the upcast gradient, bounded, and put its square into `a`.
+    def enter(self, numbers: UpdateNumbers, first: bool, squares: list[Tensor] | None) -> Tensor:
+        """Put the square of the gradient that enters the moments into `a`, and return that gradient: upcast, or bounded in `b`.
 
         squares: the sum of the given gradient's squares is appended here.
         """
         gradient = self.gradient
-        if not (numbers.plain and gradient is not None and gradient.dtype is self.dtype):
-            self.prepare(first, squares)
-            gradient, squares = self.upcast_gradient, squares if self.squares_are_the_gradients() else None
-        total = torch.mul(gradient, gradient, out=self.a).sum()
-        if squares is not None:
-            squares.append(total)
-        # A sum that is small enough has no square to bound. An accelerator would have to wait for it.
-        if gradient.is_cpu and total.item() <= LARGEST_SQUARE[self.dtype]:
+        if numbers.plain and gradient is not None and gradient.dtype is self.dtype:
             self.upcast_gradient = gradient
-            return
-        self.upcast_gradient = adam_family.loud(adam_family.bounded(gradient, torch), gradient, torch)
-        torch.mul(self.upcast_gradient, self.upcast_gradient, out=self.a)
+        else:
+            self.prepare(first, squares)
+            gradient = self.upcast_gradient
+            if not self.squares_are_the_gradients():
+                squares = None
+        if squares is not None or gradient.is_cpu:
+            total = torch.mul(gradient, gradient, out=self.a).sum()
+            if squares is not None:
+                squares.append(total)
+            if gradient.is_cpu and total.item() <= LARGEST_SUM[self.dtype]:
+                return gradient
+        largest = adam_family.LARGEST[torch.finfo(self.dtype).bits]
+        torch.clamp(gradient, -largest, largest, out=self.b)
+        self.b.add_(torch.mul(gradient, 0.0, out=self.a))  # NaN where the gradient is infinite
+        torch.mul(self.b, self.b, out=self.a)
+        return self.b
 
     def reset(self) -> None:
         """Set moments to zero whose beta is 0: `core.rules.rule.forgotten`."""
@@ -89,7 +97,7 @@ class AdamPiece(Piece):
     def ratios_before(self, numbers: UpdateNumbers, first: bool, squares: list[Tensor] | None) -> Tensor:
         """Return what `ratios` will be after `accumulate`, without writing the moments. squares: as in `accumulate`."""
         self.load_fields()
-        self.square(numbers, first, squares)
+        self.enter(numbers, first, squares)
         square, moment, exp_avg_sq, c2 = self.a, self.b, self.upcast[1], numbers.corrections[1]
         current: Any = self.settings.hyperparameters
         if first and is_zero(current.beta2):

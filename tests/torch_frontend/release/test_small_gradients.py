@@ -177,7 +177,7 @@ def nobody_waits(monkeypatch: pytest.MonkeyPatch) -> Callable[[bool], None]:
 
     for name in ("item", "tolist", "__bool__", "__int__", "__float__"):
         monkeypatch.setattr(Tensor, name, refusing(name, getattr(Tensor, name)))
-    monkeypatch.setattr(Tensor, "is_cpu", False)
+    monkeypatch.setattr(Tensor, "is_cpu", False)  # as on an accelerator, where nobody reads the sum of squares
     return lambda state: on.update(now=state)
 
 

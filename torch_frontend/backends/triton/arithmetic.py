@@ -49,14 +49,14 @@ def prepared_gradient(g, parameter, decay, FIRST: tl.constexpr, L2: tl.constexpr
 
 @triton.jit
 def bounded(g, GIVEN: tl.constexpr):
-    """Return g between -L and L, and NaN for an infinity: `core.rules.adam_family.bounded` and `loud`.
+    """Return the g that enters the moments: at most L, and NaN for an infinity. `core.rules.adam_family.accumulate`.
 
-    GIVEN: the dtype of the gradient; float16 does not reach the bound.
+    GIVEN: the dtype of the gradient; one in float16 stays as it is, as its finite elements are below L.
     """
     if tl.float16 == GIVEN:
         return g
     else:
-        largest = 2.0**508 if g.dtype == tl.float64 else 2.0**60
+        largest = 2.0**498 if g.dtype == tl.float64 else 2.0**50
         return tl.where(tl.abs(g) < float("inf"), tl.minimum(tl.maximum(g, -largest), largest), float("nan"))
 
 

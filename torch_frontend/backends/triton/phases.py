@@ -36,8 +36,9 @@ def _measured_tile(
     parameter = g
     if L2 and FIRST:
         parameter = load_parameter(p_ptr, k_ptr, offset, mask, COMPENSATION, COMPUTE, MASKED, KEEP)
-    g = bounded(prepared_gradient(g, parameter, decay, FIRST, L2, MAXIMIZE), g_ptr.dtype.element_ty)
-    ratio = squared_ratio(g, next_exp_avg_sq(v, g, c2, FIRST, ZERO2), floor)
+    g = prepared_gradient(g, parameter, decay, FIRST, L2, MAXIMIZE)
+    entering = bounded(g, g_ptr.dtype.element_ty)
+    ratio = squared_ratio(g, next_exp_avg_sq(v, entering, c2, FIRST, ZERO2), floor)
     check = g - g
     if MASKED:  # g is 0 outside
         ratio, check = tl.where(mask, ratio, 0.0), tl.where(mask, check, 0.0)
@@ -109,9 +110,10 @@ def _written_tile(
     if ACTION != "apply":
         g = load_array(g_ptr, offset, mask, COMPUTE, MASKED, PASS)
         term = g * g
-        g = bounded(prepared_gradient(g, parameter, decay, FIRST, L2, MAXIMIZE), g_ptr.dtype.element_ty)
-        m = next_exp_avg(m, g, c1, FIRST, ZERO1)
-        v = next_exp_avg_sq(v, g, c2, FIRST, ZERO2)
+        g = prepared_gradient(g, parameter, decay, FIRST, L2, MAXIMIZE)
+        entering = bounded(g, g_ptr.dtype.element_ty)
+        m = next_exp_avg(m, entering, c1, FIRST, ZERO1)
+        v = next_exp_avg_sq(v, entering, c2, FIRST, ZERO2)
         store_array(m_ptr, m, offset, mask, MASKED)
         store_array(v_ptr, v, offset, mask, MASKED)
         if SUM == "ratios":
