@@ -193,9 +193,7 @@ def test_huge_gradients_reach_the_top_and_are_not_bounded(dtype: str) -> None:
 
 @pytest.mark.parametrize("dtype", ["float64", "float32"])
 @pytest.mark.parametrize("rule", RULES.values(), ids=lambda rule: rule.name)
-def test_a_gradient_above_the_bound_enters_as_the_bound_everywhere(
-    rule, dtype: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_gradient_above_the_bound_enters_as_the_bound_everywhere(rule, dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its square would be infinite, and the parameter NaN one update later. Update clipping sees the whole gradient."""
     (case,) = select(f"B/{rule.name}/{dtype}/*")
     correct = type(case.problem).gradients
