@@ -71,15 +71,10 @@ def bias_corrections(current: AdamHyperparameters, step: Scalar, xp: Any) -> Cor
     return Corrections(corrected_one_minus_beta(current.beta1, step, xp), corrected_one_minus_beta(current.beta2, step, xp))
 
 
-def bounded(gradient: Array, xp: Any) -> tuple[Array, Array]:
-    """Return what enters the two moments: the gradient, clipped to +-L (`LARGEST`), and its square. NaN stays.
-
-    An infinite gradient enters the first moment as NaN.
-    """
+def bounded(gradient: Array, xp: Any) -> Array:
+    """Return the gradient clipped to +-L, of which the square is finite; L is in `LARGEST`. NaN stays."""
     largest = LARGEST[xp.finfo(gradient.dtype).bits]
-    clipped = xp.where(xp.isfinite(gradient), xp.clip(gradient, -largest, largest), xp.nan)
-    # Not clipped*clipped: XLA would keep in memory what both moments use, and Inductor's mean square would take longer.
-    return clipped, xp.clip(gradient * gradient, None, largest * largest)
+    return xp.clip(gradient, -largest, largest)
 
 
 def accumulate(
@@ -90,10 +85,12 @@ def accumulate(
     first:  m += c1*(g-m)    v += c2*(g*g-v)
     later:  m += c1*g        v += c2*g*g
 
-    g and g*g are `bounded`.
+    A finite gradient enters as at most L (`bounded`), an infinite one as NaN.
     """
     c1, c2 = corrections
-    entering, square = bounded(gradient, xp)
+    clipped, finite = bounded(gradient, xp), xp.isfinite(gradient)
+    # Two selections, as XLA would keep the result of one, which both moments use, in memory.
+    entering, square = xp.where(finite, clipped, xp.nan), xp.where(finite, clipped * clipped, xp.nan)
     if not first:
         exp_avg, exp_avg_sq = fields
         return Moments(exp_avg + c1 * entering, exp_avg_sq + c2 * square)

@@ -18,7 +18,7 @@ from .piece import Piece
 LARGEST_SUM = {torch.float32: adam_family.LARGEST[32] ** 2, torch.float64: adam_family.LARGEST[64] ** 2}
 """The largest sum of squares of a gradient, by compute dtype, in which surely no element is above the bound.
 
-On a CPU it is read. On an accelerator, where that would wait, four operations more bound every gradient.
+On a CPU it is read. On an accelerator, where that would wait, three operations more bound every gradient.
 """
 
 
@@ -60,7 +60,7 @@ class AdamPiece(Piece):
             stored_sq.copy_(exp_avg_sq)
 
     def enter(self, numbers: UpdateNumbers, first: bool, squares: list[Tensor] | None) -> Tensor:
-        """Put the square that enters the second moment into `a`, and return what enters the first: upcast, or bounded in `b`.
+        """Put the square of the gradient that enters the moments into `a`, and return that gradient: upcast, or bounded in `b`.
 
         squares: the sum of the given gradient's squares is appended here.
         """
@@ -81,7 +81,7 @@ class AdamPiece(Piece):
         largest = adam_family.LARGEST[torch.finfo(self.dtype).bits]
         torch.clamp(gradient, -largest, largest, out=self.b)
         self.b.add_(torch.mul(gradient, 0.0, out=self.a))  # NaN where the gradient is infinite
-        torch.mul(gradient, gradient, out=self.a).clamp_(max=largest * largest)
+        torch.mul(self.b, self.b, out=self.a)
         return self.b
 
     def reset(self) -> None:

@@ -49,7 +49,7 @@ def prepared_gradient(g, parameter, decay, FIRST: tl.constexpr, L2: tl.constexpr
 
 @triton.jit
 def bounded(g, GIVEN: tl.constexpr):
-    """Return what enters the first moment: g, at most L, and NaN for an infinity. `core.rules.adam_family.bounded`.
+    """Return the g that enters the moments: at most L, and NaN for an infinity. `core.rules.adam_family.accumulate`.
 
     GIVEN: the dtype of the gradient; one in float16 stays as it is, as its finite elements are below L.
     """
@@ -58,16 +58,6 @@ def bounded(g, GIVEN: tl.constexpr):
     else:
         largest = 2.0**498 if g.dtype == tl.float64 else 2.0**50
         return tl.where(tl.abs(g) < float("inf"), tl.minimum(tl.maximum(g, -largest), largest), float("nan"))
-
-
-@triton.jit
-def bounded_square(g, GIVEN: tl.constexpr):
-    """Return what enters the second moment: g*g, at most L*L. NaN gives NaN."""
-    square = g * g
-    if tl.float16 != GIVEN:
-        largest = 2.0**996 if g.dtype == tl.float64 else 2.0**100
-        square = tl.minimum(square, largest, propagate_nan=tl.PropagateNan.ALL)
-    return square
 
 
 @triton.jit
@@ -85,14 +75,14 @@ def next_exp_avg(m, g, correction, FIRST: tl.constexpr, ZERO: tl.constexpr):
 
 
 @triton.jit
-def next_exp_avg_sq(v, square, correction, FIRST: tl.constexpr, ZERO: tl.constexpr):
-    """Return v + c2*(g*g-v), or v + c2*g*g for a later micro-batch, as `next_exp_avg`. square: g*g."""
+def next_exp_avg_sq(v, g, correction, FIRST: tl.constexpr, ZERO: tl.constexpr):
+    """Return v + c2*(g*g-v), or v + c2*g*g for a later micro-batch, as `next_exp_avg`."""
     if FIRST:
         if ZERO:
             v = tl.zeros_like(v)
-        return v + correction * (square - v)
+        return v + correction * (g * g - v)
     else:
-        return v + correction * square
+        return v + correction * (g * g)
 
 
 @triton.jit

@@ -10,7 +10,7 @@ tiles of `TAIL` elements. Offsets have 64 bits, and 32 bits within a tile. The a
 import triton
 import triton.language as tl
 
-from .arithmetic import bounded, bounded_square, next_exp_avg, next_exp_avg_sq, prepared_gradient, squared_ratio, stepped
+from .arithmetic import bounded, next_exp_avg, next_exp_avg_sq, prepared_gradient, squared_ratio, stepped
 from .arrays import load_array, load_parameter, store_array, store_parameter
 
 
@@ -37,7 +37,7 @@ def _measured_tile(
     if L2 and FIRST:
         parameter = load_parameter(p_ptr, k_ptr, offset, mask, COMPENSATION, COMPUTE, MASKED, KEEP)
     g = prepared_gradient(g, parameter, decay, FIRST, L2, MAXIMIZE)
-    entering = bounded_square(g, g_ptr.dtype.element_ty)
+    entering = bounded(g, g_ptr.dtype.element_ty)
     ratio = squared_ratio(g, next_exp_avg_sq(v, entering, c2, FIRST, ZERO2), floor)
     check = g - g
     if MASKED:  # g is 0 outside
@@ -111,8 +111,9 @@ def _written_tile(
         g = load_array(g_ptr, offset, mask, COMPUTE, MASKED, PASS)
         term = g * g
         g = prepared_gradient(g, parameter, decay, FIRST, L2, MAXIMIZE)
-        m = next_exp_avg(m, bounded(g, g_ptr.dtype.element_ty), c1, FIRST, ZERO1)
-        v = next_exp_avg_sq(v, bounded_square(g, g_ptr.dtype.element_ty), c2, FIRST, ZERO2)
+        entering = bounded(g, g_ptr.dtype.element_ty)
+        m = next_exp_avg(m, entering, c1, FIRST, ZERO1)
+        v = next_exp_avg_sq(v, entering, c2, FIRST, ZERO2)
         store_array(m_ptr, m, offset, mask, MASKED)
         store_array(v_ptr, v, offset, mask, MASKED)
         if SUM == "ratios":
