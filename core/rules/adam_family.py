@@ -44,7 +44,7 @@ class AdamHyperparameters(Hyperparameters):
 LARGEST = {32: 2.0**50, 64: 2.0**498}  # a dict: torch.compile of 2.6 reads no other mapping
 """The largest gradient that enters the moments, by the bits of the compute dtype.
 
-There is room for the squares of 2^28 of them, which micro-batches and `core.update.rebiased` need.
+The sum of up to 2^28-1 of their squares is finite: micro-batches add them, and `core.update.rebiased` multiplies.
 """
 
 

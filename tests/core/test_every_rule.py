@@ -131,7 +131,7 @@ def test_fields_without_memory_hold_the_gradient_alone(rule: Rule) -> None:
 def test_a_nan_in_the_gradient_is_a_nan_in_the_parameter(rule: Rule) -> None:
     """torch.sign makes 0 of a NaN: a parameter would stay where it is for ever, and nobody see why."""
     current, gradient = hyperparameters(rule), np.array([np.nan, 1.0], np.float32)
-    for ops, of in ((numpy_ops, np.asarray), (torch_ops, torch.tensor), (JaxOps(), jnp.asarray)):
+    for ops, of in KINDS:
         parameter = of(np.ones(2, np.float32))
         new, _ = update(
             ops, rule, current, rule.corrections(current, 1, np), "none", parameter, of(gradient), start(rule, ops, parameter)

@@ -108,7 +108,7 @@ class Audit:
 
 
 @contextlib.contextmanager
-def skipped_without_compiler(target: GPUTarget) -> Iterator[None]:
+def compiler_for(target: GPUTarget) -> Iterator[None]:
     """Skip the test where this build of Triton cannot compile for the target."""
     try:
         yield

@@ -20,8 +20,8 @@ from tests.support.triton_compilation import (
     Audit,
     GPUTarget,
     Storage,
+    compiler_for,
     group_kernel,
-    skipped_without_compiler,
     tensor_kernel,
 )
 from tests.support.triton_hand_off import broken_laws
@@ -75,7 +75,7 @@ def expected_bytes(target: GPUTarget, storage: Storage, dtypes: list[torch.dtype
 
 
 def compile_or_skip(kernel, storage: Storage, target: GPUTarget, *arguments, **changes) -> Audit:
-    with skipped_without_compiler(target):
+    with compiler_for(target):
         return kernel(storage, target, chosen_for(target, storage), *arguments, **changes)
 
 

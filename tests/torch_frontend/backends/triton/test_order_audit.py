@@ -19,15 +19,7 @@ if interpreted():
     pytest.skip("an interpreted function cannot be compiled", allow_module_level=True)
 
 from tests.support.rows import covering
-from tests.support.triton_compilation import (
-    TOOLS,
-    Audit,
-    GPUTarget,
-    Storage,
-    group_kernel,
-    skipped_without_compiler,
-    tensor_kernel,
-)
+from tests.support.triton_compilation import TOOLS, Audit, GPUTarget, Storage, compiler_for, group_kernel, tensor_kernel
 from tests.support.triton_hand_off import broken_laws
 
 from penstock.torch_frontend.backends.triton import hand_off, kernels
@@ -139,7 +131,7 @@ def load(directory: Path, name: str, source: str) -> Any:
 
 @functools.cache
 def compiled(launch: str, target: GPUTarget) -> Audit:
-    with skipped_without_compiler(target):
+    with compiler_for(target):
         return LAUNCHES[launch][0](FLOAT32, target, SMALL)
 
 
@@ -158,7 +150,7 @@ def test_audit_finds_threads_that_part_on_amd(tmp_path: Path) -> None:
     worse = changed_kernels(
         tmp_path, *re.findall(r"\n        tl\.debug_barrier\(\)  # .*", Path(kernels.__file__).read_text()), ""
     )
-    with skipped_without_compiler(AMD):
+    with compiler_for(AMD):
         audit = tensor_kernel(FLOAT32, AMD, SMALL, kernel=worse.update_tensor)
     found = broken_laws(audit.assembly, audit.arguments)
     assert any("part in no loop" in law for law in found), "no longer needed: this compiler keeps them together"
