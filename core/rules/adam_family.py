@@ -71,10 +71,16 @@ def bias_corrections(current: AdamHyperparameters, step: Scalar, xp: Any) -> Cor
     return Corrections(corrected_one_minus_beta(current.beta1, step, xp), corrected_one_minus_beta(current.beta2, step, xp))
 
 
-def bounded(gradient: Array, xp: Any) -> Array:
-    """Return the gradient clipped to +-L, of which the square is finite; L is in `LARGEST`. NaN stays."""
+def bounded(gradient: Array, xp: Any) -> Moments:
+    """Return what enters the moments: the gradient clipped to +-L (`LARGEST`), and its square; NaN of an infinity."""
     largest = LARGEST[xp.finfo(gradient.dtype).bits]
-    return xp.clip(gradient, -largest, largest)
+    square = gradient * gradient
+    outside, zero_or_nan = square > largest * largest, 0.0 * gradient
+    # Two selections, not the square of the first: XLA would keep what both moments use in memory, and Inductor takes longer.
+    return Moments(
+        xp.where(outside, xp.clip(gradient, -largest, largest) + zero_or_nan, gradient),
+        xp.where(outside, largest * largest + zero_or_nan, square),
+    )
 
 
 def accumulate(
@@ -85,12 +91,10 @@ def accumulate(
     first:  m += c1*(g-m)    v += c2*(g*g-v)
     later:  m += c1*g        v += c2*g*g
 
-    A finite gradient enters as at most L (`bounded`), an infinite one as NaN.
+    g and g*g are `bounded`.
     """
     c1, c2 = corrections
-    clipped, finite = bounded(gradient, xp), xp.isfinite(gradient)
-    # Two selections, as XLA would keep the result of one, which both moments use, in memory.
-    entering, square = xp.where(finite, clipped, xp.nan), xp.where(finite, clipped * clipped, xp.nan)
+    entering, square = bounded(gradient, xp)
     if not first:
         exp_avg, exp_avg_sq = fields
         return Moments(exp_avg + c1 * entering, exp_avg_sq + c2 * square)
