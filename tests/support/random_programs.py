@@ -86,7 +86,7 @@ class Program:
 def is_drawn(graph: Graph, name: str, arguments: dict[str, Any]) -> bool:
     """Whether a program with this graph may have this call.
 
-    Two guards whose losses cross, and retain_grad() under guard, are not among the calls at all.
+    Two guards whose losses cross are not among the calls at all.
     """
     # No fault: a part that runs its own backward() leaves gradients in `.grad` under torch.autograd.grad, too.
     return name != "grad_values" or not any(part.kind == "hidden" for part in graph.parts)

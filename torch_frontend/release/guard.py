@@ -24,6 +24,7 @@ from ..autograd.donated import require_no_donation
 from ..autograd.graph import Graph
 from ..autograd.leaves import SavedGradients
 from ..autograd.passes import is_compiled, keeps_graph
+from ..autograd.retained import retained
 from ..autograd.saved_context import SavedContext
 from ..clipping import clip_coefficient, gradient_norm, is_finite
 from ..communication.shards import Shard, is_sharded, sum_over_shards
@@ -129,10 +130,11 @@ def two_passes(pipeline: Pipeline, loss: Tensor, seed: Tensor, keep_bytes: int) 
         )
     if "CompiledFunctionBackward" in graph.functions:
         require_no_donation(loss)
-    if graph.has(CheckpointFunction):  # it cannot run in a pass that leaves anything out
+    intermediate = retained()
+    if intermediate or graph.has(CheckpointFunction):  # neither gets all of its gradient in a pass that leaves anything out
         keep_bytes = 0
     captured = torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()  # where RNG states cannot be read
-    aside, context = SavedGradients(foreign), SavedContext(hooks.parameters, preserve_rng_state=not captured)
+    aside, context = SavedGradients(foreign | intermediate), SavedContext(hooks.parameters, preserve_rng_state=not captured)
     context.save_rng_state()
     judge = pipeline.optimizer.on_nonfinite != "propagate" or pipeline.scaler is not None
     measured = Measurement(step.ledger, judge=judge, keep_bytes=keep_bytes)

@@ -73,8 +73,8 @@ class Release:
         second pass is needed: it has no graph, the release has neither max_norm nor scaler, or gradients are held anyway.
 
         Call it once a step on the whole loss: `guard(loss + regulariser)`, not `guard(loss) + regulariser`. The guarded loss
-        may be multiplied. Hooks on modules and tensors run in both passes, and retain_grad() keeps the sum of both. Neither
-        backward(inputs=...) nor torch.autograd.grad sees through a guarded loss.
+        may be multiplied. Hooks on modules and tensors run in both passes. Neither backward(inputs=...) nor torch.autograd.grad
+        sees through a guarded loss.
 
         Args:
             loss: 0-d; it may be scaled before or after: `scaler.scale(release.guard(loss)).backward()`.

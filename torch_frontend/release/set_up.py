@@ -15,6 +15,7 @@ from ...core.hyperparameters import Range, check_number
 from ...core.release import Policy
 from ..array_ops import dtype_name
 from ..autograd.donated import compile_without_donation
+from ..autograd.retained import note_retained
 from ..communication import communication_name, select_communication
 from ..releasable import ReleasableOptimizer
 from .hooks import check_ownership
@@ -137,6 +138,7 @@ def release_gradients(
     last = (lambda: False) if holds_until_step else sync
     if guarded:
         compile_without_donation()
+        note_retained()
     policy = {None: Policy.RELEASE, "hold": Policy.HOLD, "state": Policy.STATE}[accumulation]
     assert last is not None
     communication = select_communication(model, _trained(optimizer), process_group)

@@ -63,3 +63,18 @@ def test_a_model_that_was_compiled_before_is_refused_before_anything_changes() -
     torch.compiler.reset()
     release.guard(loss_of(compiled, 4)).backward()
     optimizer.step()
+
+
+def test_a_compiled_function_retains_the_gradient_that_it_returns() -> None:
+    """As without release: traced, it would be the gradient of a tensor inside the graph."""
+    model = layers()
+    release = release_gradients(model, AdamW(model.parameters(), lr=1e-2), max_norm=0.01)
+
+    def hidden_and_loss(batch: Tensor) -> tuple[Tensor, Tensor]:
+        hidden = model(batch)
+        hidden.retain_grad()
+        return hidden, hidden.sum()
+
+    hidden, loss = torch.compile(hidden_and_loss, backend="eager")(torch.ones(4, 8))
+    release.guard(loss).backward()
+    assert torch.equal(hidden.grad, torch.ones_like(hidden))

@@ -162,6 +162,31 @@ def test_other_leaves_get_their_gradient_once(keep_bytes: int) -> None:
         assert torch.equal(a, b)
 
 
+@pytest.mark.parametrize("keep_bytes", [0, LAYER_BYTES, 100 * LAYER_BYTES])
+@pytest.mark.parametrize("spike", [False, True], ids=["used", "skipped"])
+def test_retained_gradients_are_those_of_one_pass(keep_bytes: int, spike: bool) -> None:
+    """Of the last output, and of one in the middle, to which another backward adds its own."""
+    found = []
+    for released in (False, True):
+        model, retained = layers(4, WIDTH), []
+        optimizer = AdamW(model.parameters(), lr=1e-2, on_nonfinite="skip")
+        release = release_gradients(model, optimizer, max_norm=1e9, keep_bytes=keep_bytes) if released else None
+        for batch in batches(2, WIDTH):
+            middle = model[:2](batch)
+            outputs = model[2:](middle)
+            for tensor in (middle, outputs):
+                tensor.retain_grad()
+            retained += [middle, outputs]
+            torch.autograd.backward(middle.sum(), inputs=[middle], retain_graph=True)
+            loss = outputs.pow(2).mean() * (torch.inf if spike else 1.0)
+            (release.guard(loss) if release else loss).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        found.append([*(tensor.grad for tensor in retained), *model.parameters()])
+    for a, b in zip(*found, strict=True):
+        torch.testing.assert_close(a, b, rtol=0, atol=0, equal_nan=True)
+
+
 class FreesItsBuffer(torch.autograd.Function):
     """Can be gone through once."""
 
