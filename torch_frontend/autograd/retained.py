@@ -23,7 +23,7 @@ def note_retained() -> None:
         original(self)
         _RETAINED[self] = None
 
-    Tensor.retain_grad = retain_grad  # type: ignore[assignment, method-assign]
+    Tensor.retain_grad = retain_grad  # type: ignore[method-assign]
 
 
 def retained() -> set[Tensor]:
