@@ -27,7 +27,7 @@ AXES: dict[str, tuple[str, ...]] = {
     "loss_scaling": ("none", "dynamic"),
     "accumulation": ("none", "hold", "state"),
     "communication": ("local", "process_group", "ddp", "fsdp2"),
-    "compensation": ("none", "kahan", "split"),
+    "compensation": ("none", "kahan", "split", "stochastic"),
     "backend": ("eager", "compiled", "triton"),
 }
 
@@ -70,6 +70,15 @@ def _refused(why: str, applies: Callable[[Combination], bool]) -> Clause:
 
 
 CLAUSES: tuple[Clause, ...] = (
+    _refused(
+        "Triton's kernels do not round stochastically; use backend='compiled', 'eager' or 'auto', or another compensation.",
+        lambda c: c.compensation == "stochastic" and c.backend == "triton",
+    ),
+    _refused(
+        "compensation='stochastic' does not know yet which elements of the whole tensor a shard has, and so which random bits; "
+        "use 'kahan' or 'split' for sharded parameters.",
+        lambda c: c.compensation == "stochastic" and c.communication == "fsdp2",
+    ),
     _refused(
         "accumulation='state' puts a micro-batch into the moments before the norm of the whole gradient is known; use "
         "accumulation='hold' or microbatch_blocks with max_norm, or StableAdamW, which needs no clipping.",

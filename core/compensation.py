@@ -3,14 +3,15 @@ r"""Compensation: low-precision parameters keep the bits that rounding would los
 A compensated parameter is a pair (p, k) that represents one number of the compute dtype. `load` reads the number and `store`
 writes it; the update does not know of the pair.
 
-====== ============================= ==========================================================================
-none   p = cast(x)                   the bits that rounding removes are lost
-kahan  p = cast(x), k = cast(x - p)  k in p's dtype; p + k has about twice p's digits
-split  (p, k) = the bits of x        bfloat16 p and int16 k together are exactly the float32 number
-====== ============================= ==========================================================================
+========== ============================= ======================================================================
+none       p = cast(x)                   the bits that rounding removes are lost
+kahan      p = cast(x), k = cast(x - p)  k in p's dtype; p + k has about twice p's digits
+split      (p, k) = the bits of x        bfloat16 p and int16 k together are exactly the float32 number
+stochastic p = x, rounded up or down     by chance, so that the mean is x; nothing is kept beside p
+========== ============================= ======================================================================
 
-`split` rounds ties away from zero, so that the remainder fits 16 bits; everything else rounds to nearest, ties to even.
-float32 and float64 parameters are never compensated.
+`stochastic` is `core.stochastic_rounding`, with the bits of `core.random_bits`. `split` rounds ties away from zero, so that the
+remainder fits 16 bits; everything else rounds to nearest, ties to even. float32 and float64 parameters are never compensated.
 
 A user may write a parameter (clamp, prune, project), and k is then the remainder of another number. `load` ignores k where p is
 zero or infinite, and a kahan k above half a spacing of p: it reads a number within half a spacing of what was written. (So
@@ -25,8 +26,9 @@ from typing import NamedTuple
 from .array_ops import Array, ArrayOps
 from .dtypes import LOW_PRECISION, compute_dtype
 from .errors import InvalidArgumentError
+from .stochastic_rounding import stochastically_rounded
 
-COMPENSATIONS = ("auto", "none", "kahan", "split")
+COMPENSATIONS = ("auto", "none", "kahan", "split", "stochastic")
 
 _HALF = 0x8000  # half of a bfloat16 spacing, in units of the float32 bit pattern
 _HIGH_BITS = -0x10000  # 0xFFFF0000 as an int32
@@ -41,7 +43,7 @@ class Stored(NamedTuple):
 
 
 def resolve(compensation: str, parameter_dtype: str) -> str:
-    """Return the compensation of a parameter with this dtype: "none", "kahan" or "split".
+    """Return the compensation of a parameter with this dtype: "none", "kahan", "split" or "stochastic".
 
     Raises:
         InvalidArgumentError: an unknown name, or "split" for a float16 parameter.
@@ -61,13 +63,13 @@ def resolve(compensation: str, parameter_dtype: str) -> str:
 
 
 def possible(parameter_dtype: str) -> tuple[str, ...]:
-    """Return the resolved compensations that a parameter of this dtype can have, "none" first."""
+    """Return the resolved compensations that a parameter of this dtype can have without random bits, "none" first."""
     return {"bfloat16": ("none", "kahan", "split"), "float16": ("none", "kahan")}.get(parameter_dtype, ("none",))
 
 
 def compensation_dtype(compensation: str, parameter_dtype: str) -> str | None:
     """Return the dtype of k for a resolved compensation, or None."""
-    return {"none": None, "kahan": parameter_dtype, "split": "int16"}[compensation]
+    return {"none": None, "stochastic": None, "kahan": parameter_dtype, "split": "int16"}[compensation]
 
 
 def load(ops: ArrayOps, compensation: str, stored: Stored) -> Array:
@@ -75,7 +77,7 @@ def load(ops: ArrayOps, compensation: str, stored: Stored) -> Array:
     parameter, remainder = stored
     dtype, xp = ops.dtype_name(parameter), ops.xp
     upcast = ops.cast(parameter, compute_dtype(dtype))
-    if compensation == "none":
+    if compensation in ("none", "stochastic"):
         return upcast
     if compensation == "kahan":
         wanted = ops.cast(remainder, "float32")
@@ -85,11 +87,22 @@ def load(ops: ArrayOps, compensation: str, stored: Stored) -> Array:
     return xp.where((magnitude > 0) & (magnitude < math.inf), number, upcast)
 
 
-def store(ops: ArrayOps, compensation: str, x: Array, parameter_dtype: str) -> Stored:
+def store(ops: ArrayOps, compensation: str, x: Array, parameter_dtype: str, bits: Array | None = None) -> Stored:
     """Return (p, k) for the number x in the compute dtype.
 
     Where p overflows to an infinity, kahan stores k = 0, so that p + k is that infinity. All NaNs are stored as one.
+
+    Args:
+        ops: the framework's casts.
+        compensation: resolved.
+        x: float32 where it is compensated.
+        parameter_dtype: of p.
+        bits: of x's shape, for "stochastic": words of `core.random_bits`.
     """
+    if compensation == "stochastic":
+        assert bits is not None
+        x = stochastically_rounded(ops, x, parameter_dtype, bits)
+        compensation = "none"
     if compensation == "none":
         return Stored(ops.cast(x, parameter_dtype), None)
     xp = ops.xp
@@ -98,7 +111,7 @@ def store(ops: ArrayOps, compensation: str, x: Array, parameter_dtype: str) -> S
         finite = xp.isfinite(rounded)
         remainder = xp.where(finite, x, 0.0) - xp.where(finite, rounded, 0.0)
         return Stored(ops.cast(rounded, parameter_dtype), ops.cast(remainder, parameter_dtype))
-    bits = ops.bitcast(xp.where(xp.isnan(x), float("nan"), x), "int32")
-    high = (bits + _HALF) & _HIGH_BITS
+    pattern = ops.bitcast(xp.where(xp.isnan(x), float("nan"), x), "int32")
+    high = (pattern + _HALF) & _HIGH_BITS
     parameter = ops.cast(ops.bitcast(high, "float32"), "bfloat16")
-    return Stored(parameter, ops.cast(bits - high, "int16"))
+    return Stored(parameter, ops.cast(pattern - high, "int16"))

@@ -14,6 +14,7 @@ uint32 arrays (JAX). Multipliers are below 2^31, so that no product exceeds an i
 from __future__ import annotations
 
 import zlib
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from .errors import InvalidArgumentError
@@ -69,6 +70,11 @@ def tensor_key(seed: int, name: str) -> int:
 def layer_key(key: Word, layer: Word) -> Word:
     """Return the key of one layer (from 0 on) of a stack that has this key."""
     return _joined(key, layer)
+
+
+def layer_keys(keys: Sequence[int], layers: int) -> tuple[int, ...]:
+    """Return the keys of the layers of a stack, of which `keys` are those, or the one of the whole stack, or none."""
+    return tuple(keys) if len(keys) in (0, layers) else tuple(int(layer_key(keys[0], layer)) for layer in range(layers))
 
 
 def when(update: Word, field: int = 0, microbatch: int = 0) -> Word:

@@ -181,6 +181,7 @@ def update(
     *,
     first: bool = True,
     mean_square: Array | None = None,
+    bits: Array | None = None,
 ) -> tuple[Array, TensorState]:
     r"""One update of one tensor: the gradient of the only, or of the last, micro-batch, and the step.
 
@@ -192,12 +193,13 @@ def update(
         rule: which optimizer.
         hyperparameters: validated.
         corrections: from `Rule.corrections`, for the number of this update.
-        compensation: resolved: "none", "kahan" or "split".
+        compensation: resolved: "none", "kahan", "split" or "stochastic".
         parameter: any shape, any of `core.dtypes.PARAMETER_DTYPES`.
         gradient: of the parameter's shape.
         state: of the parameter.
         first: no micro-batch of this update is in the fields yet.
         mean_square: of the whole tensor, 0-d, if `parameter` is only a part of it; from `accumulate` of all parts.
+        bits: of the parameter's shape, for "stochastic": words of `core.random_bits` for this update.
 
     Returns:
         The new parameter, in its dtype, and the new state.
@@ -207,7 +209,7 @@ def update(
     added, state = increment(
         ops, rule, hyperparameters, corrections, number, gradient, state, first=first, mean_square=mean_square
     )
-    stored = compensations.store(ops, compensation, number + added, dtype)
+    stored = compensations.store(ops, compensation, number + added, dtype, bits)
     return stored.parameter, TensorState(state.fields, stored.compensation)
 
 
@@ -236,11 +238,13 @@ def apply(
     compensation: str,
     parameter: Array,
     state: TensorState,
+    *,
+    bits: Array | None = None,
 ) -> tuple[Array, TensorState]:
     """Step from fields that contain all micro-batches of the update. Arguments as in `update`."""
     dtype = ops.dtype_name(parameter)
     number = compensations.load(ops, compensation, Stored(parameter, state.compensation))
     fields = _upcast(ops, state.fields, compute_dtype(dtype))
     added = _stepped(ops, rule, hyperparameters, number, fields, state.mean_square, None)
-    stored = compensations.store(ops, compensation, number + added, dtype)
+    stored = compensations.store(ops, compensation, number + added, dtype, bits)
     return stored.parameter, TensorState(state.fields, stored.compensation)

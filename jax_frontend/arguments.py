@@ -51,7 +51,8 @@ class Arguments:
 
     def __post_init__(self) -> None:
         self.hyperparameters(0, check_schedules=False)
-        compensations.resolve(self.compensation, "bfloat16")
+        if compensations.resolve(self.compensation, "bfloat16") == "stochastic":
+            raise InvalidArgumentError("compensation='stochastic' is not possible in JAX yet; use 'split' or 'kahan'.")
         self.dtypes("float32")
 
     def hyperparameters(self, count: Any, *, check_schedules: bool = True) -> Hyperparameters:

@@ -113,7 +113,11 @@ def compensated(tx: optax.GradientTransformation, compensation: str = "auto") ->
     References:
         Kahan, Further remarks on reducing truncation errors, 1965; Zamirai et al., https://arxiv.org/abs/2010.06192.
     """
-    compensations.resolve(compensation, "bfloat16")
+    if compensations.resolve(compensation, "bfloat16") == "stochastic":
+        raise InvalidArgumentError(
+            "compensated(tx, 'stochastic') is not possible, as it does not count updates, of which each has other random bits; "
+            "use 'split' or 'kahan', or compensation='stochastic' of penstock's own transforms."
+        )
     inner = as_transformation(tx)
 
     def init(params: PyTree) -> CompensatedState:

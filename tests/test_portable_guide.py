@@ -61,5 +61,5 @@ def test_it_describes_the_file_that_is_written() -> None:
     assert all(f"`{rule}`" in section for rule in RULES)
     about = describe("state.safetensors").parameters["head"]
     keys = {field.name for field in dataclasses.fields(about)} - {"step", "dtypes"}
-    assert set(document["parameters"]["head"]) == keys
+    assert set(document["parameters"]["head"]) == keys - {"random_keys"}  # only where it is rounded stochastically
     assert all(f'"{key}"' in section for key in keys)

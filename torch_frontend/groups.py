@@ -12,12 +12,13 @@ import torch
 from torch import Tensor
 from torch.nn.parameter import is_lazy
 
-from ..core import compensation, dtypes
+from ..core import compensation, dtypes, random_bits
+from ..core.combinations import Combination, require
 from ..core.errors import InvalidArgumentError, RefusedError, UnsupportedTensorError
 from ..core.hyperparameters import DECAY, Hyperparameters, check_number
 from ..core.rules import RULES, Rule
 from .array_ops import dtype_name
-from .communication.shards import PLAIN, check_placements, local, placements
+from .communication.shards import PLAIN, check_placements, is_sharded, local, placements
 
 NAMES = {"learning_rate": "lr", **{f"beta{number}": f"betas[{number - 1}]" for number in (1, 2, 3)}}
 """The names of hyperparameters in torch."""
@@ -172,6 +173,7 @@ def check_group(group: Group) -> None:
     Raises:
         InvalidArgumentError: a hyperparameter, dtype or compensation is out of range or does not fit the others; a parameter
             that is given twice.
+        RefusedError: a sharded parameter that is to be rounded stochastically.
         UnsupportedTensorError: a parameter is complex, integer, sparse or a DTensor of partial sums, or its elements share
             memory.
     """
@@ -192,6 +194,7 @@ def check_group(group: Group) -> None:
     elif group["max_lr"] is not None:
         check_number("max_lr", group["max_lr"], ranges["max_lr"])
     checked = hyperparameters(group)
+    random_bits.check_seed(group.get("seed", 0))  # which earlier versions did not save
     if len(set(group["params"])) < len(group["params"]):
         raise InvalidArgumentError(
             "params has a parameter more than once, which would be updated as often in every step; give each of them once, as "
@@ -200,8 +203,14 @@ def check_group(group: Group) -> None:
     for parameter in group["params"]:
         check_parameter(parameter)
         name = dtype_name(parameter.dtype)
-        compensation.resolve(group["compensation"], name)
+        if is_stochastic(group, parameter) and is_sharded(parameter):
+            require(Combination(communication="fsdp2", compensation="stochastic"))
         moment_dtypes(group, name, checked)
+
+
+def is_stochastic(group: Mapping[str, Any], parameter: Tensor) -> bool:
+    """Whether the parameter, of this group, is rounded stochastically."""
+    return compensation.resolve(group["compensation"], dtype_name(parameter.dtype)) == "stochastic"
 
 
 def on_device(current: Hyperparameters) -> bool:

@@ -15,11 +15,11 @@ from ..core.errors import InvalidArgumentError, NonFiniteGradientError, RefusedE
 from ..core.release import Action
 from ..core.rules import RULES
 from . import state as saved_state
-from .backends import select_backend
+from .backends import Backend, select_backend
 from .changing_betas import default_betas_of_moments
 from .communication.shards import is_released
 from .finiteness import SkipCount, each_finite
-from .groups import PLAIN_GRADIENT, Group, check_gradient, check_group, hyperparameters
+from .groups import PLAIN_GRADIENT, Group, check_gradient, check_group, hyperparameters, is_stochastic
 from .signatures import signature_of
 from .updates import TensorUpdates
 
@@ -78,12 +78,16 @@ class ReleasableOptimizer(TensorUpdates):
         self._warned_of_decay = False
         self._forget_groups()
         super().__init__(params, {"rule": self.rule.name, **given})
-        self._backend = select_backend(backend, self._parameters(), self.rule)
+        self._backend = self._selected(backend)
 
     @property
     def backend(self) -> str:
         """Name of the backend in use: "triton", "compiled" or "eager"."""
         return self._backend.name
+
+    def _selected(self, backend: str) -> Backend:
+        stochastic = any(is_stochastic(group, parameter) for group in self.param_groups for parameter in group["params"])
+        return select_backend(backend, self._parameters(), self.rule, stochastic=stochastic)
 
     @property
     def on_nonfinite(self) -> str:
@@ -125,6 +129,8 @@ class ReleasableOptimizer(TensorUpdates):
             self._check_rule(group)
             check_group(group)
             default_betas_of_moments(group)
+            if any(is_stochastic(group, parameter) for parameter in group["params"]):
+                self._check_stochastic()
             if self.release is not None:
                 self.release._check_ownership(group["params"])
         except Exception:
@@ -257,4 +263,4 @@ class ReleasableOptimizer(TensorUpdates):
             self._skipped = SkipCount(self.__dict__["_skipped"])
         if backend is not None:  # a copy or an unpickled optimizer: hooks are on the parameters of the original
             self.release = None
-            self._backend = select_backend(backend, self._parameters(), self.rule)
+            self._backend = self._selected(backend)

@@ -14,6 +14,7 @@ COMMON = {
     "decouple_lr": False,
     "max_lr": None,
     "compensation": "auto",
+    "seed": 0,
     "state_dtype": None,
     "backend": "auto",
     "on_nonfinite": "propagate",
@@ -39,6 +40,10 @@ Args:
         into the groups.
     compensation: how low-precision parameters keep the bits that rounding loses: "none", "kahan" (in the parameter's dtype),
         "split" (bfloat16 and an int16 are together the exact float32), or "auto": split for bfloat16, kahan for float16.
+        "stochastic" keeps nothing, and rounds up or down by chance, so that small steps are right in the mean.
+    seed: of the random bits of "stochastic", an int in [0, 2**32). It takes effect where a parameter has its first update;
+        with the number of each update it determines them: the same seed gives the same run. Parameters that are given with
+        names (`model.named_parameters()`) are told apart by these, others by their numbers.
     state_dtype: dtype of the state. Default: the parameter's, and float32 for a second moment that it cannot hold.
     backend: "auto", "triton", "compiled" or "eager". "auto" is triton on CUDA devices, for the rules that it has, and eager
         elsewhere; `.backend` tells which was chosen.

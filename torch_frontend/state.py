@@ -18,6 +18,9 @@ from .backends.backend import state_keys
 from .communication.shards import is_sharded, placements
 from .groups import check_group, moment_dtypes, rule_of, settings_of
 
+RANDOM_KEY = "random_key"
+"""The key in a parameter's state for the one of its random bits (`core.random_bits`), an int."""
+
 
 def required_keys(rule: Rule) -> tuple[str, ...]:
     """Return the keys of every parameter group of penstock's optimizers with this rule; earlier versions had no "rule"."""

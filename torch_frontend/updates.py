@@ -11,6 +11,8 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from ..core import compensation as compensations
+from ..core import random_bits
+from ..core.combinations import Combination, require
 from ..core.errors import InvalidArgumentError
 from ..core.release import Action
 from ..core.rules import Rule
@@ -44,6 +46,11 @@ class TensorUpdates(Optimizer):
                 f"rule={group['rule']!r} of a parameter group is not the optimizer's, {self.rule.name!r}; leave the key 'rule' "
                 "to the optimizer, and use an optimizer for each rule."
             )
+
+    def _check_stochastic(self, *, sharded: bool = False) -> None:
+        """Raise `RefusedError` if the backend, once it is chosen, does not round stochastically, or not what is sharded."""
+        backend = self._backend.name if hasattr(self, "_backend") else "eager"
+        require(Combination(communication="fsdp2" if sharded else "local", compensation="stochastic", backend=backend))
 
     def _forget_groups(self) -> None:
         """Drop what is cached of the groups."""
@@ -280,8 +287,19 @@ class TensorUpdates(Optimizer):
         here = state if shard is None else LocalState(state)
         slot = TensorSlot(local(parameter), here, compensation, entry.settings.rule, entry.settings, group["capturable"], shard)
         slot.kind = type(parameter), parameter.dtype, parameter.device, parameter.shape
+        if compensation == "stochastic":
+            self._check_stochastic(sharded=shard is not None)
+            key = random_bits.tensor_key(group.get("seed", 0), self._name(group, parameter))
+            slot.random_key = int(state.setdefault(saved_state.RANDOM_KEY, key))
         self._slots[id(parameter)] = slot
         return slot
+
+    def _name(self, group: Mapping[str, Any], parameter: Tensor) -> str:
+        """Return the name with which a parameter was given, or its number."""
+        for name, given in zip(group.get("param_names", ()), group["params"], strict=False):
+            if given is parameter:
+                return str(name)
+        return str(list(self._whole).index(id(parameter)))
 
 
 def _advance(slots: Sequence[TensorSlot], applied: Sequence[Tensor] = ()) -> None:

@@ -8,6 +8,7 @@ each parameter's dtype, shape and compensation. `core.portable.safetensors` has 
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Mapping
 from typing import Any
 
@@ -26,9 +27,10 @@ class ParameterDescription:
     Args:
         dtype: of the parameter.
         shape: of the parameter.
-        compensated: "none", "kahan" or "split".
+        compensated: "none", "kahan", "split" or "stochastic".
         step: updates so far.
         dtypes: of those arrays that the file has.
+        random_keys: as in `ParameterState`.
     """
 
     dtype: str
@@ -36,6 +38,7 @@ class ParameterDescription:
     compensated: str
     step: int
     dtypes: Mapping[str, str]
+    random_keys: tuple[int, ...] = ()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -81,7 +84,12 @@ def save(path: Path, state: PortableState) -> None:
         for group in state.groups
     ]
     parameters = {
-        name: {"dtype": parameter.dtype, "shape": list(parameter.shape), "compensated": parameter.compensated}
+        name: {
+            "dtype": parameter.dtype,
+            "shape": list(parameter.shape),
+            "compensated": parameter.compensated,
+            **({"random_keys": list(parameter.random_keys)} if parameter.compensated == "stochastic" else {}),
+        }
         for name, parameter in state.parameters.items()
     }
     write(path, arrays, {"rule": state.rule, "groups": groups, "parameters": parameters})
@@ -99,9 +107,14 @@ def load(path: Path) -> PortableState:
     with Reader(path) as reader:
         about = _describe(reader)
         parameters = {
-            name: ParameterState(parameter.dtype, parameter.shape, parameter.compensated, parameter.step, {}).with_arrays(
-                parameter.shape, {field: reader.read(f"{field}/{name}") for field in parameter.dtypes}
-            )
+            name: ParameterState(
+                parameter.dtype,
+                parameter.shape,
+                parameter.compensated,
+                parameter.step,
+                fields={},
+                random_keys=parameter.random_keys,
+            ).with_arrays(parameter.shape, {field: reader.read(f"{field}/{name}") for field in parameter.dtypes})
             for name, parameter in about.parameters.items()
         }
         try:
@@ -153,7 +166,8 @@ def _describe(reader: Reader) -> Description:
     for name, layout in layouts.items():
         dtypes = {field: dtype for field, (dtype, _) in layout.arrays.items()}
         step = int(reader.read(f"step/{name}"))
-        parameters[name] = ParameterDescription(layout.dtype, layout.shape, layout.compensated, step, dtypes)
+        described = layout.dtype, layout.shape, layout.compensated, step, dtypes, layout.random_keys
+        parameters[name] = ParameterDescription(*described)
     return Description(rule, groups, parameters, reader.size)
 
 
@@ -181,11 +195,14 @@ def _group(reader: Reader, row: Any) -> PortableGroup:
 def _layout(reader: Reader, rule: Rule, name: str, row: Any) -> Layout:
     """Return the dtypes and shapes of a parameter and of its arrays in the file."""
     what = f"parameter {shown(name)}"
-    dtype, shape, compensated = _record(reader, what, row, dtype=str, shape=list, compensated=str)
+    kinds = {"dtype": str, "shape": list, "compensated": str}
+    if type(row) is dict and row.get("compensated") == "stochastic":
+        kinds["random_keys"] = list
+    dtype, shape, compensated, *keys = _record(reader, what, row, **kinds)
     for length in shape:
         _kind(reader, f"a length in the shape of {what}", length, int)
     found = {field: reader.entries.get(f"{field}/{name}") for field in ("step", *array_names(rule))}
     if (step := found.pop("step")) is None or (step.dtype, step.shape) != ("int64", ()):
         reader.refuse(f"{what} has no step, one int64")
     arrays = {field: (entry.dtype, entry.shape) for field, entry in found.items() if entry is not None}
-    return Layout(dtype, tuple(shape), compensated, arrays)
+    return Layout(dtype, tuple(shape), compensated, arrays, tuple(itertools.chain(*keys)))

@@ -33,7 +33,7 @@ class Expected:
 
     Args:
         dtype, shape: of the parameter.
-        compensated: resolved: "none", "kahan" or "split".
+        compensated: resolved: "none", "kahan", "split" or "stochastic".
         fields: dtypes of its rule's fields by name; None where the caller rounds them himself.
     """
 
@@ -151,6 +151,7 @@ def _matched(name: str, entry: ParameterState, expected: Expected, arguments: Ma
         },
         compensated=expected.compensated,
         compensation=_compensation(name, entry, expected.compensated),
+        random_keys=entry.random_keys if expected.compensated == "stochastic" else (),
     )
 
 
@@ -169,12 +170,11 @@ def _widened(name: str, field: str, array: np.ndarray, dtype: str | None, argume
 def _compensation(name: str, entry: ParameterState, compensated: str) -> np.ndarray | None:
     if entry.compensated == compensated:
         return entry.compensation
-    if entry.compensated != "none":
+    if entry.compensation is not None:
         raise InvalidArgumentError(
             f"parameter {name!r} is compensated by {entry.compensated!r} in the state and by {compensated!r} in the optimizer; "
             f"construct that with compensation={entry.compensated!r} where it takes it, or drop the lost digits for good with: "
             "penstock convert --drop-compensation."
         )
     kept = compensation_dtype(compensated, entry.dtype)
-    assert kept is not None  # it differs from "none"
-    return np.zeros(entry.shape, numpy_dtype(kept))
+    return None if kept is None else np.zeros(entry.shape, numpy_dtype(kept))

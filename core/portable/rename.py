@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
 from ..errors import InvalidArgumentError
+from ..random_bits import layer_keys
 from ..rules import RULES
 from .names import Line, Table, check, each, inverted
 from .state import ParameterState, PortableGroup, PortableState, array_names, listed
@@ -109,7 +111,9 @@ def _changed(parameter: ParameterState, change: Callable[[np.ndarray], np.ndarra
 def _stacked(layers: list[ParameterState]) -> ParameterState:
     columns = {field: [layer.arrays()[field] for layer in layers] for field in layers[0].arrays()}
     shape = (len(layers), *layers[0].shape)
-    return layers[0].with_arrays(shape, {field: np.stack(column) for field, column in columns.items()})
+    keys = tuple(key for layer in layers for key in layer.random_keys)
+    whole = dataclasses.replace(layers[0], random_keys=keys if len(keys) == len(layers) else ())
+    return whole.with_arrays(shape, {field: np.stack(column) for field, column in columns.items()})
 
 
 def _unstacked(line: Line, parameter: ParameterState) -> list[ParameterState]:
@@ -119,7 +123,9 @@ def _unstacked(line: Line, parameter: ParameterState) -> list[ParameterState]:
             f"{line.own!r} has shape {parameter.shape}, and names gives {count} names for the layers along its leading axis; "
             "give one for each layer."
         )
-    return [_changed(parameter, lambda array, n=n: array[n]) for n in range(count)]  # type: ignore[misc]
+    keys = layer_keys(parameter.random_keys, count)
+    layers = [_changed(parameter, lambda array, n=n: array[n]) for n in range(count)]  # type: ignore[misc]
+    return [dataclasses.replace(layer, random_keys=keys[n : n + 1]) for n, layer in enumerate(layers)]
 
 
 def _last_parts(line: Line) -> tuple[str, str]:

@@ -4,6 +4,7 @@ Every parameter has an entry of its own, whatever the framework's grouping or st
 
     exp_avg and so on     the fields of its rule (debiased where the rule keeps them so), in the dtype in which they are kept
     compensation          the bits that a low-precision parameter cannot hold, or None
+    random_keys           the keys of its random bits (`core.random_bits`) where it is rounded stochastically
     step                  the number of updates applied to it
     parameter             the parameter itself, or None where the state was exported without
 
@@ -24,6 +25,7 @@ import numpy as np
 from ..compensation import compensation_dtype, resolve
 from ..dtypes import PARAMETER_DTYPES, check_parameter_dtype
 from ..errors import InvalidArgumentError
+from ..random_bits import WORD
 from ..rules import RULES, Rule
 
 BESIDES = ("compensation", "parameter")
@@ -48,20 +50,31 @@ class Layout:
     Args:
         dtype: of the parameter, one of `core.dtypes.PARAMETER_DTYPES`.
         shape: of the parameter.
-        compensated: "none", "kahan" or "split".
+        compensated: "none", "kahan", "split" or "stochastic".
         arrays: dtype and shape of those of `array_names` that there are.
+        random_keys: as in `ParameterState`.
     """
 
     dtype: str
     shape: tuple[int, ...]
     compensated: str
     arrays: Mapping[str, tuple[str, tuple[int, ...]]]
+    random_keys: tuple[int, ...] = ()
 
     def check(self, name: str, rule: Rule) -> None:
         """Raise `InvalidArgumentError` or `UnsupportedTensorError` unless they can be those of a parameter called `name`."""
         check_parameter_dtype(self.dtype, f"parameter {name!r}")
         if self.compensated == "auto" or resolve(self.compensated, self.dtype) != self.compensated:
             raise InvalidArgumentError(f"the compensation of parameter {name!r}, {self.dtype}, cannot be {self.compensated!r}.")
+        count = len(self.random_keys)
+        if (count and self.compensated != "stochastic") or count not in (0, 1, *self.shape[:1]):
+            raise InvalidArgumentError(
+                f"parameter {name!r}, {self.compensated!r} of shape {self.shape}, has {count} random_keys; one that is rounded "
+                "stochastically has one, or one for each layer of its leading axis."
+            )
+        for key in self.random_keys:
+            if type(key) is not int or not 0 <= key <= WORD:
+                raise InvalidArgumentError(f"a random key of parameter {name!r} is {key!r}; it must be an int in [0, 2**32).")
         compensation = compensation_dtype(self.compensated, self.dtype)
         if ("compensation" in self.arrays) != (compensation is not None):
             there = "has one" if "compensation" in self.arrays else "has none"
@@ -90,11 +103,12 @@ class ParameterState:
     Args:
         dtype: of the parameter, one of `core.dtypes.PARAMETER_DTYPES`.
         shape: of the parameter.
-        compensated: "none", "kahan" or "split": what `compensation` is.
+        compensated: "none", "kahan" or "split": what `compensation` is; "stochastic" has none.
         step: updates so far, from 0 on.
         fields: those of its rule by name, floating-point arrays of the shape.
         compensation: int16 (split) or `dtype` (kahan), or None.
         parameter: in `dtype`, or None where the parameters are kept elsewhere.
+        random_keys: of "stochastic": one, or one for each layer of a stack; none before the first update.
     """
 
     dtype: str
@@ -104,6 +118,7 @@ class ParameterState:
     fields: Mapping[str, np.ndarray]
     compensation: np.ndarray | None = None
     parameter: np.ndarray | None = None
+    random_keys: tuple[int, ...] = ()
 
     def arrays(self) -> dict[str, np.ndarray]:
         """The arrays that exist, by name (`array_names`)."""
@@ -119,7 +134,7 @@ class ParameterState:
     def check(self, name: str, rule: Rule) -> None:
         """Raise `InvalidArgumentError` unless shapes, dtypes and numbers can be those of a parameter called `name`."""
         layouts = {field: (array.dtype.name, array.shape) for field, array in self.arrays().items()}
-        Layout(self.dtype, self.shape, self.compensated, layouts).check(name, rule)
+        Layout(self.dtype, self.shape, self.compensated, layouts, self.random_keys).check(name, rule)
         if not isinstance(self.step, int) or not 0 <= self.step < 2**63:
             raise InvalidArgumentError(f"step of parameter {name!r} is {self.step}; it must be an int, 0 or more.")
         for kind, array in self.arrays().items():
@@ -219,7 +234,7 @@ def with_rule(state: PortableState, rule: str) -> PortableState:
 
 def without_compensation(state: PortableState) -> PortableState:
     """Return the state without compensation: each parameter loses up to half a spacing."""
-    return _changed(state, compensated="none", compensation=None)
+    return _changed(state, compensated="none", compensation=None, random_keys=())
 
 
 def without_parameters(state: PortableState) -> PortableState:

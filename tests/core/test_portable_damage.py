@@ -155,6 +155,11 @@ LIES: dict[str, tuple[Change, str]] = {
     "parameters of no kind": (said("parameters", value=["w"]), "the parameters cannot be ['w']"),
     "parameter of no kind": (said("parameters", "w", value=3), "parameter 'w' cannot be 3"),
     "unknown parameter": (said("parameters", "v", value=W), "parameter 'v' has no step"),
+    "no random keys": (said("parameters", "w", value={**W, "compensated": "stochastic"}), "parameter 'w' cannot be"),
+    "a random key that is a text": (
+        said("parameters", "w", value={**W, "compensated": "stochastic", "random_keys": ["0"]}),
+        "a random key of parameter 'w' is '0'",
+    ),
     "unknown compensation": (said("parameters", "w", value={**W, "compensated": "ozaki"}), "compensation='ozaki' is not known"),
     "unknown parameter dtype": (said("parameters", "w", value={**W, "dtype": "int8"}), "parameter 'w' has dtype int8"),
     "another shape": (said("parameters", "w", value={**W, "shape": [3]}), "has shape (2,), the parameter has (3,)"),

@@ -126,6 +126,7 @@ def test_left_out_arrays_are_gone_and_the_rest_is_unchanged() -> None:
     assert {one.compensated for one in without_compensation(made).parameters.values()} == {"none"}
 
 
+STOCHASTIC = {"dtype": "bfloat16", "compensated": "stochastic"}
 BAD = {
     "dtype": ({"dtype": "int32"}, UnsupportedTensorError, "dtype int32"),
     "compensated": ({"compensated": "kahan"}, InvalidArgumentError, "cannot be 'kahan'"),
@@ -148,6 +149,13 @@ BAD = {
     "step": ({"step": -1}, InvalidArgumentError, "step of parameter 'w' is -1"),
     "fraction": ({"step": 1.5}, InvalidArgumentError, "step of parameter 'w' is 1.5"),
     "late": ({"step": 2**63}, InvalidArgumentError, "step of parameter 'w'"),
+    "keys of none": ({"random_keys": (1,)}, InvalidArgumentError, "'w', 'none' of shape .* has 1 random_keys"),
+    "too many keys": (
+        {**STOCHASTIC, "random_keys": (1, 2, 3)},
+        InvalidArgumentError,
+        "has 3 random_keys; ",
+    ),
+    "key": ({**STOCHASTIC, "random_keys": (2**32,)}, InvalidArgumentError, "a random key of parameter 'w' is 4294967296"),
 }
 
 
@@ -178,6 +186,6 @@ def test_a_state_that_cannot_be_is_refused(rule: str, groups: tuple[PortableGrou
 def test_an_array_is_never_left_out_of_the_file(tmp_path: Path) -> None:
     """`array_names` is what a parameter has beside its step: an array more would have to be written, too."""
     fields = {field.name for field in dataclasses.fields(parameter())}
-    assert fields == {"dtype", "shape", "compensated", "step", "fields", *BESIDES}
+    assert fields == {"dtype", "shape", "compensated", "step", "fields", "random_keys", *BESIDES}
     save(tmp_path / "file", state({"w": parameter(kind=("bfloat16", "split"))}))
     assert set(taken_apart(tmp_path / "file")[0]) == {f"{field}/w" for field in ("step", *array_names(ADAMW))}

@@ -77,6 +77,11 @@ def test_every_array_of_every_layer_is_where_it_should_be(kind: tuple[str, str])
     made = state({"layers.w": parameter((3, 2, 4), kind, seed=1, step=7)})
     there = rename(made, {"layers.w": Transposed(h(3))})
     assert there.groups[0].parameters == ("h.0.weight", "h.1.weight", "h.2.weight")
+    keys = [key for one in there.parameters.values() for key in one.random_keys]
+    assert len(set(keys)) == len(keys) == (3 if kind[1] == "stochastic" else 0)  # the layers' random bits are others
+    together = rename(there, {tuple(h(3)): Transposed("layers.w")})
+    assert together.parameters["layers.w"].random_keys == tuple(keys)
+    assert rename(together, {"layers.w": Transposed(h(3))}).parameters["h.2.weight"].random_keys == tuple(keys[2:])
     given = made.parameters["layers.w"]
     for number in range(3):
         one = there.parameters[f"h.{number}.weight"]

@@ -22,6 +22,8 @@ KINDS = [
     ("bfloat16", "split"),
     ("float16", "none"),
     ("float16", "kahan"),
+    ("bfloat16", "stochastic"),
+    ("float16", "stochastic"),
 ]
 """Every dtype with every compensation that it can have."""
 
@@ -52,6 +54,7 @@ def parameter(
         {"exp_avg": normal(dtype), "exp_avg_sq": np.abs(normal(second))},
         k,
         normal(dtype) if held else None,
+        (1000 + seed,) if compensated == "stochastic" else (),
     )
 
 
@@ -77,7 +80,7 @@ def contents(state: PortableState) -> Any:
     """Everything in a state, comparable, arrays by their bits; the order of a group's parameters means nothing."""
     rows = {
         name: (
-            (one.dtype, one.shape, one.compensated, one.step),
+            (one.dtype, one.shape, one.compensated, one.step, one.random_keys),
             [(field, array.dtype.name, array.shape, array.tobytes()) for field, array in one.arrays().items()],
         )
         for name, one in state.parameters.items()

@@ -11,6 +11,7 @@ from typing import Any, Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
+from ...core import random_bits
 from ...core.dtypes import compute_dtype
 from ...core.hyperparameters import Hyperparameters
 from ...core.rules import ADAM, Rule
@@ -46,10 +47,11 @@ class TensorSlot:
     state: the optimizer's state of the parameter: "step", 0-d, the number of updates so far; the rule's fields (`state_keys`)
         and, with compensation, "compensation", all of the parameter's shape; "mean_square", 0-d, only while micro-batches are
         in the fields.
-    compensation: resolved: "none", "kahan" or "split".
+    compensation: resolved: "none", "kahan", "split" or "stochastic".
     settings: the current settings of the parameter's group.
     shard: the location of the local shard in the whole parameter; None if it is not sharded.
     capturable: "step" is on the parameter's device, and the host must not wait for it.
+    random_key: of the tensor's random bits (`core.random_bits`); None without stochastic rounding.
     kind: class, dtype, device and shape of the parameter when the slot was made.
     plan: what a backend caches for this tensor. dataclasses.replace() does not copy it.
     compute_dtype: the dtype of the arithmetic.
@@ -66,6 +68,7 @@ class TensorSlot:
     settings: GroupSettings
     capturable: bool = False
     shard: Shard | None = None
+    random_key: int | None = None
     kind: Any = dataclasses.field(default=None, repr=False)
     plan: Any = dataclasses.field(default=None, init=False, repr=False)
     compute_dtype: torch.dtype = dataclasses.field(init=False, repr=False)
@@ -100,6 +103,10 @@ class TensorSlot:
     def step_number(self) -> float:
         """Number t of the next update, starting at 1. Synchronises when capturable."""
         return self.counter.item() + 1
+
+    def when(self) -> Any:
+        """Return `core.random_bits.when` of this update: a number, or a 0-d tensor on the device when capturable."""
+        return random_bits.when(self.step.to(torch.int64) + 1 if self.capturable else int(self.step_number))
 
     def tensors(self, gradient: Tensor | None) -> dict[str, Tensor]:
         """Return parameter, gradient and state of the parameter's shape by name, without those that are absent."""

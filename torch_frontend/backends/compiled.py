@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ...core import random_bits
 from ...core import update as core_update
 from ...core.hyperparameters import Hyperparameters, is_zero
 from ...core.rules import RULES
@@ -90,9 +91,10 @@ class CompiledBackend(EagerBackend):
 def _pieces(slot: TensorSlot, gradient: Tensor | None, small: int) -> Iterator[Vectors]:
     """Yield (parameter, gradient, compensation, *fields) piece by piece, None for those that are absent.
 
-    Yields nothing for tensors that are updated eagerly: small ones, and those without a common dense layout.
+    Yields nothing for tensors that are updated eagerly: small ones, those without a common dense layout, and those whose random
+    bits have another order than their memory.
     """
-    if slot.parameter.numel() <= small:
+    if slot.parameter.numel() <= small or (slot.random_key is not None and not slot.parameter.is_contiguous()):
         return
     state = slot.state
     vectors = along_memory([slot.parameter, gradient, state.get("compensation"), *slot.fields_of(state)])
@@ -127,8 +129,19 @@ def _run(
         is_new.clear()
         for vector in filter(lambda vector: vector is not None, piece):
             torch._dynamo.maybe_mark_dynamic(vector, 0)
-    found: tuple[Tensor | None, Any] = graph(piece, slot.vector(), total)
+    random = None if slot.random_key is None else _random(slot, piece[0].storage_offset() - parameter.storage_offset())
+    found: tuple[Tensor | None, Any] = graph(piece, slot.vector(), total, random)
     return found
+
+
+def _random(slot: TensorSlot, start: int) -> Tensor:
+    """Return the shift and the factor of a piece's random bits, and the low word of its first element's index, int64, [3].
+
+    All elements of a piece have one high word, as `PIECE` divides 2^32.
+    """
+    stream = random_bits.stream(slot.random_key, slot.when(), start >> 32)
+    numbers = [torch.as_tensor(number) for number in (*stream, start & random_bits.WORD)]
+    return torch.stack([number.to(slot.parameter.device, non_blocking=True) for number in numbers])
 
 
 def _constants(current: Hyperparameters) -> tuple[tuple[str, Any], ...]:
@@ -163,8 +176,13 @@ def _compiled(
     kahan = compensation == "kahan"
     ops = compiled_ops if kahan and not keeps_casts(dtypes[0], device.type) else torch_ops
 
-    def step(tensors: Vectors, scalars: Tensor, total: Tensor | None) -> tuple[Tensor | None, Any]:
+    def step(tensors: Vectors, scalars: Tensor, total: Tensor | None, random: Tensor | None) -> tuple[Tensor | None, Any]:
         parameter, gradient, stored, *fields = tensors
+        bits = None
+        if random is not None:
+            shift, factor, start = random.unbind()
+            low = start + torch.arange(parameter.numel(), device=parameter.device)
+            bits = random_bits.bits(random_bits.Stream(shift, factor), low)
         *corrections, learning_rate, decay = scalars.unbind()
         current = rule.hyperparameters(learning_rate=learning_rate, weight_decay=decay, **dict(constants))
         state = TensorState(tuple(fields), stored, 0.0 if total is None else total)
@@ -172,18 +190,18 @@ def _compiled(
         squares = gradient.to(scalars.dtype).square().sum() if measured else None
         new = parameter
         if kind == "apply":
-            new, after = core_update.apply(ops, rule, current, compensation, parameter, state)
+            new, after = core_update.apply(ops, rule, current, compensation, parameter, state, bits=bits)
         elif kind in ("update", "write") and rule.clips_update:
             whole: Any = total
             if kind == "update":
                 whole = core_update.accumulate(ops, rule, current, *given, first=first).mean_square
             eta = core_update.clipped_learning_rate(learning_rate, whole, torch)
             clipped = rule.hyperparameters(learning_rate=eta, weight_decay=decay, **dict(constants))
-            new, after = core_update.update(ops, unclipped, clipped, *given, first=first)
+            new, after = core_update.update(ops, unclipped, clipped, *given, first=first, bits=bits)
             # Were eta not an output, Inductor would compute it again for every 16 elements.
             after = TensorState(after.fields, after.compensation, eta)
         elif kind in ("update", "write"):
-            new, after = core_update.update(ops, rule, current, *given, first=first)
+            new, after = core_update.update(ops, rule, current, *given, first=first, bits=bits)
         else:
             after = core_update.accumulate(ops, rule, current, *given, first=first)
             if kind == "measure":

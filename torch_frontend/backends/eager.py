@@ -150,18 +150,26 @@ class EagerBackend:
         piece.parameter, piece.gradient = slot.parameter, gradient
         piece.fields = slot.fields_of(state)
         piece.compensation = state.get("compensation")
+        if slot.random_key is not None:
+            piece.random = slot.random_key, slot.when(), 0
         return piece
 
     def _pieces(self, slot: TensorSlot, gradient: Tensor | None) -> Iterator[Piece]:
-        """Yield the tensor in pieces: in memory order if parameter, gradient and state have the same layout, else by rows."""
+        """Yield the tensor in pieces: in memory order if parameter, gradient and state have the same layout, else by rows.
+
+        Random bits are those of rows, so that a stochastically rounded parameter in another order is taken by rows, too.
+        """
         tensors = slot.tensors(gradient)
-        vectors = along_memory(list(tensors.values())) or [tensor.detach() for tensor in tensors.values()]
+        by_rows = slot.random_key is not None and not slot.parameter.is_contiguous()
+        vectors = None if by_rows else along_memory(list(tensors.values()))
+        vectors = vectors or [tensor.detach() for tensor in tensors.values()]
         flat = dict(zip(tensors, vectors, strict=True))
         lead = flat["parameter"]
         if not lead.numel():
             return
         rows = max(1, piece_elements(lead) * lead.shape[0] // lead.numel())
         scratch: tuple[Tensor, Tensor] | None = None
+        when = None if slot.random_key is None else slot.when()
         for start in range(0, lead.shape[0], rows):
             part = {name: tensor[start : start + rows] for name, tensor in flat.items()}
             if scratch is None or part["parameter"].shape != scratch[0].shape:
@@ -170,6 +178,8 @@ class EagerBackend:
             piece.parameter, piece.gradient = part["parameter"], part.get("gradient")
             piece.fields = slot.fields_of(part)
             piece.compensation = part.get("compensation")
+            if slot.random_key is not None:
+                piece.random = slot.random_key, when, start * (lead.numel() // lead.shape[0])
             yield piece
 
     def _scratch_like(self, part: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from ...core import compensation as compensations
+from ...core import random_bits
 from ...core.compensation import Stored
 from ...core.hyperparameters import is_zero
 from ...core.rules import Entered
@@ -21,6 +22,8 @@ class Piece:
     """A part of a parameter with the same part of its gradient and state, and two scratch tensors of that size.
 
     parameter, gradient, fields, compensation: as stored; gradient and compensation may be None.
+    random: the tensor's key, the time (`core.random_bits.when`), and the index of the first element in the whole tensor in
+        row-major order; None without stochastic rounding.
     upcast_gradient, upcast: the gradient and the fields in the compute dtype; the stored tensor itself if it has that dtype.
     """
 
@@ -34,6 +37,7 @@ class Piece:
         "fields",
         "gradient",
         "parameter",
+        "random",
         "rule",
         "settings",
         "upcast",
@@ -43,13 +47,14 @@ class Piece:
     gradient: Tensor | None
     fields: Sequence[Tensor]
     compensation: Tensor | None
+    random: tuple[int, Any, int] | None
     upcast_gradient: Any
     upcast: Any
     entered: Entered | None
 
     def __init__(self, slot: TensorSlot, a: Tensor, b: Tensor) -> None:
         self.rule, self.settings, self.coding = slot.rule, slot.settings, slot.compensation
-        self.a, self.b, self.dtype = a, b, a.dtype
+        self.a, self.b, self.dtype, self.random = a, b, a.dtype, None
 
     def __enter__(self) -> None:
         """Free the gradient and the upcast fields at the end of the context."""
@@ -65,7 +70,8 @@ class Piece:
 
     def store_parameter(self, parameter: Tensor) -> None:
         """Store the parameter, in the compute dtype, with its compensation."""
-        stored = compensations.store(torch_ops, self.coding, parameter, dtype_name(self.parameter.dtype))
+        bits = None if self.random is None else _bits(*self.random, parameter)
+        stored = compensations.store(torch_ops, self.coding, parameter, dtype_name(self.parameter.dtype), bits)
         self.parameter.copy_(stored.parameter)
         if stored.compensation is not None:
             assert self.compensation is not None
@@ -132,6 +138,17 @@ class Piece:
         if numbers.decay is not None:
             step = step + numbers.decay * parameter
         self.store_parameter(parameter - eta * step)
+
+
+def _bits(key: int, when: Any, start: int, part: Tensor) -> Tensor:
+    """Return the random bits of a part of a tensor, whose elements have the indices from `start` on, row by row."""
+    end = start + part.numel()
+    low: Any = torch.arange(start, end, device=part.device).view(part.shape)
+    high: Any = start >> 32
+    if high != (end - 1) >> 32:
+        high = low >> 32
+    found: Tensor = random_bits.bits(random_bits.stream(key, when, high), low if end <= 2**32 else low & random_bits.WORD)
+    return found
 
 
 def clipped_rate(learning_rate: Tensor, mean_square: Tensor | float) -> Tensor:

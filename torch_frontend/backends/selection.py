@@ -6,6 +6,7 @@ from collections.abc import Iterable
 
 from torch import Tensor
 
+from ...core.combinations import Combination, require
 from ...core.errors import InvalidArgumentError, RefusedError
 from ...core.rules import Rule
 from .backend import Backend
@@ -17,8 +18,13 @@ from .triton import availability as triton
 BACKENDS = ("auto", "triton", "compiled", "eager")
 
 
-def select_backend(name: str, parameters: Iterable[Tensor], rule: Rule) -> Backend:
+def select_backend(name: str, parameters: Iterable[Tensor], rule: Rule, *, stochastic: bool = False) -> Backend:
     """Return the backend of this name. "auto": Triton's kernels on CUDA devices, elsewhere "eager", which compiles nothing.
+
+    Args:
+        name: "auto", "triton", "compiled" or "eager".
+        parameters, rule: that it is to update, and how.
+        stochastic: some of the parameters are rounded stochastically.
 
     Raises:
         InvalidArgumentError: the name is not known.
@@ -27,9 +33,11 @@ def select_backend(name: str, parameters: Iterable[Tensor], rule: Rule) -> Backe
     if name not in BACKENDS:
         raise InvalidArgumentError(f"backend={name!r} is not known; it must be one of {', '.join(BACKENDS)}.")
     given = list(parameters)
+    if stochastic and name == "triton":
+        require(Combination(compensation="stochastic", backend="triton"))
     if name == "triton" and (reason := triton.why_not(given, rule)) is not None:
         raise RefusedError(f"backend='triton': {reason}")
-    if name == "triton" or (name == "auto" and _on_cuda(given) and triton.why_not(given, rule) is None):
+    if name == "triton" or (name == "auto" and not stochastic and _on_cuda(given) and triton.why_not(given, rule) is None):
         from .triton.backend import TritonBackend  # Triton itself is imported here at the earliest
 
         return TritonBackend()

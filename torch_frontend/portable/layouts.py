@@ -25,7 +25,7 @@ from ..backends.backend import state_keys
 from ..changing_betas import BETAS_OF_MOMENTS, decays_of, set_betas_of_moments
 from ..groups import NAMES, Group, check_group, check_parameter, hyperparameters, moment_dtypes
 from ..releasable import ReleasableOptimizer
-from ..state import initial_state
+from ..state import RANDOM_KEY, initial_state
 from .arrays import laid_out_as
 
 MOST_STEPS = 2**24
@@ -91,8 +91,8 @@ class OwnLayout:
         """Where the number of updates is counted."""
         return parameter.device if group["capturable"] else torch.device("cpu")
 
-    def new_state(self, group: Group, name: str, parameter: Tensor, entry: ParameterState) -> dict[str, Tensor]:
-        """The tensors of `optimizer.state` for a parameter.
+    def new_state(self, group: Group, name: str, parameter: Tensor, entry: ParameterState) -> dict[str, Any]:
+        """The state of a parameter in `optimizer.state`.
 
         Raises:
             InvalidArgumentError: the optimizer cannot keep it.
@@ -105,7 +105,10 @@ class OwnLayout:
         if entry.compensation is not None:
             arrays["compensation"] = entry.compensation
         step = torch.tensor(float(entry.step), dtype=torch.float32, device=self.step_place(group, parameter))
-        return {"step": step, **{key: laid_out_as(parameter, array) for key, array in arrays.items()}}
+        state: dict[str, Any] = {"step": step, **{key: laid_out_as(parameter, array) for key, array in arrays.items()}}
+        if entry.random_keys:  # of layers that are one tensor here, the first's
+            state[RANDOM_KEY] = entry.random_keys[0]
+        return state
 
 
 class TorchLayout(OwnLayout):

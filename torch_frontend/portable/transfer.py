@@ -20,6 +20,7 @@ from ...core.portable.rename import rename, rename_back
 from ...core.portable.state import ParameterState, PortableGroup, PortableState, listed
 from ..communication.shards import is_sharded
 from ..groups import Group
+from ..state import RANDOM_KEY
 from .arrays import fill, holds, to_array
 from .layouts import OwnLayout, layout_of
 from .naming import named_groups
@@ -72,7 +73,8 @@ def export_state(
             if parameters:
                 arrays["parameter"] = to_array(parameter)
             if alone:
-                entries[name] = _entry(layout, group, parameter, _step(name, state["step"]), arrays)
+                keys = (int(state[RANDOM_KEY]),) if RANDOM_KEY in state else ()
+                entries[name] = _entry(layout, group, parameter, _step(name, state["step"]), arrays, keys)
 
     def save() -> None:
         if alone:
@@ -190,9 +192,17 @@ def _told(opened: tuple[OwnLayout, list[dict[str, Tensor]]]) -> Any:
     return layout.rule.name, [[(name, tuple(parameter.shape)) for name, parameter in members.items()] for members in named]
 
 
-def _entry(layout: OwnLayout, group: Group, parameter: Tensor, step: int, arrays: dict[str, np.ndarray]) -> ParameterState:
+def _entry(
+    layout: OwnLayout, group: Group, parameter: Tensor, step: int, arrays: dict[str, np.ndarray], keys: tuple[int, ...]
+) -> ParameterState:
     expected = layout.expected(group, parameter)
     fields = layout.debiased(group, parameter, layout.named(arrays.pop(key) for key in layout.keys), step)
     return ParameterState(
-        dtype=expected.dtype, shape=expected.shape, compensated=expected.compensated, step=step, fields=fields, **arrays
+        dtype=expected.dtype,
+        shape=expected.shape,
+        compensated=expected.compensated,
+        step=step,
+        fields=fields,
+        random_keys=keys if expected.compensated == "stochastic" else (),
+        **arrays,
     )

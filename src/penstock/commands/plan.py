@@ -39,7 +39,9 @@ def add_parser(subparsers: Any) -> None:
         parser.add_argument(f"--{name}", type=int, default=default, metavar="N", help=text + shown)
     parser.add_argument("--dtype", default="bfloat16", help="of the parameters (default bfloat16)")
     parser.add_argument("--optimizer", default="StableAdamW", help="StableAdamW (default), AdamW, Adam or Lion")
-    parser.add_argument("--compensation", default="auto", help="auto (default: split for bfloat16), none, kahan or split")
+    parser.add_argument(
+        "--compensation", default="auto", help="auto (default: split for bfloat16), none, kahan, split or stochastic"
+    )
     parser.add_argument("--state-dtype", help="of the moments; default: the optimizer's choice for the dtype")
     parser.add_argument("--no-checkpointing", action="store_true", help="keep all activations")
     parser.add_argument(

@@ -15,6 +15,7 @@ from tests.support.torch_models import OPTIMIZERS, batches, bits, layers, snapsh
 from torch import nn
 
 from penstock.core import compensation as compensations
+from penstock.core import random_bits
 from penstock.core.dtypes import PARAMETER_DTYPES, state_dtypes
 from penstock.core.errors import InvalidArgumentError, NonFiniteGradientError, RefusedError, UnsupportedTensorError
 from penstock.core.rules import LION
@@ -25,12 +26,19 @@ from penstock.torch_frontend.backends.backend import state_keys
 from penstock.torch_frontend.groups import hyperparameters
 
 DTYPES = [(getattr(torch, dtype), compensation) for dtype in PARAMETER_DTYPES for compensation in compensations.possible(dtype)]
+DTYPES += [(torch.bfloat16, "stochastic"), (torch.float16, "stochastic")]
 SHAPES = [(), (0,), (1,), (3,), (17,), (5, 0), (4, 5), (3, 1, 7), (140001,)]
 
 
 def gradients(shape: tuple[int, ...], dtype: torch.dtype, count: int, seed: int = 0) -> list[torch.Tensor]:
     generator = torch.Generator().manual_seed(seed)
     return [torch.randn(shape, generator=generator).to(dtype) * (30 if i % 5 == 4 else 1) for i in range(count)]
+
+
+def random_bits_of(parameter: torch.Tensor, step: int) -> torch.Tensor:
+    """Of the only parameter of an optimizer."""
+    stream = random_bits.stream(random_bits.tensor_key(0, "0"), random_bits.when(step))
+    return random_bits.bits(stream, torch.arange(parameter.numel()).view(parameter.shape))
 
 
 @pytest.mark.parametrize("shape", SHAPES)
@@ -49,7 +57,8 @@ def test_eager_is_the_specification_bit_for_bit(optimizer_class, dtype, compensa
         optimizer.step()
         assert torch.equal(bits(p.grad), bits(gradient)), "the caller's gradient was changed"
         corrections = optimizer.rule.corrections(current, step, torch)
-        expected, state = update(torch_ops, optimizer.rule, current, corrections, compensation, expected, gradient, state)
+        given = (current, corrections, compensation, expected, gradient, state)
+        expected, state = update(torch_ops, optimizer.rule, *given, bits=random_bits_of(p, step))
         if p.numel() <= 2**17:  # one piece: the mean square is summed in the same order
             assert torch.equal(bits(p), bits(expected))
             for key, field in zip(state_keys(optimizer.rule), state.fields, strict=True):
