@@ -29,6 +29,7 @@ AXES: dict[str, tuple[str, ...]] = {
     "communication": ("local", "process_group", "ddp", "fsdp2"),
     "compensation": ("none", "kahan", "split", "stochastic"),
     "backend": ("eager", "compiled", "triton"),
+    "rule": ("squares", "linear", "gradient"),  # `Rule.accumulation`
 }
 
 
@@ -42,6 +43,7 @@ class Combination:
     communication: str = "local"
     compensation: str = "none"
     backend: str = "eager"
+    rule: str = "squares"
 
     def __post_init__(self) -> None:
         for axis, values in AXES.items():
@@ -80,6 +82,12 @@ CLAUSES: tuple[Clause, ...] = (
         lambda c: c.compensation == "stochastic" and c.communication == "fsdp2",
     ),
     _refused(
+        "accumulation='state' puts micro-batches into the optimizer's state, and this rule's step needs the whole gradient "
+        "besides its state, or it keeps none (SGD without momentum); use accumulation='hold' or microbatch_blocks, or SGD with "
+        "momentum and without nesterov.",
+        lambda c: c.accumulation == "state" and c.rule == "gradient",
+    ),
+    _refused(
         "accumulation='state' puts a micro-batch into the moments before the norm of the whole gradient is known; use "
         "accumulation='hold' or microbatch_blocks with max_norm, or StableAdamW, which needs no clipping.",
         lambda c: c.accumulation == "state" and c.clipping == "global_norm",
@@ -96,6 +104,21 @@ CLAUSES: tuple[Clause, ...] = (
             c.communication == "ddp"
             and c.accumulation == "none"
             and (c.clipping == "global_norm" or c.loss_scaling == "dynamic")
+        ),
+    ),
+    Clause(
+        lambda c: c.accumulation == "state" and c.rule == "linear" and c.clipping == "none",
+        Verdict(
+            Kind.EXACT,
+            "the momentum is linear in the gradient: micro-batches go straight into it, and the step is that of their sum, in "
+            "another order. A momentum of a low precision is rounded once a micro-batch; state_dtype=torch.float32 avoids it.",
+        ),
+    ),
+    Clause(
+        lambda c: c.accumulation == "state" and c.rule == "linear",
+        Verdict(
+            Kind.APPROXIMATE,
+            "each micro-batch's gradient is clipped by its own norm before it goes into the momentum: exact with one of them.",
         ),
     ),
     Clause(

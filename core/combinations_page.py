@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from .combinations import AXES, Kind, Verdict, table
+from .rules import RULES
 
 Box = tuple[tuple[str, ...], ...]
 """For every axis, some of its values: all cells that these make."""
@@ -54,7 +55,8 @@ def markdown() -> str:
         "- accumulation: micro-batches between two calls of step(), `hold` or `state`.",
         "- communication: what averages gradients over processes: nothing (`local`), release itself (`process_group`, a plain",
         "  module), DistributedDataParallel (`ddp`), or fully_shard (`fsdp2`).",
-        "- compensation and backend: of the optimizer.",
+        "- compensation and backend: of the optimizer, which refuses `triton` for rules that have no kernels.",
+        *_rules(),
         "",
         "`microbatch_blocks` is not an axis: it gives each parameter one gradient of the whole batch in a backward, as any",
         "model does. A row holds for every combination of the values in it.",
@@ -68,6 +70,17 @@ def markdown() -> str:
             lines += [f"| {' | '.join(axis.replace('_', ' ') for axis in AXES)} |", "|" + "---|" * len(AXES)]
             lines += [f"| {' | '.join(map(_shown, box, AXES.values()))} |" for box in members]
     return "\n".join([*lines, ""])
+
+
+def _rules() -> list[str]:
+    """The axis of rules, with their names."""
+    named = {kind: [rule.name for rule in RULES.values() if rule.accumulation == kind] for kind in AXES["rule"]}
+    about = {
+        "squares": "keeps means of squares",
+        "linear": "keeps what is linear in the gradient",
+        "gradient": "needs the whole gradient for its step",
+    }
+    return [f"- rule: `{kind}` {about[kind]} ({', '.join(f'`{name}`' for name in names)})." for kind, names in named.items()]
 
 
 def _shown(chosen: tuple[str, ...], values: tuple[str, ...]) -> str:

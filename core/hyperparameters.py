@@ -65,7 +65,8 @@ def check_number(name: str, value: Any, allowed: Range) -> None:
 class Hyperparameters:
     r"""What an update needs besides arrays: what every rule has. A rule adds its own in a subclass.
 
-    A number is annotated with the `Range` that it must lie in, and in a subclass with what it is.
+    A number is annotated with the `Range` that it must lie in, and in a subclass with what it is; a boolean there has None
+    for the range.
 
     Args:
         learning_rate: step size, in [0, inf).
@@ -102,6 +103,9 @@ class Hyperparameters:
                     )
                 continue
             check_number(spelled.get(field, field), value, allowed)
+        for field in self.MEANINGS:
+            if field not in self.RANGES and not isinstance(getattr(self, field), bool):
+                raise InvalidArgumentError(f"{field}={getattr(self, field)!r} must be True or False.")
 
     def __init_subclass__(cls) -> None:
         cls.RANGES, cls.MEANINGS = _annotations(cls, 0), _annotations(cls, 1)
@@ -121,7 +125,11 @@ def _annotations(cls: type[Hyperparameters], number: int) -> Mapping[str, Any]:
     """Return the annotations of this number of the hyperparameters that have so many."""
     hints = get_type_hints(cls, include_extras=True)
     found = {name: getattr(hint, "__metadata__", ()) for name, hint in hints.items()}
-    return {name: annotations[number] for name, annotations in found.items() if len(annotations) > number}
+    return {
+        name: annotations[number]
+        for name, annotations in found.items()
+        if len(annotations) > number and annotations[number] is not None
+    }
 
 
 Hyperparameters.RANGES, Hyperparameters.MEANINGS = _annotations(Hyperparameters, 0), {}

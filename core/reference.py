@@ -7,7 +7,7 @@ of the papers and debiases them where they are used:
     m_hat = m/(1-beta1^t)              v_hat = v/(1-beta2^t)
 
 Adam: Kingma and Ba, 2015. AdamW: Loshchilov and Hutter, 2019. StableAdamW: Wortsman et al., 2023, algorithm 2. Lion: Chen et
-al., 2023, algorithm 2.
+al., 2023, algorithm 2. SGD: torch.optim.SGD's documentation.
 In-state accumulation: Zhang et al., 2023 (AdamA): of K micro-batches only the first decays the moments.
 """
 
@@ -34,6 +34,15 @@ class Settings:
     max_lr: float | None = None
     maximize: bool = False
     accumulation: str | None = None  # None (release), "hold" or "state"
+    momentum: float = 0.0
+    dampening: float = 0.0
+    nesterov: bool = False
+    decoupled_weight_decay: bool = False
+
+    @property
+    def l2(self) -> bool:
+        """Whether the decay is part of the gradient."""
+        return self.rule == "adam" or (self.rule.startswith("sgd") and not self.decoupled_weight_decay)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -70,7 +79,7 @@ class ReferenceTensor:
     t: int = 0
     held: np.ndarray | None = None
     micro_batches: int = 0
-    sign: np.ndarray | None = None  # Lion's step
+    step: np.ndarray | None = None  # of a rule that needs the gradient for it
     ratio: float = 0.0  # sum over the micro-batches of mean(g^2 / max(v_hat, eps^2))
 
     def snapshot(self) -> ReferenceTensor:
@@ -117,22 +126,30 @@ class Reference:
 
     def _micro_batch(self, tensor: ReferenceTensor, g: np.ndarray) -> None:
         s = self.settings
-        beta1, beta2 = s.betas
         if s.maximize:
             g = -g
-        if s.rule == "lion":
-            tensor.sign = np.sign(beta1 * tensor.m + (1 - beta1) * g)
-            tensor.m = beta2 * tensor.m + (1 - beta2) * g
-            tensor.micro_batches += 1
-            return
-        if tensor.micro_batches == 0:
-            if s.rule == "adam":
-                g = g + s.weight_decay * tensor.parameter
-            tensor.m = beta1 * tensor.m
-            tensor.v = beta2 * tensor.v
-        tensor.m = tensor.m + (1 - beta1) * g
-        tensor.v = tensor.v + (1 - beta2) * g**2
+        first = tensor.micro_batches == 0
+        if s.l2 and first:
+            g = g + s.weight_decay * tensor.parameter
         tensor.micro_batches += 1
+        self._enter(tensor, g, first)
+
+    def _enter(self, tensor: ReferenceTensor, g: np.ndarray, first: bool) -> None:
+        s = self.settings
+        if s.rule.startswith("sgd"):
+            tensor.step = g
+            if s.momentum:
+                entering = g if tensor.t == 0 else (1 - s.dampening) * g
+                tensor.m = (s.momentum * tensor.m if first else tensor.m) + entering
+                tensor.step = g + s.momentum * tensor.m if s.nesterov else tensor.m
+            return
+        beta1, beta2 = s.betas
+        if s.rule == "lion":
+            tensor.step = np.sign(beta1 * tensor.m + (1 - beta1) * g)
+            tensor.m = beta2 * tensor.m + (1 - beta2) * g
+            return
+        tensor.m = (beta1 * tensor.m if first else tensor.m) + (1 - beta1) * g
+        tensor.v = (beta2 * tensor.v if first else tensor.v) + (1 - beta2) * g**2
         if s.rule == "stable_adamw" and g.size:
             v_hat = tensor.v / (1 - beta2 ** (tensor.t + 1))
             tensor.ratio += float(np.mean(g**2 / np.maximum(v_hat, s.eps**2)))
@@ -141,16 +158,15 @@ class Reference:
         s = self.settings
         tensor.t += 1
         lr = s.lr
-        if tensor.sign is None:
+        step = tensor.step
+        if step is None:
             m_hat = tensor.m / (1 - s.betas[0] ** tensor.t)
             v_hat = tensor.v / (1 - s.betas[1] ** tensor.t)
             step = m_hat / (np.sqrt(v_hat) + s.eps)
-        else:
-            step = tensor.sign
         if s.rule == "stable_adamw":
             lr = lr / float(np.maximum(1.0, np.sqrt(tensor.ratio)))  # a NaN stays one
         decay = 0.0
-        if s.rule != "adam":
+        if not s.l2:
             decay = s.weight_decay * (lr / s.max_lr if s.decouple_lr and s.max_lr else lr)
         tensor.parameter = tensor.parameter - decay * tensor.parameter - lr * step
         tensor.micro_batches = 0

@@ -136,7 +136,7 @@ def settings_of(arguments: Arguments, decays: bool) -> Settings:
         "weight_decay": arguments.weight_decay if decays else 0.0,
         "max_lr": highest if decoupled else None,
     }
-    known = {name: float(value) for name, value in given.items() if _is_number(value)}
+    known = {name: value if isinstance(value, bool) else float(value) for name, value in given.items() if _is_number(value)}
     return {**known, **({} if decoupled else {"max_lr": None}), "decouple_lr": decoupled, "maximize": False}
 
 

@@ -17,7 +17,7 @@ import optax
 
 from ..core.errors import InvalidArgumentError
 from ..core.hyperparameters import HIGH_FULLY_DECOUPLED_DECAY, Scalar
-from ..core.rules import ADAM, ADAMW, LION, STABLE_ADAMW, Rule
+from ..core.rules import ADAM, ADAMW, LION, SGD, STABLE_ADAMW, Rule
 from .arguments import NAMES, Arguments, Mask, ScalarOrSchedule, dtype_argument
 from .rule_transform import transformation
 
@@ -92,12 +92,14 @@ def transform_of(rule: Rule, notes: str = "", **defaults: Any) -> Transform:
             raise TypeError(f"{rule.name}() {error}") from None
         bound.apply_defaults()
         given = bound.arguments
-        if given["decouple_lr"] and rule.l2:
+        values = {name: given.pop(argument) for argument, name in own.items()}
+        row = rule.row(values)
+        if given["decouple_lr"] and row.l2:
             raise InvalidArgumentError(
                 f"decouple_lr=True is not possible for {rule.name}, whose weight_decay is L2 regularisation inside the "
-                f"gradient; use {rule.name}w."
+                "gradient; use adamw, or decoupled_weight_decay=True."
             )
-        arguments = Arguments(rule, own={name: given.pop(argument) for argument, name in own.items()}, **given)
+        arguments = Arguments(row, own=values, **given)
         _warn_of_decay(arguments)
         return transformation(arguments)
 
@@ -170,6 +172,7 @@ stable_adamw = transform_of(STABLE_ADAMW, _PER_LEAF)
 adamw = transform_of(ADAMW, weight_decay=1e-4)  # as optax.adamw; PyTorch's AdamW has 1e-2
 adam = transform_of(ADAM)
 lion = transform_of(LION, weight_decay=1e-3)  # as optax.lion
+sgd = transform_of(SGD)
 
 
 def scale_by_stable_adam(

@@ -11,14 +11,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .. import torch_frontend
 from ..core.errors import MissingDependencyError
-from ..torch_frontend import Adam, AdamW, Lion, StableAdamW, microbatch_blocks, release_gradients
+from ..torch_frontend import microbatch_blocks, release_gradients
 from ..torch_frontend.backends import OverShards, TensorSlot
 from .live_storages import LiveStorageMeter
 from .llama import Llama
 from .settings import LlamaShape, Mode, Training
-
-OPTIMIZERS = {"StableAdamW": StableAdamW, "AdamW": AdamW, "Adam": Adam, "Lion": Lion}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -78,7 +77,7 @@ def plan(shape: LlamaShape, training: Training, mode: Mode, *, fake: bool = True
         model = Llama(
             shape, dtype=getattr(torch, training.dtype), checkpointing=training.checkpointing and mode.name != "blocks"
         )
-        optimizer = OPTIMIZERS[training.optimizer](
+        optimizer = getattr(torch_frontend, training.optimizer)(
             model.parameters(),
             compensation=training.compensation,
             state_dtype=None if training.state_dtype is None else getattr(torch, training.state_dtype),

@@ -8,10 +8,10 @@ from ..core.array_ops import numpy_dtype
 from ..core.compensation import COMPENSATIONS, compensation_dtype, resolve
 from ..core.dtypes import state_dtypes
 from ..core.errors import InvalidArgumentError
-from ..core.rules import ADAM, ADAMW, LION, STABLE_ADAMW
+from ..core.rules import ADAM, ADAMW, LION, SGD, STABLE_ADAMW
 
 DTYPES = ("bfloat16", "float16", "float32")
-OPTIMIZERS = {"StableAdamW": STABLE_ADAMW, "AdamW": ADAMW, "Adam": ADAM, "Lion": LION}
+OPTIMIZERS = {"StableAdamW": STABLE_ADAMW, "AdamW": ADAMW, "Adam": ADAM, "Lion": LION, "SGD": SGD}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -147,7 +147,10 @@ def modes(names: list[str] | None, training: Training) -> list[Mode]:
     """
     known = {mode.name: mode for mode in MODES}
     if names is None:
-        return [mode for mode in MODES if training.micro_batches > 1 or mode.name not in ("hold", "state", "blocks")]
+        needs_gradient = OPTIMIZERS[training.optimizer].needs_gradient
+        left_out = {"state"} if needs_gradient else set()
+        left_out |= {"hold", "state", "blocks"} if training.micro_batches == 1 else set()
+        return [mode for mode in MODES if mode.name not in left_out]
     for name in names:
         if name not in known:
             raise InvalidArgumentError(f"mode {name!r} is not known; it must be one of {', '.join(known)}.")

@@ -21,6 +21,7 @@ from penstock.torch_frontend import Release, StableAdamW, microbatch_blocks, rel
 
 GUIDE = (ROOT / "docs" / "pytorch.md").read_text()
 EXAMPLES = examples("pytorch.md")
+PUBLIC = [name for name in RULES if hasattr(jax_frontend, name)]
 
 
 @pytest.mark.parametrize("section", EXAMPLES)
@@ -28,7 +29,12 @@ def test_examples_run(section: str) -> None:
     run(section, EXAMPLES[section])
 
 
-@pytest.mark.parametrize("name", RULES)
+def test_every_rule_is_one_that_users_know_or_a_variant_of_one() -> None:
+    known = {RULES[name] for name in PUBLIC}
+    assert all(any(rule.is_of_one_kind_with(public) for public in known) for rule in RULES.values())
+
+
+@pytest.mark.parametrize("name", PUBLIC)
 def test_a_rules_docstrings_have_each_argument_once(name: str) -> None:
     of_torch = next(kind for kind in vars(torch_frontend).values() if getattr(kind, "rule", None) is RULES[name])
     for documented in (of_torch, getattr(jax_frontend, name)):

@@ -16,12 +16,13 @@ from .compatibility import (
     to_low_precision,
 )
 from .microbatch import MicrobatchedBlocks, microbatch_blocks
-from .optimizers import Adam, AdamW, Lion, StableAdamW
+from .optimizers import SGD, Adam, AdamW, Lion, StableAdamW
 from .portable import export_state, import_state
 from .release import Release, release_gradients
 from .token_mean import token_mean, total_weight
 
 __all__ = [
+    "SGD",
     "Adam",
     "AdamW",
     "Lion",

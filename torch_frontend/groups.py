@@ -73,8 +73,14 @@ def hyperparameters(group: Mapping[str, Any]) -> Hyperparameters:
     A 0-d tensor on the CPU is read; one on a device stays there, so that no step synchronises.
     """
     rule = rule_of(group)
+    own = own_values(rule, group)
+    if (row := rule.row(own)) is not rule:
+        raise InvalidArgumentError(
+            f"{', '.join(f'{name}={value}' for name, value in own.items())} choose the rule {row.name!r}, and the group was "
+            f"made for {rule.name!r}; construct an optimizer with these settings."
+        )
     return rule.hyperparameters(
-        **{name: _number(NAMES.get(name, name), value) for name, value in own_values(rule, group).items()},
+        **own,
         learning_rate=_number("lr", group["lr"]),
         weight_decay=_number("weight_decay", group["weight_decay"]),
         decouple_lr=group["decouple_lr"],
@@ -85,9 +91,10 @@ def hyperparameters(group: Mapping[str, Any]) -> Hyperparameters:
 
 
 def own_values(rule: Rule, group: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the values of `Rule.own_hyperparameters` in a group."""
+    """Return the values of `Rule.own_hyperparameters` in a group: numbers, also for tensors on the CPU."""
     betas = iter(_betas(rule, group))
-    return {name: next(betas) if name.startswith("beta") else group[name] for name in rule.own_hyperparameters}
+    values = {name: next(betas) if name.startswith("beta") else group[name] for name in rule.own_hyperparameters}
+    return {name: _number(NAMES.get(name, name), value) for name, value in values.items()}
 
 
 def _betas(rule: Rule, group: Mapping[str, Any]) -> Sequence[Any]:
@@ -185,7 +192,8 @@ def check_group(group: Group) -> None:
     if group["decouple_lr"]:
         if rule.l2:
             raise InvalidArgumentError(
-                f"decouple_lr=True has no meaning for {rule.name}, whose weight_decay is added to the gradient; use AdamW."
+                f"decouple_lr=True has no meaning for {rule.name}, whose weight_decay is added to the gradient; use AdamW, "
+                "or decoupled_weight_decay=True."
             )
         if group["max_lr"] is None:
             check_number("lr", float(lr) if isinstance(lr, Tensor) else lr, ranges["learning_rate"])

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ..core.rules import ADAM, ADAMW, LION, STABLE_ADAMW
+from ..core import rules
 from .releasable import ReleasableOptimizer
 from .signatures import documented
 
@@ -11,25 +11,32 @@ from .signatures import documented
 class StableAdamW(ReleasableOptimizer):
     """AdamW with Adafactor's update clipping, which makes gradient clipping unnecessary."""
 
-    rule = STABLE_ADAMW
+    rule = rules.STABLE_ADAMW
 
 
 @documented
 class AdamW(ReleasableOptimizer):
     """Adam with decoupled weight decay. In float64 it equals `torch.optim.AdamW`, and has its defaults."""
 
-    rule = ADAMW
+    rule = rules.ADAMW
 
 
 @documented
 class Adam(ReleasableOptimizer):
     """Adam with weight decay as L2 regularisation. In float64 it equals `torch.optim.Adam`, and has its defaults."""
 
-    rule = ADAM
+    rule = rules.ADAM
 
 
 @documented
 class Lion(ReleasableOptimizer):
     """Steps of one size, in the direction of the sign of a momentum: half the state of AdamW."""
 
-    rule = LION
+    rule = rules.LION
+
+
+@documented
+class SGD(ReleasableOptimizer):
+    """Stochastic gradient descent. In float64 it equals `torch.optim.SGD`, and has its defaults."""
+
+    rule = rules.SGD

@@ -19,7 +19,16 @@ from .backends import Backend, select_backend
 from .changing_betas import default_betas_of_moments
 from .communication.shards import is_released
 from .finiteness import SkipCount, each_finite
-from .groups import PLAIN_GRADIENT, Group, check_gradient, check_group, hyperparameters, is_stochastic
+from .groups import (
+    PLAIN_GRADIENT,
+    Group,
+    check_gradient,
+    check_group,
+    hyperparameters,
+    is_stochastic,
+    own_values,
+    rule_of,
+)
 from .signatures import signature_of
 from .updates import TensorUpdates
 
@@ -115,7 +124,9 @@ class ReleasableOptimizer(TensorUpdates):
                 "prepare_for_gradient_release(model, optimizer); or use release_gradients(..., accumulation='state')."
             )
         if accumulate:
-            self.rule.check_accumulates("call step() after each backward, or use release_gradients(..., accumulation='hold')")
+            for group in self.param_groups:
+                instead = "call step() after each backward, or use release_gradients(..., accumulation='hold')"
+                rule_of(group).check_accumulates(instead)
         self._optimizer_accumulation = bool(accumulate)
 
     # -- groups ---------------------------------------------------------------------------------------------------------
@@ -127,6 +138,8 @@ class ReleasableOptimizer(TensorUpdates):
         group = self.param_groups[-1]
         try:
             self._check_rule(group)
+            if group["rule"] == self.rule.name:
+                group["rule"] = self.rule.row(own_values(self.rule, group)).name
             check_group(group)
             default_betas_of_moments(group)
             if any(is_stochastic(group, parameter) for parameter in group["params"]):
@@ -234,7 +247,7 @@ class ReleasableOptimizer(TensorUpdates):
         final: dict[str, Any] = {}
 
         def check(_: Optimizer, given: dict[str, Any]) -> None:
-            saved_state.check_loadable(self.rule, given, self.param_groups)
+            saved_state.check_loadable(given, self.param_groups)
             final.update(given)
 
         handle = self.register_load_state_dict_pre_hook(check)  # runs last, after the user's own hooks

@@ -94,7 +94,7 @@ def _saved_dtype(key: str, value: Tensor) -> torch.dtype:
     return torch.int16 if key == "compensation" and value.dtype is torch.int32 else value.dtype
 
 
-def check_loadable(rule: Rule, state_dict: Mapping[str, Any], groups: list[dict[str, Any]]) -> None:
+def check_loadable(state_dict: Mapping[str, Any], groups: list[dict[str, Any]]) -> None:
     """Raise `InvalidArgumentError` if `state_dict` is not of a penstock optimizer, or not of these parameters.
 
     Moments in torch.optim are debiased when they are used; penstock's are stored debiased. Loading one as the other would be
@@ -106,9 +106,10 @@ def check_loadable(rule: Rule, state_dict: Mapping[str, Any], groups: list[dict[
         raise InvalidArgumentError(
             "state_dict has no 'param_groups' and 'state'; give what an optimizer's state_dict() returned."
         )
-    for number, saved in enumerate(saved_groups):
+    rules = list(map(rule_of, groups))
+    for number, (saved, rule) in enumerate(zip(saved_groups, rules, strict=False)):
         _check_rule(rule, saved, f"parameter group {number} of state_dict")
-    if any(key not in group for group in saved_groups for key in required_keys(rule)):
+    if any(key not in saved for saved, rule in zip(saved_groups, rules, strict=False) for key in required_keys(rule)):
         raise InvalidArgumentError(
             "state_dict comes from another optimizer than penstock's: its moments are debiased elsewhere. Load it into "
             "that optimizer, and take its state over with export_state and import_state, or a checkpoint of Transformers' "
@@ -119,7 +120,7 @@ def check_loadable(rule: Rule, state_dict: Mapping[str, Any], groups: list[dict[
             f"state_dict has {len(saved_groups)} parameter groups, the optimizer has {len(groups)}; construct it as the "
             "saved one was."
         )
-    for number, (saved, group) in enumerate(zip(saved_groups, groups, strict=True)):
+    for number, (saved, group, rule) in enumerate(zip(saved_groups, groups, rules, strict=True)):
         if len(saved["params"]) != len(group["params"]):
             raise InvalidArgumentError(
                 f"parameter group {number} of state_dict has {len(saved['params'])} parameters, the optimizer's has "

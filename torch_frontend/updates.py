@@ -15,7 +15,7 @@ from ..core import random_bits
 from ..core.combinations import Combination, require
 from ..core.errors import InvalidArgumentError
 from ..core.release import Action
-from ..core.rules import Rule
+from ..core.rules import RULES, Rule
 from . import state as saved_state
 from .array_ops import dtype_name
 from .backends import Backend, ChecksOnDevice, TensorSlot, count_updates
@@ -41,7 +41,7 @@ class TensorUpdates(Optimizer):
     _whole: dict[int, Tensor]  # the parameters by id; keeping them alive keeps their ids valid
 
     def _check_rule(self, group: Mapping[str, Any]) -> None:
-        if group["rule"] != self.rule.name:
+        if not self.rule.is_of_one_kind_with(RULES.get(group["rule"])):
             raise InvalidArgumentError(
                 f"rule={group['rule']!r} of a parameter group is not the optimizer's, {self.rule.name!r}; leave the key 'rule' "
                 "to the optimizer, and use an optimizer for each rule."

@@ -6,8 +6,9 @@ from .adam import ADAM
 from .adamw import ADAMW
 from .lion import LION
 from .rule import Entered, Field, Fields, Rule
+from .sgd import ROWS_OF_SGD, SGD
 from .stable_adamw import STABLE_ADAMW
 
-RULES = MappingProxyType({rule.name: rule for rule in (STABLE_ADAMW, ADAMW, ADAM, LION)})
+RULES = MappingProxyType({rule.name: rule for rule in (STABLE_ADAMW, ADAMW, ADAM, LION, *ROWS_OF_SGD)})
 
-__all__ = ["ADAM", "ADAMW", "LION", "RULES", "STABLE_ADAMW", "Entered", "Field", "Fields", "Rule"]
+__all__ = ["ADAM", "ADAMW", "LION", "RULES", "SGD", "STABLE_ADAMW", "Entered", "Field", "Fields", "Rule"]

@@ -74,6 +74,10 @@ class Rule:
         l2: weight decay enters the gradient (L2 regularisation) instead of the step (decoupled decay).
         clips_update: whether there is a mean_square.
         needs_gradient: `direction` reads its `Entered`, so that no step can be taken from the fields alone.
+        linear: the fields are linear in the gradient, and the step in the fields: micro-batches that enter them one by one
+            give the step of their sum.
+        variant: from the values of `own_hyperparameters` to the row of `RULES` that they choose, of those that users know by
+            one name, such as SGD with and without momentum. None: there is only this one.
     """
 
     name: str
@@ -89,6 +93,8 @@ class Rule:
     mean_square: Callable[[Any, Fields, Array, Any], Array] | None = None
     l2: bool = False
     needs_gradient: bool = False
+    linear: bool = False
+    variant: Callable[[Mapping[str, Any]], Rule] | None = None
     clips_update: bool = dataclasses.field(init=False)
 
     def __post_init__(self) -> None:
@@ -104,6 +110,19 @@ class Rule:
         """The defaults of beta1, beta2 and so on."""
         return tuple(value for name, value in self.defaults.items() if name.startswith("beta"))
 
+    @property
+    def accumulation(self) -> str:
+        """How micro-batches can enter the fields one by one: the value of the axis "rule" of `core.combinations`."""
+        return "gradient" if self.needs_gradient else "linear" if self.linear else "squares"
+
+    def row(self, own: Mapping[str, Any]) -> Rule:
+        """Return the rule that these values of `own_hyperparameters` choose."""
+        return self if self.variant is None else self.variant(own)
+
+    def is_of_one_kind_with(self, other: Rule | None) -> bool:
+        """Whether both are the same rule, or rows that users know by one name."""
+        return other is not None and (self is other or (self.variant is not None and self.variant is other.variant))
+
     def check_accumulates(self, instead: str) -> None:
         """Raise `RefusedError` unless a step can be taken from the fields alone, as accumulation="state" does.
 
@@ -112,8 +131,9 @@ class Rule:
         """
         if self.needs_gradient:
             raise RefusedError(
-                f"accumulation='state' is not possible for {self.name}, whose step needs the whole gradient besides its "
-                f"momentum; {instead}."
+                f"accumulation='state' is not possible for {self.name}, "
+                + ("whose step needs the whole gradient besides its state" if self.fields else "which keeps no state")
+                + f"; {instead}."
             )
 
     def decays(self, current: Hyperparameters) -> tuple[Scalar | None, ...]:

@@ -222,10 +222,10 @@ def _slots(part: Part, roles: PyTree) -> dict[str, Slot]:
     slots = {}
     for name, parameter in params.items():
         fields, kept = arrays[Kind.FIELD, name], arrays[Kind.COMPENSATION, name].get("compensation")
-        if fields:
+        if name in counts:  # a rule updates it
             betas = arrays[Kind.BETA, name]
             slots[name] = Slot(parameter, fields, kept, betas, name in biased, counts[name], part.layered)
-        elif kept is not None and to_host(kept).any():  # compensated, and updated by something without fields
+        elif kept is not None and to_host(kept).any():  # compensated, and updated by something else
             raise RefusedError(f"{name!r} is compensated, but no rule updates it; a file would lose its compensation.")
     return slots
 

@@ -152,10 +152,13 @@ def roles_of(part: Part, state: PyTree) -> PyTree:
 
 
 def _names(part: Part, node: PyTree) -> tuple[str, ...]:
-    """Return the names of the parameters whose fields are in a node, or below it."""
+    """Return the names of the parameters that are updated by rules whose state is a node, or below it."""
     states = [found for found in jax.tree.leaves(node, is_leaf=has_fields) if has_fields(found)]
-    firsts = [found.mu if isinstance(found, optax.ScaleByAdamState) else next(iter(found.fields.values())) for found in states]
-    return tuple(part.name(path) for first in firsts for path, _ in jax.tree_util.tree_leaves_with_path(first))
+    # A rule may keep no field; its compensation is a tree like its parameters, of None where there is none.
+    trees = [found.mu if isinstance(found, optax.ScaleByAdamState) else found.compensation for found in states]
+    leaves = (leaf for tree in trees for leaf in jax.tree_util.tree_leaves_with_path(tree, is_leaf=lambda x: x is None))
+    known = part.parameters()
+    return tuple(name for path, _ in leaves if (name := part.name(path)) in known)
 
 
 def _roles(part: Part, node: PyTree, scope: tuple[str, ...], where: str) -> PyTree:

@@ -32,7 +32,7 @@ def check_in_state(tx: optax.GradientTransformation) -> None:
     """Raise `RefusedError` unless tx is one of penstock's own transforms, which know how to accumulate."""
     if not isinstance(tx, RuleTransformation) or tx.arguments.scales_only:
         raise RefusedError(
-            "accumulation='state' is only possible for stable_adamw, adamw and adam of penstock, neither chained nor wrapped; "
+            "accumulation='state' is only possible for penstock's own transforms, neither chained nor wrapped; "
             "leave accumulation out: microbatches alone work with every separable transform, and are exact."
         )
     tx.rule.check_accumulates("leave accumulation out: microbatches alone are exact")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 from typing import Any
 
 import jax
@@ -12,16 +13,17 @@ import optax
 import pytest
 import torch
 from tests.support.jax_training import float64
+from tests.support.rules import reference_settings
 
 from penstock.core import rules
 from penstock.core.array_ops import numpy_dtype, numpy_ops
 from penstock.core.compensation import possible
 from penstock.core.dtypes import state_dtypes
 from penstock.core.errors import RefusedError
-from penstock.core.hyperparameters import Hyperparameters
-from penstock.core.reference import Change, Gradient, Reference, Settings
+from penstock.core.hyperparameters import DECAY, Hyperparameters
+from penstock.core.reference import Change, Gradient, Reference
 from penstock.core.rules import RULES, Rule
-from penstock.core.update import TensorState, init_state, update
+from penstock.core.update import TensorState, accumulate, apply, init_state, update
 from penstock.jax_frontend.array_ops import JaxOps
 from penstock.torch_frontend.array_ops import torch_ops
 
@@ -59,10 +61,7 @@ def test_it_says_all_of_itself(rule: Rule) -> None:
 @pytest.mark.parametrize("changed", [{}, {"maximize": True}, {"weight_decay": 0.0}], ids=str)
 @EVERY_RULE
 def test_it_equals_the_reference_while_its_learning_rate_changes(rule: Rule, changed: dict[str, Any]) -> None:
-    values = {"weight_decay": 0.1, **changed}
-    reference = Reference(
-        Settings(rule.name, 1e-2, rule.betas, rule.defaults.get("eps", 0.0), **values), {"p": np.ones((3, 5))}
-    )
+    reference = Reference(reference_settings(rule, 1e-2, **{"weight_decay": 0.1, **changed}), {"p": np.ones((3, 5))})
     parameter, state = np.ones((3, 5)), start(rule, numpy_ops, np.ones((3, 5)))
     for step, gradient in enumerate(gradients(), 1):
         rate = 1e-2 / step**0.5
@@ -114,17 +113,22 @@ def test_a_learning_rate_of_zero_keeps_every_bit_of_the_parameter(rule: Rule) ->
 
 @EVERY_RULE
 def test_fields_without_memory_hold_the_gradient_alone(rule: Rule) -> None:
-    """Decays of 0: m + (g-m) would keep the rounding errors of a large m."""
-    none = {name: 0.0 for name in rule.own_hyperparameters if name.startswith("beta")}
-    current, small = hyperparameters(rule, weight_decay=0.0, **none), np.full(3, 1e-4, np.float32)
+    """Decays of 0: m + (g-m) would keep the rounding errors of a large m. The update is that of a state without the spike."""
+    none: dict[str, Any] = {name: 0.0 for name, allowed in rule.hyperparameters.RANGES.items() if allowed is DECAY}
+    if "nesterov" in rule.defaults:
+        none["nesterov"] = False  # it needs a momentum
+    current, small, spike = hyperparameters(rule, **none), np.full(3, 1e-4, np.float32), np.full(3, 1e4, np.float32)
     for ops, of in KINDS:
-        parameter, state = of(np.zeros(3, np.float32)), start(rule, ops, of(np.zeros(3, np.float32)))
-        for step, gradient in enumerate((np.full(3, 1e4, np.float32), small), 1):
-            before, corrections = parameter, rule.corrections(current, step, np)
-            parameter, state = update(ops, rule, current, corrections, "none", parameter, of(gradient), state)
-        np.testing.assert_allclose(parameter, before - 1e-2, rtol=2e-2)  # a hundredth is eps, beside 1e-4
-        for field, array in zip(rule.fields, state.fields, strict=True):
-            np.testing.assert_array_equal(array, small * small if field.of_squares else small)
+        zeros, corrections = of(np.zeros(3, np.float32)), rule.corrections(current, 2, np)
+        _, spiked = update(
+            ops, rule, current, rule.corrections(current, 1, np), "none", zeros, of(spike), start(rule, ops, zeros)
+        )
+        runs = [
+            update(ops, rule, current, corrections, "none", zeros, of(small), state)
+            for state in (spiked, start(rule, ops, zeros))
+        ]
+        for found, expected in zip(*([parameter, *state.fields] for parameter, state in runs), strict=True):
+            np.testing.assert_array_equal(found, expected)
 
 
 @EVERY_RULE
@@ -140,6 +144,12 @@ def test_a_nan_in_the_gradient_is_a_nan_in_the_parameter(rule: Rule) -> None:
 
 
 @EVERY_RULE
+def test_its_own_defaults_choose_it(rule: Rule) -> None:
+    """So every row of a rule with variants can be had by settings."""
+    assert rule.row({name: rule.defaults[name] for name in rule.own_hyperparameters}) is rule
+
+
+@EVERY_RULE
 def test_accumulation_in_the_state_is_refused_where_the_step_needs_the_gradient(rule: Rule) -> None:
     if rule.needs_gradient:
         with pytest.raises(RefusedError, match=f"not possible for {rule.name}, .*; use 'hold'"):
@@ -148,28 +158,84 @@ def test_accumulation_in_the_state_is_refused_where_the_step_needs_the_gradient(
         rule.check_accumulates("use 'hold'")
 
 
-PEERS = {
-    "lion": functools.partial(optax.lion, weight_decay=0.1),
-    "adamw": functools.partial(optax.adamw, weight_decay=0.1),
-}
-"""The transforms that define rules, with the same defaults otherwise."""
+@EVERY_RULE
+def test_micro_batches_that_enter_a_linear_state_are_the_whole_batch_and_others_are_not(rule: Rule) -> None:
+    """Decay and L2 once an update, and no dampening in all of the first one. No other rule may call itself linear."""
+    if rule.needs_gradient:
+        return
+    parts = [np.split(gradient, 3) for gradient in gradients()[:8]]
+    damped: dict[str, Any] = {"dampening": 0.3} if "dampening" in rule.defaults else {}
+    current, runs = hyperparameters(rule, **damped), []
+    for given in ([[np.sum(part, axis=0)] for part in parts], parts):
+        parameter = np.ones((1, 5))
+        state = start(rule, numpy_ops, parameter)
+        for step, (*earlier, last) in enumerate(given, 1):
+            common = (numpy_ops, rule, current, rule.corrections(current, step, np), "none")
+            for number, gradient in enumerate(earlier):
+                state = accumulate(*common, parameter, gradient, state, first=number == 0)
+            if step % 2:
+                parameter, state = update(*common, parameter, last, state, first=not earlier)
+            else:
+                state = accumulate(*common, parameter, last, state, first=not earlier)
+                parameter, state = apply(numpy_ops, rule, current, "none", parameter, state)
+        runs.append(parameter)
+    assert np.allclose(*runs, rtol=1e-13, atol=1e-14) == rule.linear
 
 
-@pytest.mark.parametrize("name", PEERS)
-def test_it_equals_what_defines_it_in_float64(name: str) -> None:
-    rule, given = RULES[name], gradients()
-    parameter, state = np.ones((3, 5)), start(RULES[name], numpy_ops, np.ones((3, 5)))
-    current = hyperparameters(rule)
+def through_optax(tx: optax.GradientTransformation, given: list[np.ndarray]) -> np.ndarray:
     with float64():
-        theirs, tx = jnp.ones((3, 5), jnp.float64), PEERS[name](1e-2)
-        kept, apply = tx.init(theirs), jax.jit(tx.update)
-        for step, gradient in enumerate(given, 1):
-            corrections = rule.corrections(current, step, np)
-            parameter, state = update(numpy_ops, rule, current, corrections, "none", parameter, gradient, state)
-            updates, kept = apply(jnp.asarray(gradient), kept, theirs)
-            theirs = optax.apply_updates(theirs, updates)
-        np.testing.assert_allclose(parameter, theirs, rtol=1e-12)
+        params = jnp.ones((3, 5), jnp.float64)
+        state, step = tx.init(params), jax.jit(tx.update)
+        for gradient in given:
+            updates, state = step(jnp.asarray(gradient), state, params)
+            params = optax.apply_updates(params, updates)
+        return np.asarray(params)
+
+
+def through_torch(kind: Any, given: list[np.ndarray], **settings: Any) -> np.ndarray:
+    parameter = torch.ones(3, 5, dtype=torch.float64, requires_grad=True)
+    optimizer = kind([parameter], lr=1e-2, **settings)
+    for gradient in given:
+        parameter.grad = torch.tensor(gradient)
+        optimizer.step()
+    return parameter.detach().numpy()
+
+
+def every(**values: tuple[Any, ...]) -> list[dict[str, Any]]:
+    return [dict(zip(values, chosen, strict=True)) for chosen in itertools.product(*values.values())]
+
+
+PEERS = {
+    "lion": lambda given, **settings: through_optax(optax.lion(1e-2, **settings), given),
+    "adamw": lambda given, **settings: through_optax(optax.adamw(1e-2, **settings), given),
+    "sgd": functools.partial(through_torch, torch.optim.SGD),
+}
+"""What defines rules, with the same defaults otherwise."""
+
+SETTINGS: dict[str, list[dict[str, Any]]] = {
+    "lion": [{"weight_decay": 0.1}],
+    "adamw": [{"weight_decay": 0.1}],
+    "sgd": [
+        settings
+        for settings in every(
+            momentum=(0.0, 0.9), dampening=(0.0, 0.3), nesterov=(False, True), weight_decay=(0.0, 0.1), maximize=(False, True)
+        )
+        if not settings["nesterov"] or (settings["momentum"] and not settings["dampening"])
+    ],
+}
+
+
+@pytest.mark.parametrize(("name", "settings"), [(name, one) for name, given in SETTINGS.items() for one in given], ids=str)
+def test_it_equals_what_defines_it_in_float64(name: str, settings: dict[str, Any]) -> None:
+    public, given = RULES[name], gradients()
+    rule = public.row({**public.defaults, **settings})
+    current = rule.hyperparameters(**{**public.defaults, **settings, "learning_rate": 1e-2})
+    parameter, state = np.ones((3, 5)), start(rule, numpy_ops, np.ones((3, 5)))
+    for step, gradient in enumerate(given, 1):
+        corrections = rule.corrections(current, step, np)
+        parameter, state = update(numpy_ops, rule, current, corrections, "none", parameter, gradient, state)
+    np.testing.assert_allclose(parameter, PEERS[name](given, **settings), rtol=1e-12, atol=1e-14)
 
 
 def test_every_rule_is_in_the_registry() -> None:
-    assert {rule.name for rule in vars(rules).values() if isinstance(rule, Rule)} == set(RULES)
+    assert {rule for rule in vars(rules).values() if isinstance(rule, Rule)} <= set(RULES.values())

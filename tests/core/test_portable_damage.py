@@ -145,7 +145,7 @@ LIES: dict[str, tuple[Change, str]] = {
     "nan hyperparameter": (said("groups", 0, "hyperparameters", "beta1", value=float("nan")), "its document is damaged"),
     "word for a number": (said("groups", 0, "hyperparameters", "beta1", value="high"), "'beta1' of group 0 is 'high'"),
     "list for a number": (said("groups", 0, "hyperparameters", "beta1", value=[]), "'beta1' of group 0 is []"),
-    "unknown rule": (said("rule", value="sgd"), "rule='sgd' is not known"),
+    "unknown rule": (said("rule", value="adagrad"), "rule='adagrad' is not known"),
     "rule of no kind": (said("rule", value=None), "the rule cannot be None"),
     "groups of no kind": (said("groups", value={}), "the groups cannot be {}"),
     "group of no kind": (said("groups", 0, value=[]), "a group cannot be []"),

@@ -169,7 +169,7 @@ def test_a_parameter_that_cannot_be_is_refused(fault: str) -> None:
 @pytest.mark.parametrize(
     ("rule", "groups", "sentence"),
     [
-        ("sgd", (PortableGroup({}, ("w",)),), "rule='sgd' is not known"),
+        ("adagrad", (PortableGroup({}, ("w",)),), "rule='adagrad' is not known"),
         ("adamw", (), "every parameter must be in one group; this is not so for 'w'"),
         ("adamw", (PortableGroup({}, ("w", "w")),), "this is not so for 'w'"),
         ("adamw", (PortableGroup({}, tuple("wabcdefg")),), "'a', 'b', 'c', 'd', 'e' and 2 more"),

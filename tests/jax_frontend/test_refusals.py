@@ -139,7 +139,7 @@ MAKERS: dict[str, Row] = {
     **{
         f"{name} in state": (
             lambda tx=tx: in_state(tx=tx),
-            r"only possible for stable_adamw, adamw and adam.*leave accumulation out",
+            r"only possible for penstock's own transforms.*leave accumulation out",
             RefusedError,
         )
         for name, tx in {

@@ -19,10 +19,11 @@ from tests.support.jax_training import (
     train_directly,
     tree,
 )
-from tests.support.rules import ADAM_FAMILY
+from tests.support.rules import ADAM_FAMILY, reference_settings
 
 from penstock.core.debiasing import corrected_one_minus_beta
 from penstock.core.reference import EndOfStep, Gradient, Reference, Settings
+from penstock.core.rules import RULES
 from penstock.jax_frontend import adam, adamw, scale_by_stable_adam, stable_adamw
 
 STEPS = 50
@@ -30,11 +31,9 @@ MASK = {"matrix": True, "scalar": False, "empty": True, "none": None}
 
 
 def reference(rule: str, params, grads, lr, **changed) -> dict[str, np.ndarray]:
-    defaults = ADAM_FAMILY[rule]
-    settings = Settings(
-        rule, lr, defaults.betas, defaults.defaults["eps"], **{"weight_decay": defaults.defaults["weight_decay"], **changed}
+    run = Reference(
+        reference_settings(RULES[rule], lr, **changed), {name: leaf for name, leaf in params.items() if leaf is not None}
     )
-    run = Reference(settings, {name: leaf for name, leaf in params.items() if leaf is not None})
     for gradient in grads:
         for name in run.tensors:
             run.run(Gradient(name, np.asarray(gradient[name], np.float64)))
@@ -66,7 +65,7 @@ def test_adam_equals_optax_in_float64(mask) -> None:
 
 
 @pytest.mark.parametrize("way", [train, train_directly])
-@pytest.mark.parametrize("rule", ADAM_FAMILY)
+@pytest.mark.parametrize("rule", TRANSFORMS)
 def test_equals_the_reference_in_float64(rule, way) -> None:
     with float64():
         params, grads = tree(1, "float64"), gradients(STEPS, "float64")

@@ -189,7 +189,7 @@ class InTorch:
     def __init__(self, make: Callable[..., torch.optim.Optimizer]) -> None:
         self.model = TorchModel()
         self.optimizer = make(self.model.parameters(), lr=RATE, betas=BETAS, **SETTINGS)
-        if isinstance(self.optimizer, torch_frontend.AdamW | torch_frontend.StableAdamW):
+        if hasattr(self.optimizer, "release"):
             torch_frontend.release_gradients(self.model, self.optimizer)
 
     def steps(self, numbers: range) -> None:
@@ -232,7 +232,16 @@ class InJax:
         return self.state.params
 
 
+def torch_sgd(parameters: Any, *, lr: float, weight_decay: float, **_: Any) -> torch_frontend.SGD:
+    return torch_frontend.SGD(parameters, lr, momentum=0.9, dampening=0.3, weight_decay=weight_decay)
+
+
+def jax_sgd(learning_rate: float, *, weight_decay: float, **_: Any) -> optax.GradientTransformationExtraArgs:
+    return jax_frontend.sgd(learning_rate, 0.9, 0.3, weight_decay=weight_decay)
+
+
 PAIRS = {
+    "sgd": (torch_sgd, jax_sgd, 1e-12),
     "stable_adamw": (torch_frontend.StableAdamW, jax_frontend.stable_adamw, 1e-9),
     "from torch.optim": (torch.optim.AdamW, jax_frontend.adamw, 1e-9),
     "to optax": (torch_frontend.AdamW, optax.adamw, 1e-9),

@@ -102,6 +102,8 @@ def test_modes_that_say_nothing_are_left_out() -> None:
     assert [mode.name for mode in modes(None, Training())] == ["plain", "release", "guard"]
     assert [mode.name for mode in modes(None, TRAINING)] == list(MODE)
     assert [mode.name for mode in modes(["state", "plain", "state"], Training())] == ["state", "plain"]
+    of_lion = [mode.name for mode in modes(None, Training(optimizer="Lion", batch=2, micro_batches=2))]
+    assert of_lion == [mode.name for mode in MODES if mode.name != "state"]  # which is refused for it
 
 
 @pytest.mark.parametrize(
@@ -112,7 +114,7 @@ def test_modes_that_say_nothing_are_left_out() -> None:
         (lambda: LlamaShape(key_value_heads=5), "key_value_heads=5 must divide heads=32"),
         (lambda: Training(batch=3, micro_batches=2), "micro_batches=2 must divide batch=3"),
         (lambda: Training(dtype="int8"), "dtype='int8' is not known"),
-        (lambda: Training(optimizer="SGD"), "optimizer='SGD' is not known"),
+        (lambda: Training(optimizer="Adagrad"), "optimizer='Adagrad' is not known"),
         (lambda: Training(state_dtype="int8"), "state_dtype='int8' is not known"),
         (lambda: modes(["all"], Training()), "mode 'all' is not known"),
     ],

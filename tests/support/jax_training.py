@@ -15,7 +15,14 @@ import optax
 import penstock.jax_frontend as penstock
 from penstock.jax_frontend.direct import apply_directly
 
-TRANSFORMS = {"stable_adamw": penstock.stable_adamw, "adamw": penstock.adamw, "adam": penstock.adam, "lion": penstock.lion}
+TRANSFORMS: dict[str, Any] = {
+    "stable_adamw": penstock.stable_adamw,
+    "adamw": penstock.adamw,
+    "adam": penstock.adam,
+    "lion": penstock.lion,
+    "sgd": penstock.sgd,
+    "sgd_momentum": functools.partial(penstock.sgd, momentum=0.9),
+}
 DTYPES = ("float64", "float32", "bfloat16", "float16")
 
 

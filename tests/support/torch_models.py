@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import inspect
 import itertools
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
@@ -11,12 +12,29 @@ from unittest import mock
 import torch
 from torch import Tensor, nn
 
-from penstock.torch_frontend import Adam, AdamW, Lion, StableAdamW, release_gradients
+from penstock.core.rules import RULES, Rule
+from penstock.torch_frontend import SGD, Adam, AdamW, Lion, StableAdamW, release_gradients
 from penstock.torch_frontend.backends.compiled import CompiledBackend
 from penstock.torch_frontend.release import is_released
 
 ADAM_FAMILY = [StableAdamW, AdamW, Adam]
-OPTIMIZERS = [*ADAM_FAMILY, Lion]
+
+
+class MomentumSGD(SGD):
+    """SGD as it is mostly used."""
+
+    def __init__(self, params: Any, lr: float = 1e-3, momentum: float = 0.9, **settings: Any) -> None:
+        super().__init__(params, lr, momentum, **settings)
+
+
+class NesterovSGDW(SGD):
+    """SGD with other settings that choose a rule."""
+
+    def __init__(self, params: Any, lr: float = 1e-3, momentum: float = 0.9, **settings: Any) -> None:
+        super().__init__(params, lr, momentum, nesterov=True, decoupled_weight_decay=True, **settings)
+
+
+OPTIMIZERS = [*ADAM_FAMILY, Lion, SGD, MomentumSGD, NesterovSGDW]
 
 
 def layers(count: int = 4, width: int = 8, dtype: torch.dtype = torch.float32, seed: int = 0) -> nn.Sequential:
@@ -67,6 +85,16 @@ def plain_and_released(
         release = release_gradients(model, optimizer, **arguments) if number else None
         loop(model, optimizer, release.guard if release else lambda loss: loss)
     return models
+
+
+def with_betas(optimizer_class: Any, *betas: float) -> dict[str, Any]:
+    """The argument `betas` of optimizers that have it."""
+    return {"betas": betas} if "betas" in inspect.signature(optimizer_class).parameters else {}
+
+
+def rule_of(optimizer: torch.optim.Optimizer) -> Rule:
+    """The rule of its first group, which settings may have chosen."""
+    return RULES[optimizer.param_groups[0]["rule"]]
 
 
 def spoil(parameter: Tensor) -> None:

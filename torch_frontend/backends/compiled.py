@@ -20,7 +20,7 @@ from torch import Tensor
 
 from ...core import random_bits
 from ...core import update as core_update
-from ...core.hyperparameters import Hyperparameters, is_zero
+from ...core.hyperparameters import DECAY, Hyperparameters, is_zero
 from ...core.rules import RULES
 from ...core.update import TensorState
 from ..array_ops import compiled_ops, torch_ops
@@ -145,13 +145,12 @@ def _random(slot: TensorSlot, start: int) -> Tensor:
 
 
 def _constants(current: Hyperparameters) -> tuple[tuple[str, Any], ...]:
-    """Return the hyperparameters that are compiled in. Of a decay it is whether it is zero: its value is in the corrections."""
+    """Return the hyperparameters that are compiled in. Of a number in [0, 1) it is whether it is zero: corrections have it."""
     changing = {"learning_rate", "weight_decay", "max_lr", "decouple_lr"}
     names = [field.name for field in dataclasses.fields(current) if field.name not in changing]
     values = {name: getattr(current, name) for name in names}
-    return tuple(
-        (name, (0.0 if is_zero(value) else 0.5) if name.startswith("beta") else value) for name, value in values.items()
-    )
+    decays = [name for name, allowed in current.RANGES.items() if allowed is DECAY]
+    return tuple((name, (0.0 if is_zero(value) else 0.5) if name in decays else value) for name, value in values.items())
 
 
 @functools.cache

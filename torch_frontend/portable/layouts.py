@@ -18,12 +18,12 @@ from ...core.errors import InvalidArgumentError, RefusedError
 from ...core.hyperparameters import DECAY, check_number
 from ...core.portable.bias import Decays, Fields, under_decays, with_bias, without_bias
 from ...core.portable.match import Expected
-from ...core.portable.state import ParameterState
+from ...core.portable.state import ParameterState, listed
 from ...core.rules import ADAM, ADAMW, Rule
 from ..array_ops import dtype_name
 from ..backends.backend import state_keys
 from ..changing_betas import BETAS_OF_MOMENTS, decays_of, set_betas_of_moments
-from ..groups import NAMES, Group, check_group, check_parameter, hyperparameters, moment_dtypes
+from ..groups import NAMES, Group, check_group, check_parameter, hyperparameters, moment_dtypes, rule_of
 from ..releasable import ReleasableOptimizer
 from ..state import RANDOM_KEY, initial_state
 from .arrays import laid_out_as
@@ -45,7 +45,13 @@ class OwnLayout:
 
     def __init__(self, optimizer: ReleasableOptimizer) -> None:
         self._optimizer = optimizer
-        self.rule = optimizer.rule
+        rules = {rule_of(group) for group in optimizer.param_groups}
+        if len(rules) > 1:
+            raise RefusedError(
+                f"the groups are of {listed(sorted(rule.name for rule in rules))}, and a file is of one rule; use an optimizer "
+                "for each."
+            )
+        (self.rule,) = rules
         self.keys = state_keys(self.rule)
 
     def require_closed(self, call: str) -> None:

@@ -17,6 +17,7 @@ from ..array_ops import dtype_name
 from ..autograd.donated import compile_without_donation
 from ..autograd.retained import note_retained
 from ..communication import communication_name, select_communication
+from ..groups import rule_of
 from ..releasable import ReleasableOptimizer
 from .hooks import check_ownership
 from .pipeline import Pipeline
@@ -109,8 +110,6 @@ def release_gradients(
         raise InvalidArgumentError("sync tells the last micro-batch from the others; it needs accumulation='hold' or 'state'.")
     clip = "none" if max_norm is None else {"exact": "global_norm", "per_tensor": "per_tensor"}[clipping]
     _check_setup(model, optimizer, clip, accumulation or "none", scaler, process_group)
-    if accumulation == "state":
-        optimizer.rule.check_accumulates("use accumulation='hold' or microbatch_blocks")
     guarded = accumulation is None and (clip == "global_norm" or scaler is not None)
     if keep_bytes and not guarded:
         raise InvalidArgumentError(
@@ -236,8 +235,12 @@ def _check_setup(
             )
         if getattr(module, "sparse", False) and any(parameter in set(optimized) for parameter in module.parameters()):
             raise UnsupportedTensorError(f"module {name!r} gives sparse gradients; construct it with sparse=False.")
-    kinds = {(group["compensation"], dtype_name(p.dtype)) for group in optimizer.param_groups for p in group["params"]}
+    kinds = {
+        (rule_of(group).accumulation, group["compensation"], dtype_name(p.dtype))
+        for group in optimizer.param_groups
+        for p in group["params"]
+    }
     loss_scaling, communication = "none" if scaler is None else "dynamic", communication_name(model, process_group)
-    for kind in kinds:
-        compensation = compensations.resolve(*kind)
-        require(Combination(clipping, loss_scaling, accumulation, communication, compensation, optimizer.backend))
+    for rule, *coding in kinds:
+        compensation = compensations.resolve(*coding)
+        require(Combination(clipping, loss_scaling, accumulation, communication, compensation, optimizer.backend, rule))

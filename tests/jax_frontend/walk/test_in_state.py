@@ -6,13 +6,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from tests.support.jax_training import TRANSFORMS, assert_equal, float64
+from tests.support.jax_training import TRANSFORMS, assert_close, assert_equal, float64
 from tests.support.jax_walk import LAYERS, STACK, TX, batch, parameters
 from tests.support.rules import ADAM_FAMILY
 
 from penstock.core.errors import RefusedError
 from penstock.core.reference import Change, Gradient, Reference, Settings
-from penstock.jax_frontend import init_train_state, make_release_step
+from penstock.jax_frontend import init_train_state, make_release_step, sgd
 
 
 def named(tree, i=None):
@@ -56,6 +56,18 @@ def test_one_micro_batch_is_exact() -> None:
     inside, _ = make_release_step(STACK, tx, accumulation="state")(init_train_state(tx, parameters()), data)
     exact, _ = make_release_step(STACK, tx)(init_train_state(tx, parameters()), data)
     assert_equal(inside, exact)
+
+
+def test_a_momentum_gets_the_gradient_of_the_whole_batch() -> None:
+    """Exactly, where the rule is linear: decay once an update, and no dampening in all of the first one."""
+    with float64():
+        tx, data, runs = sgd(1e-2, 0.9, 0.3, weight_decay=0.1), batch(), []
+        for options in ({"microbatches": 4, "accumulation": "state"}, {}):
+            step, state = make_release_step(STACK, tx, **options), init_train_state(tx, parameters("float64"))
+            for _ in range(3):
+                state, _ = step(state, data)
+            runs.append(state)
+        assert_close(*runs, rtol=1e-12, atol=1e-13)
 
 
 def test_low_precision_states_keep_dtypes_and_are_donated() -> None:

@@ -44,8 +44,9 @@ BOUNDS = {torch.float32: 1e-5, torch.bfloat16: STEPS * 2.0**-8}
 
 
 def cells(backend: str, engine: str, compensation: str) -> list[tuple[Combination, Verdict]]:
-    of = (backend, engine, compensation)
-    return [(c, verdict) for c, verdict in table() if (c.backend, c.communication, c.compensation) == of]
+    """Those of StableAdamW. What communicates does not know the rule."""
+    of = (backend, engine, compensation, "squares")
+    return [(c, verdict) for c, verdict in table() if (c.backend, c.communication, c.compensation, c.rule) == of]
 
 
 def build(c: Combination) -> Net:
@@ -159,4 +160,5 @@ def test_every_cell_over_ranks_equals_stock_ddp(ranks: Ranks, backend: str, engi
 
 def test_every_cell_over_ranks_is_visited() -> None:
     visited = {c for row in VISITS for c, _ in cells(*row)}
-    assert visited == {c for c, _ in table() if c.backend in BACKENDS and c.communication != "local"}
+    over_ranks = {c for c, _ in table() if c.communication != "local" and c.rule == "squares"}
+    assert visited == {c for c in over_ranks if c.backend in BACKENDS}

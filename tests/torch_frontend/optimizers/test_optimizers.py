@@ -11,7 +11,7 @@ import warnings
 import numpy as np
 import pytest
 import torch
-from tests.support.torch_models import OPTIMIZERS, batches, bits, layers, snapshot, train, unchanged
+from tests.support.torch_models import ADAM_FAMILY, OPTIMIZERS, batches, bits, layers, rule_of, snapshot, train, unchanged
 from torch import nn
 
 from penstock.core import compensation as compensations
@@ -20,7 +20,7 @@ from penstock.core.dtypes import PARAMETER_DTYPES, state_dtypes
 from penstock.core.errors import InvalidArgumentError, NonFiniteGradientError, RefusedError, UnsupportedTensorError
 from penstock.core.rules import LION
 from penstock.core.update import init_state, update
-from penstock.torch_frontend import Adam, AdamW, Lion, StableAdamW
+from penstock.torch_frontend import SGD, Adam, AdamW, Lion, StableAdamW
 from penstock.torch_frontend.array_ops import dtype_name, torch_ops
 from penstock.torch_frontend.backends.backend import state_keys
 from penstock.torch_frontend.groups import hyperparameters
@@ -50,35 +50,45 @@ def test_eager_is_the_specification_bit_for_bit(optimizer_class, dtype, compensa
     optimizer = optimizer_class([p], lr=1e-2, weight_decay=0.1, compensation=compensation, backend="eager")
     current = hyperparameters(optimizer.param_groups[0])
     expected = p.detach().clone()
-    dtypes = state_dtypes(optimizer.rule.fields, dtype_name(dtype), optimizer.rule.decays(current))
+    rule = rule_of(optimizer)
+    dtypes = state_dtypes(rule.fields, dtype_name(dtype), rule.decays(current))
     state = init_state(torch_ops, expected, dtypes, compensation)
     for step, gradient in enumerate(gradients(shape, dtype, 6), 1):
         p.grad = gradient.clone()
         optimizer.step()
         assert torch.equal(bits(p.grad), bits(gradient)), "the caller's gradient was changed"
-        corrections = optimizer.rule.corrections(current, step, torch)
+        corrections = rule.corrections(current, step, torch)
         given = (current, corrections, compensation, expected, gradient, state)
-        expected, state = update(torch_ops, optimizer.rule, *given, bits=random_bits_of(p, step))
+        expected, state = update(torch_ops, rule, *given, bits=random_bits_of(p, step))
         if p.numel() <= 2**17:  # one piece: the mean square is summed in the same order
             assert torch.equal(bits(p), bits(expected))
-            for key, field in zip(state_keys(optimizer.rule), state.fields, strict=True):
+            for key, field in zip(state_keys(rule), state.fields, strict=True):
                 assert torch.equal(bits(optimizer.state[p][key]), bits(field))
         else:
             torch.testing.assert_close(p.detach(), expected, rtol=1e-6 if dtype is torch.float32 else 2e-2, atol=0)
 
 
-@pytest.mark.parametrize(("ours", "theirs"), [(AdamW, torch.optim.AdamW), (Adam, torch.optim.Adam)])
+@pytest.mark.parametrize(
+    ("ours", "theirs", "settings"),
+    [
+        (AdamW, torch.optim.AdamW, {}),
+        (Adam, torch.optim.Adam, {}),
+        (SGD, torch.optim.SGD, {}),
+        (SGD, torch.optim.SGD, {"momentum": 0.9, "dampening": 0.3}),
+        (SGD, torch.optim.SGD, {"momentum": 0.9, "nesterov": True}),
+    ],
+)
 @pytest.mark.parametrize("maximize", [False, True])
-def test_float64_equals_torch(ours, theirs, maximize: bool) -> None:
+def test_float64_equals_torch(ours, theirs, settings, maximize: bool) -> None:
     models = [layers(dtype=torch.float64), layers(dtype=torch.float64)]
     for model, kind in zip(models, (ours, theirs), strict=True):
-        train(model, kind(model.parameters(), lr=1e-2, weight_decay=0.1, maximize=maximize), batches(40, dtype=torch.float64))
+        optimizer = kind(model.parameters(), lr=1e-2, weight_decay=0.1, maximize=maximize, **settings)
+        train(model, optimizer, batches(40, dtype=torch.float64))
     for a, b in zip(models[0].parameters(), models[1].parameters(), strict=True):
         torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)
-    for kind in (ours, theirs):
-        defaults = kind([nn.Parameter(torch.ones(1))]).defaults
-        assert (defaults["lr"], defaults["betas"], defaults["eps"]) == (1e-3, (0.9, 0.999), 1e-8)
-        assert defaults["weight_decay"] == (1e-2 if ours is AdamW else 0)
+    defaults, of_torch = (kind([nn.Parameter(torch.ones(1))]).defaults for kind in (ours, theirs))
+    assert {"lr", "weight_decay"} <= (shared := defaults.keys() & of_torch.keys() - {"foreach", "fused", "differentiable"})
+    assert all(defaults[name] == of_torch[name] for name in shared)
 
 
 @pytest.mark.parametrize("optimizer_class", OPTIMIZERS)
@@ -305,7 +315,7 @@ def test_copies_and_pickles_go_on_alike() -> None:
 
 
 @pytest.mark.parametrize("backend", ["eager", "compiled"])
-@pytest.mark.parametrize("kind", OPTIMIZERS)
+@pytest.mark.parametrize("kind", [*ADAM_FAMILY, Lion])
 def test_betas_of_zero_keep_nothing_of_gradients_before(kind, backend: str) -> None:
     """A spike, then gradients 10^8 times smaller: the step is the sign, whatever the rounding of a large moment would leave."""
     parameter = torch.nn.Parameter(torch.zeros(4))
@@ -340,3 +350,27 @@ def test_parameters_that_share_memory_are_updated_one_after_the_other(optimizer_
         optimizer.param_groups[0]["params"][-1].grad = torch.ones(3)
         optimizer.step()
     assert torch.equal(together, apart)
+
+
+def test_settings_that_choose_another_rule_are_refused_after_the_optimizer_was_made() -> None:
+    """A momentum that nobody keeps, or a decay that stays where it was, would be a silent fault."""
+    parameters = [nn.Parameter(torch.ones(2)) for _ in range(2)]
+    optimizer = SGD([{"params": parameters[:1], "momentum": 0.9}, {"params": parameters[1:]}], lr=1e-2)
+    assert [group["rule"] for group in optimizer.param_groups] == ["sgd_momentum", "sgd"]
+    for parameter in parameters:
+        parameter.grad = torch.ones(2)
+    optimizer.step()
+    for number, (name, value) in enumerate([("nesterov", True), ("momentum", 0.5)]):
+        group, before = optimizer.param_groups[number], snapshot(nn.ParameterList(parameters), optimizer)
+        kept, group[name] = group[name], value
+        with pytest.raises(InvalidArgumentError, match=rf"{name}={value}.* choose the rule .*construct an optimizer"):
+            optimizer.step()
+        assert unchanged(before, snapshot(nn.ParameterList(parameters), optimizer))
+        group[name] = kept
+    optimizer.step()
+    with pytest.raises(InvalidArgumentError, match=r"nesterov=True is not possible with momentum=0.0"):
+        SGD(parameters, nesterov=True)
+    with pytest.raises(InvalidArgumentError, match=r"nesterov=1 must be True or False"):
+        SGD(parameters, momentum=0.9, nesterov=1)
+    with pytest.raises(InvalidArgumentError, match=r"momentum=1.0 is out of range"):
+        SGD(parameters, momentum=1.0)

@@ -7,7 +7,17 @@ import io
 
 import pytest
 import torch
-from tests.support.torch_models import OPTIMIZERS, batches, layers, loss_of, same_parameters, snapshot, train, unchanged
+from tests.support.torch_models import (
+    OPTIMIZERS,
+    batches,
+    layers,
+    loss_of,
+    same_parameters,
+    snapshot,
+    train,
+    unchanged,
+    with_betas,
+)
 from torch.optim.lr_scheduler import CosineAnnealingLR
 
 from penstock.core.errors import InvalidArgumentError, RefusedError
@@ -36,7 +46,7 @@ def test_released_training_resumes_bit_for_bit(optimizer_class, dtype: torch.dty
 
     def build():
         model = layers(dtype=dtype)
-        optimizer = optimizer_class(model.parameters(), lr=1e-2, betas=(0.9, 0.999), weight_decay=0.1)
+        optimizer = optimizer_class(model.parameters(), lr=1e-2, weight_decay=0.1, **with_betas(optimizer_class, 0.9, 0.999))
         release_gradients(model, optimizer)
         return model, optimizer, CosineAnnealingLR(optimizer, 20)
 

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from tests.support.torch_models import OPTIMIZERS, batches, bits, layers, loss_of, snapshot, train, unchanged
+from tests.support.torch_models import OPTIMIZERS, batches, bits, layers, loss_of, snapshot, train, unchanged, with_betas
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
@@ -44,11 +44,12 @@ def kind_of(value: Any) -> Any:
 @pytest.mark.parametrize("optimizer_class", OPTIMIZERS)
 def test_training_goes_on_bit_for_bit(path: Path, optimizer_class, dtype: torch.dtype, compensation: str) -> None:
     """From a released run into a released one, whose own parameters and state are others."""
-    model, optimizer = trained(optimizer_class, dtype, compensation=compensation, betas=(0.9, 0.98), weight_decay=0.1)
+    settings = {"compensation": compensation, "weight_decay": 0.1, **with_betas(optimizer_class, 0.9, 0.98)}
+    model, optimizer = trained(optimizer_class, dtype, **settings)
     release_gradients(model, optimizer)
     train(model, optimizer, batches(2, dtype=dtype, seed=5))
     export_state(path, optimizer, model, parameters=True)
-    again, fresh = trained(optimizer_class, dtype, seed=7, compensation=compensation, betas=(0.9, 0.98), weight_decay=0.1)
+    again, fresh = trained(optimizer_class, dtype, seed=7, **settings)
     release_gradients(again, fresh)
     fresh.state[again[0][0].bias]["left over"] = torch.ones(())
     import_state(path, fresh, again, parameters=True)

@@ -101,7 +101,7 @@ def test_micro_batches_in_a_state_that_no_step_can_be_taken_from_are_refused() -
     model = layers()
     optimizer = Lion(model.parameters(), gradient_release=True)
     before = snapshot(model, optimizer)
-    with pytest.raises(RefusedError, match=r"'state' is not possible for lion, .*; use accumulation='hold' or"):
+    with pytest.raises(RefusedError, match=r"this rule's step needs the whole gradient .*; use accumulation='hold' or"):
         release_gradients(model, optimizer, accumulation="state")
     with pytest.raises(RefusedError, match=r"'state' is not possible for lion, .*; call step\(\) after each backward"):
         optimizer.optimizer_accumulation = True

@@ -22,7 +22,7 @@ from torch.optim import lr_scheduler
 from penstock.core.errors import RefusedError
 from penstock.core.reference import EndOfStep, Gradient, Reference, Settings
 from penstock.planner.live_gradients import LiveGradientMeter
-from penstock.torch_frontend import AdamW, StableAdamW, release_gradients
+from penstock.torch_frontend import SGD, AdamW, StableAdamW, release_gradients
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
@@ -137,6 +137,30 @@ def test_state_accumulation_equals_the_reference(optimizer_class, sync: bool) ->
         torch.testing.assert_close(p.detach(), torch.tensor(reference.tensors[name].parameter), rtol=1e-12, atol=1e-13)
         assert optimizer.state[p]["step"] == 3
         assert "mean_square" not in optimizer.state[p]
+
+
+@pytest.mark.parametrize("sync", [False, True])
+@pytest.mark.parametrize("decoupled", [False, True])
+def test_micro_batches_in_a_momentum_are_the_whole_batch(decoupled: bool, sync: bool) -> None:
+    """Decay once an update, and no dampening in all of the first one; one gradient is alive."""
+    settings = {"lr": 1e-2, "momentum": 0.9, "dampening": 0.3, "weight_decay": 0.1, "decoupled_weight_decay": decoupled}
+    models = [layers(3, dtype=torch.float64), layers(3, dtype=torch.float64)]
+    optimizers = [SGD(model.parameters(), **settings) for model in models]
+    now = {"i": 0}
+    at_last = {"sync": lambda: now["i"] % 3 == 2} if sync else {}
+    release = release_gradients(models[1], optimizers[1], accumulation="state", **at_last)
+    for now["i"], batch in enumerate(batches(9, dtype=torch.float64)):
+        for model, optimizer in zip(models, optimizers, strict=True):
+            (loss_of(model, batch) / 3).backward()
+            if now["i"] % 3 == 2:
+                optimizer.step()
+                optimizer.zero_grad()
+    assert release.ledger.peak == 8 * 8 * 8
+    for a, b in zip(*(model.parameters() for model in models), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-13)
+        torch.testing.assert_close(
+            optimizers[0].state[a]["momentum_buffer"], optimizers[1].state[b]["momentum_buffer"], rtol=1e-12, atol=1e-13
+        )
 
 
 def test_paused_leaves_gradients_as_plain_torch_does() -> None:
