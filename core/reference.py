@@ -7,7 +7,7 @@ of the papers and debiases them where they are used:
     m_hat = m/(1-beta1^t)              v_hat = v/(1-beta2^t)
 
 Adam: Kingma and Ba, 2015. AdamW: Loshchilov and Hutter, 2019. StableAdamW: Wortsman et al., 2023, algorithm 2. Lion: Chen et
-al., 2023, algorithm 2. SGD: torch.optim.SGD's documentation.
+al., 2023, algorithm 2. SGD: torch.optim.SGD's documentation. RAdam: Liu et al., 2020, with eps where torch.optim.RAdam has it.
 In-state accumulation: Zhang et al., 2023 (AdamA): of K micro-batches only the first decays the moments.
 """
 
@@ -42,7 +42,7 @@ class Settings:
     @property
     def l2(self) -> bool:
         """Whether the decay is part of the gradient."""
-        return self.rule == "adam" or (self.rule.startswith("sgd") and not self.decoupled_weight_decay)
+        return self.rule == "adam" or (self.rule.startswith(("sgd", "radam")) and not self.decoupled_weight_decay)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -154,6 +154,16 @@ class Reference:
             v_hat = tensor.v / (1 - beta2 ** (tensor.t + 1))
             tensor.ratio += float(np.mean(g**2 / np.maximum(v_hat, s.eps**2)))
 
+    def _rectified(self, tensor: ReferenceTensor, m_hat: np.ndarray) -> np.ndarray:
+        """RAdam's step, algorithm 2."""
+        t, beta2 = tensor.t, self.settings.betas[1]
+        rho_inf = 2 / (1 - beta2) - 1
+        rho = rho_inf - 2 * t * beta2**t / (1 - beta2**t)
+        if rho <= 5:
+            return m_hat
+        r = np.sqrt((rho - 4) * (rho - 2) * rho_inf / ((rho_inf - 4) * (rho_inf - 2) * rho))
+        return r * m_hat * np.sqrt(1 - beta2**t) / (np.sqrt(tensor.v) + self.settings.eps)
+
     def _descend(self, tensor: ReferenceTensor) -> None:
         s = self.settings
         tensor.t += 1
@@ -163,6 +173,8 @@ class Reference:
             m_hat = tensor.m / (1 - s.betas[0] ** tensor.t)
             v_hat = tensor.v / (1 - s.betas[1] ** tensor.t)
             step = m_hat / (np.sqrt(v_hat) + s.eps)
+            if s.rule.startswith("radam"):
+                step = self._rectified(tensor, m_hat)
         if s.rule == "stable_adamw":
             lr = lr / float(np.maximum(1.0, np.sqrt(tensor.ratio)))  # a NaN stays one
         decay = 0.0

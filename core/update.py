@@ -104,7 +104,7 @@ def _accumulated(
     before = _upcast(ops, state.fields, ops.dtype_name(parameter))
     ready = prepared_gradient(ops, rule, hyperparameters, gradient, parameter, first=first)
     fields = rule.accumulate(hyperparameters, corrections, before, ready, ops.xp, first=first)
-    entered = Entered(corrections, before, ready)
+    entered = Entered(before, ready)
     if rule.mean_square is None:
         return fields, state.mean_square, entered
     square = rule.mean_square(hyperparameters, fields, ready, ops.xp)
@@ -115,6 +115,7 @@ def _stepped(
     ops: ArrayOps,
     rule: Rule,
     hyperparameters: Hyperparameters,
+    corrections: Any,
     parameter: Array,
     fields: Fields,
     mean_square: Array | float,
@@ -124,7 +125,7 @@ def _stepped(
 
     The decay is folded into the step: p*(1 - eta*decay) would round eta*decay away.
     """
-    step = rule.direction(hyperparameters, fields, entered, ops.xp)
+    step = rule.direction(hyperparameters, corrections, fields, entered, ops.xp)
     decay = 0.0 if rule.l2 else hyperparameters.decay_rate
     if not is_zero(decay):
         step = step + decay * parameter
@@ -165,7 +166,7 @@ def increment(
     """
     fields, squares, entered = _accumulated(ops, rule, hyperparameters, corrections, parameter, gradient, state, first)
     squares = squares if mean_square is None else mean_square
-    added = _stepped(ops, rule, hyperparameters, parameter, fields, squares, entered)
+    added = _stepped(ops, rule, hyperparameters, corrections, parameter, fields, squares, entered)
     return added, TensorState(_rounded(ops, fields, state), state.compensation)
 
 
@@ -235,6 +236,7 @@ def apply(
     ops: ArrayOps,
     rule: Rule,
     hyperparameters: Hyperparameters,
+    corrections: Any,
     compensation: str,
     parameter: Array,
     state: TensorState,
@@ -245,6 +247,6 @@ def apply(
     dtype = ops.dtype_name(parameter)
     number = compensations.load(ops, compensation, Stored(parameter, state.compensation))
     fields = _upcast(ops, state.fields, compute_dtype(dtype))
-    added = _stepped(ops, rule, hyperparameters, number, fields, state.mean_square, None)
+    added = _stepped(ops, rule, hyperparameters, corrections, number, fields, state.mean_square, None)
     stored = compensations.store(ops, compensation, number + added, dtype, bits)
     return stored.parameter, TensorState(state.fields, stored.compensation)

@@ -16,7 +16,7 @@ from .compatibility import (
     to_low_precision,
 )
 from .microbatch import MicrobatchedBlocks, microbatch_blocks
-from .optimizers import SGD, Adam, AdamW, Lion, StableAdamW
+from .optimizers import SGD, Adam, AdamW, Lion, RAdam, StableAdamW
 from .portable import export_state, import_state
 from .release import Release, release_gradients
 from .token_mean import token_mean, total_weight
@@ -27,6 +27,7 @@ __all__ = [
     "AdamW",
     "Lion",
     "MicrobatchedBlocks",
+    "RAdam",
     "Release",
     "StableAdamW",
     "export_state",

@@ -40,3 +40,10 @@ class SGD(ReleasableOptimizer):
     """Stochastic gradient descent. In float64 it equals `torch.optim.SGD`, and has its defaults."""
 
     rule = rules.SGD
+
+
+@documented
+class RAdam(ReleasableOptimizer):
+    """Adam without a warmup of its learning rate. In float64 it equals `torch.optim.RAdam`, and has its defaults."""
+
+    rule = rules.RADAM

@@ -93,7 +93,7 @@ def _largest_ratio(setting: Setting, optimizer_class: Any, dtype: torch.dtype, c
                     expected = accumulate(*arguments, to_numpy(gradient), expected, first=first)
             if t == 3:
                 backend.apply(slot)
-                parameter, expected = apply(*common, compensation, parameter, expected)
+                parameter, expected = apply(*common, corrections, compensation, parameter, expected)
         slot.state["step"] += 1
     pairs = [(p, parameter, dtype)]
     pairs += [

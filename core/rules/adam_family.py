@@ -113,7 +113,9 @@ def mean_square(current: AdamHyperparameters, fields: Fields, gradient: Array, x
     return xp.mean(gradient / xp.clip(fields[1], floor, None) * gradient)
 
 
-def direction(current: AdamHyperparameters, fields: Fields, entered: Entered | None, xp: Any) -> Array:
+def direction(
+    current: AdamHyperparameters, corrections: Corrections, fields: Fields, entered: Entered | None, xp: Any
+) -> Array:
     """Return m/(sqrt(v)+eps)."""
     exp_avg, exp_avg_sq = fields
     return exp_avg / (xp.sqrt(exp_avg_sq) + current.eps)

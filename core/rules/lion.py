@@ -46,10 +46,12 @@ def accumulate(
     return (momentum + kept * (gradient - momentum),)
 
 
-def direction(current: LionHyperparameters, fields: Fields, entered: Entered | None, xp: Any) -> Array:
+def direction(
+    current: LionHyperparameters, corrections: Corrections, fields: Fields, entered: Entered | None, xp: Any
+) -> Array:
     """Return sign(m + (1-beta1)*(g-m)), with the momentum m before this gradient; NaN where that is NaN."""
     assert entered is not None  # `Rule.needs_gradient`
-    inside, _ = entered.corrections
+    inside, _ = corrections
     momentum = forgotten(entered.before[0], current.beta1, xp)
     interpolated = momentum + inside * (entered.gradient - momentum)
     return xp.where(xp.isnan(interpolated), interpolated, xp.sign(interpolated))  # torch.sign returns 0 for a NaN

@@ -34,12 +34,10 @@ class Entered(NamedTuple):
     """What entered the fields just now, for the directions that depend on it.
 
     Args:
-        corrections: of this update.
         before: the fields without the gradient.
         gradient: as it entered them.
     """
 
-    corrections: Any
     before: Fields
     gradient: Array
 
@@ -67,8 +65,8 @@ class Rule:
         corrections: from the hyperparameters and the number of this update to the scalars that follow from both: a tuple. The
             rule reads its decays here only; elsewhere it may ask whether one is zero.
         accumulate: the fields after one more gradient.
-        direction: from the hyperparameters, the fields and an `Entered` to what the step is proportional to, decoupled decay
-            apart.
+        direction: from the hyperparameters, the corrections, the fields and an `Entered` to what the step is proportional to,
+            decoupled decay apart.
         mean_square: from the hyperparameters, the fields and the gradient to a 0-d array, by whose root the step is divided
             where it is above 1 (Adafactor's update clipping). None: the rule does not clip.
         l2: weight decay enters the gradient (L2 regularisation) instead of the step (decoupled decay).
@@ -89,7 +87,7 @@ class Rule:
     defaults: Mapping[str, Any]
     corrections: Callable[[Any, Scalar, Any], Any]
     accumulate: Accumulate
-    direction: Callable[[Any, Fields, Entered | None, Any], Array]
+    direction: Callable[[Any, Any, Fields, Entered | None, Any], Array]
     mean_square: Callable[[Any, Fields, Array, Any], Array] | None = None
     l2: bool = False
     needs_gradient: bool = False

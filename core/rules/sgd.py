@@ -64,21 +64,23 @@ def accumulate(
     return tuple(kept * momentum + entering * gradient for momentum in fields)
 
 
-def plain(current: SGDHyperparameters, fields: Fields, entered: Entered | None, xp: Any) -> Array:
+def plain(current: SGDHyperparameters, corrections: Corrections, fields: Fields, entered: Entered | None, xp: Any) -> Array:
     """Return the gradient."""
     assert entered is not None  # `Rule.needs_gradient`
     return entered.gradient
 
 
-def heavy_ball(current: SGDHyperparameters, fields: Fields, entered: Entered | None, xp: Any) -> Array:
+def heavy_ball(
+    current: SGDHyperparameters, corrections: Corrections, fields: Fields, entered: Entered | None, xp: Any
+) -> Array:
     """Return the momentum."""
     return fields[0]
 
 
-def nesterov(current: SGDHyperparameters, fields: Fields, entered: Entered | None, xp: Any) -> Array:
+def nesterov(current: SGDHyperparameters, corrections: Corrections, fields: Fields, entered: Entered | None, xp: Any) -> Array:
     """Return g + momentum*m."""
     assert entered is not None  # `Rule.needs_gradient`
-    kept, _ = entered.corrections
+    kept, _ = corrections
     return entered.gradient + kept * fields[0]
 
 

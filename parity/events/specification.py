@@ -122,14 +122,14 @@ class NumpyEvents:
         given, parameter, state = self.case, self.parameters[name], self.states[name]
         rule, compensation = given.rule, given.storage.compensation
         uses = action.steps or action in (Action.ACCUMULATE, Action.ACCUMULATE_FIRST)
+        corrections = rule.corrections(self.hyperparameters, self.counts[name] + 1, np)
         if action is Action.APPLY:
-            new = apply(numpy_ops, rule, self.hyperparameters, compensation, parameter, state)
+            new = apply(numpy_ops, rule, self.hyperparameters, corrections, compensation, parameter, state)
             self.parameters[name], self.states[name] = new
         elif uses:
             gradient = self.waiting[name]
             for factor in factors:
                 gradient = (gradient.astype(numpy_dtype(compute_dtype(given.dtype))) * factor).astype(gradient.dtype)
-            corrections = self.case.rule.corrections(self.hyperparameters, self.counts[name] + 1, np)
             shared = (numpy_ops, rule, self.hyperparameters, corrections, compensation, parameter, gradient, state)
             if action.steps:
                 self.parameters[name], self.states[name] = update(*shared, first=action.first)

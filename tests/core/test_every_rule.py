@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import decimal
 import functools
 import itertools
 from typing import Any
@@ -22,7 +23,7 @@ from penstock.core.dtypes import state_dtypes
 from penstock.core.errors import RefusedError
 from penstock.core.hyperparameters import DECAY, Hyperparameters
 from penstock.core.reference import Change, Gradient, Reference
-from penstock.core.rules import RULES, Rule
+from penstock.core.rules import RULES, Rule, radam
 from penstock.core.update import TensorState, accumulate, apply, init_state, update
 from penstock.jax_frontend.array_ops import JaxOps
 from penstock.torch_frontend.array_ops import torch_ops
@@ -177,7 +178,7 @@ def test_micro_batches_that_enter_a_linear_state_are_the_whole_batch_and_others_
                 parameter, state = update(*common, parameter, last, state, first=not earlier)
             else:
                 state = accumulate(*common, parameter, last, state, first=not earlier)
-                parameter, state = apply(numpy_ops, rule, current, "none", parameter, state)
+                parameter, state = apply(*common, parameter, state)
         runs.append(parameter)
     assert np.allclose(*runs, rtol=1e-13, atol=1e-14) == rule.linear
 
@@ -209,6 +210,7 @@ PEERS = {
     "lion": lambda given, **settings: through_optax(optax.lion(1e-2, **settings), given),
     "adamw": lambda given, **settings: through_optax(optax.adamw(1e-2, **settings), given),
     "sgd": functools.partial(through_torch, torch.optim.SGD),
+    "radam": functools.partial(through_torch, torch.optim.RAdam),
 }
 """What defines rules, with the same defaults otherwise."""
 
@@ -222,19 +224,38 @@ SETTINGS: dict[str, list[dict[str, Any]]] = {
         )
         if not settings["nesterov"] or (settings["momentum"] and not settings["dampening"])
     ],
+    "radam": [
+        {"betas": betas, **settings}
+        for betas in ((0.9, 0.999), (0.5, 0.9), (0.9, 0.6))  # the last is never rectified
+        for settings in every(weight_decay=(0.0, 0.1), decoupled_weight_decay=(False, True), maximize=(False, True))
+    ],
 }
 
 
 @pytest.mark.parametrize(("name", "settings"), [(name, one) for name, given in SETTINGS.items() for one in given], ids=str)
 def test_it_equals_what_defines_it_in_float64(name: str, settings: dict[str, Any]) -> None:
     public, given = RULES[name], gradients()
-    rule = public.row({**public.defaults, **settings})
-    current = rule.hyperparameters(**{**public.defaults, **settings, "learning_rate": 1e-2})
+    ours = {**public.defaults, **settings, "learning_rate": 1e-2}
+    ours |= {f"beta{number}": beta for number, beta in enumerate(ours.pop("betas", ()), 1)}
+    rule = public.row(ours)
+    current = rule.hyperparameters(**ours)
     parameter, state = np.ones((3, 5)), start(rule, numpy_ops, np.ones((3, 5)))
     for step, gradient in enumerate(given, 1):
         corrections = rule.corrections(current, step, np)
         parameter, state = update(numpy_ops, rule, current, corrections, "none", parameter, gradient, state)
     np.testing.assert_allclose(parameter, PEERS[name](given, **settings), rtol=1e-12, atol=1e-14)
+
+
+@pytest.mark.parametrize("xp", [np, torch, jnp], ids=["numpy", "torch", "jax"])
+def test_radam_knows_how_many_gradients_its_second_moment_has_seen_in_float32(xp: Any) -> None:
+    """Within 32 roundings, for every beta2: eight of them may be lost where the series ends, each of four operations."""
+    for beta2 in (0.9, 0.99, 0.999, 0.9999, 1 - 1e-6):
+        for step in (2, 5, 6, 7, 50, 240, 260, 3000, 10**5):
+            with decimal.localcontext(prec=60):
+                beta = decimal.Decimal(beta2)
+                exact = (1 + beta) / (1 - beta) - 2 * step * beta**step / (1 - beta**step)
+            found = radam.averaged_gradients(beta2, xp.asarray(step, dtype=xp.float32), xp)
+            np.testing.assert_allclose(float(found), float(exact), rtol=32 * 2.0**-24)
 
 
 def test_every_rule_is_in_the_registry() -> None:

@@ -48,7 +48,7 @@ class Model:
         action, p, state = decision.action, self.parameters[name], self.states[name]
         corrections = bias_corrections(CURRENT, self.steps[name] + 1, np)
         if action is Action.APPLY:
-            self.parameters[name], self.states[name] = apply(numpy_ops, self.rule, CURRENT, "none", p, state)
+            self.parameters[name], self.states[name] = apply(numpy_ops, self.rule, CURRENT, corrections, "none", p, state)
         elif action.steps:
             self.parameters[name], self.states[name] = update(
                 numpy_ops, self.rule, CURRENT, corrections, "none", p, self.gradients[name], state, first=action.first

@@ -21,6 +21,7 @@ TRANSFORMS: dict[str, Any] = {
     "adam": penstock.adam,
     "lion": penstock.lion,
     "sgd": penstock.sgd,
+    "radam": penstock.radam,
     "sgd_momentum": functools.partial(penstock.sgd, momentum=0.9),
 }
 DTYPES = ("float64", "float32", "bfloat16", "float16")

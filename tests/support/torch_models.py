@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from penstock.core.rules import RULES, Rule
-from penstock.torch_frontend import SGD, Adam, AdamW, Lion, StableAdamW, release_gradients
+from penstock.torch_frontend import SGD, Adam, AdamW, Lion, RAdam, StableAdamW, release_gradients
 from penstock.torch_frontend.backends.compiled import CompiledBackend
 from penstock.torch_frontend.release import is_released
 
@@ -34,7 +34,7 @@ class NesterovSGDW(SGD):
         super().__init__(params, lr, momentum, nesterov=True, decoupled_weight_decay=True, **settings)
 
 
-OPTIMIZERS = [*ADAM_FAMILY, Lion, SGD, MomentumSGD, NesterovSGDW]
+OPTIMIZERS = [*ADAM_FAMILY, Lion, SGD, MomentumSGD, NesterovSGDW, RAdam]
 
 
 def layers(count: int = 4, width: int = 8, dtype: torch.dtype = torch.float32, seed: int = 0) -> nn.Sequential:

@@ -189,7 +189,7 @@ def _compiled(
         squares = gradient.to(scalars.dtype).square().sum() if measured else None
         new = parameter
         if kind == "apply":
-            new, after = core_update.apply(ops, rule, current, compensation, parameter, state, bits=bits)
+            new, after = core_update.apply(ops, rule, current, corrections, compensation, parameter, state, bits=bits)
         elif kind in ("update", "write") and rule.clips_update:
             whole: Any = total
             if kind == "update":

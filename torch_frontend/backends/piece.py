@@ -117,7 +117,7 @@ class Piece:
         if rule.needs_gradient:  # the stored fields are overwritten before the step reads them
             before = tuple(old.clone() if old is stored else old for old, stored in zip(before, self.fields, strict=True))
         after = rule.accumulate(current, numbers.corrections, before, self.upcast_gradient, torch, first=first)
-        self.entered = Entered(numbers.corrections, before, self.upcast_gradient) if rule.needs_gradient else None
+        self.entered = Entered(before, self.upcast_gradient) if rule.needs_gradient else None
         for stored, new in zip(self.fields, after, strict=True):
             stored.copy_(new)
         self.upcast = after
@@ -133,7 +133,8 @@ class Piece:
     def descend(self, numbers: UpdateNumbers, eta: Tensor) -> None:
         """Store p - eta * (`Rule.direction` + decay*p) with its compensation."""
         parameter = self.load_parameter()
-        step = self.rule.direction(self.settings.hyperparameters, tuple(self.upcast), self.entered, torch)
+        current = self.settings.hyperparameters
+        step = self.rule.direction(current, numbers.corrections, tuple(self.upcast), self.entered, torch)
         self.upcast = self.entered = self.upcast_gradient = None  # storing needs memory, too
         if numbers.decay is not None:
             step = step + numbers.decay * parameter

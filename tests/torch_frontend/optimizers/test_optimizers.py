@@ -20,7 +20,7 @@ from penstock.core.dtypes import PARAMETER_DTYPES, state_dtypes
 from penstock.core.errors import InvalidArgumentError, NonFiniteGradientError, RefusedError, UnsupportedTensorError
 from penstock.core.rules import LION
 from penstock.core.update import init_state, update
-from penstock.torch_frontend import SGD, Adam, AdamW, Lion, StableAdamW
+from penstock.torch_frontend import SGD, Adam, AdamW, Lion, RAdam, StableAdamW
 from penstock.torch_frontend.array_ops import dtype_name, torch_ops
 from penstock.torch_frontend.backends.backend import state_keys
 from penstock.torch_frontend.groups import hyperparameters
@@ -76,6 +76,8 @@ def test_eager_is_the_specification_bit_for_bit(optimizer_class, dtype, compensa
         (SGD, torch.optim.SGD, {}),
         (SGD, torch.optim.SGD, {"momentum": 0.9, "dampening": 0.3}),
         (SGD, torch.optim.SGD, {"momentum": 0.9, "nesterov": True}),
+        (RAdam, torch.optim.RAdam, {"decoupled_weight_decay": False}),
+        (RAdam, torch.optim.RAdam, {"decoupled_weight_decay": True}),
     ],
 )
 @pytest.mark.parametrize("maximize", [False, True])
