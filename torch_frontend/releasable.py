@@ -17,20 +17,10 @@ from ..core.rules import RULES
 from . import state as saved_state
 from .backends import Backend, select_backend
 from .changing_betas import default_betas_of_moments
-from .communication.shards import is_released
 from .finiteness import SkipCount, each_finite
-from .groups import (
-    PLAIN_GRADIENT,
-    Group,
-    check_gradient,
-    check_group,
-    hyperparameters,
-    is_stochastic,
-    own_values,
-    rule_of,
-)
+from .fused_back_pass import FusedBackPass
+from .groups import PLAIN_GRADIENT, Group, check_group, hyperparameters, is_stochastic, own_values, rule_of
 from .signatures import signature_of
-from .updates import TensorUpdates
 
 if TYPE_CHECKING:
     from .release import Release
@@ -38,7 +28,7 @@ if TYPE_CHECKING:
 ON_NONFINITE = ("propagate", "skip", "raise")
 
 
-class ReleasableOptimizer(TensorUpdates):
+class ReleasableOptimizer(FusedBackPass):
     """Base class of the optimizers.
 
     Attributes:
@@ -47,7 +37,6 @@ class ReleasableOptimizer(TensorUpdates):
         gradient_release: whether the optimizer was constructed for `prepare_for_gradient_release`.
     """
 
-    _opt_called: bool  # read by torch's schedulers, which warn if step() was not called first
     _step_supports_amp_scaling = False  # GradScaler unscales the gradients before step(), as for most optimizers
 
     def __init_subclass__(cls) -> None:
@@ -192,13 +181,8 @@ class ReleasableOptimizer(TensorUpdates):
         self._refresh()
         ready = [(p, gradient) for p in self._whole.values() if (gradient := p.grad) is not None]
         unusual = [pair for pair in ready if type(pair[1]) is not Tensor or pair[1].layout is not PLAIN_GRADIENT]
-        for parameter, gradient in unusual:
-            if is_released(gradient):
-                raise RefusedError(
-                    f"the gradient of a parameter of shape {tuple(parameter.shape)} was used and freed by another optimizer's "
-                    "release. Give each parameter to one optimizer, or call remove() on that release."
-                )
-            check_gradient(parameter, gradient)
+        for pair in unusual:
+            self._check_usable(*pair)
         if self._checks_on_device(parameter for parameter, _ in ready):
             self._update_if_all_finite(ready)
             return loss

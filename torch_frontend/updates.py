@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 from ..core import compensation as compensations
 from ..core import random_bits
 from ..core.combinations import Combination, require
-from ..core.errors import InvalidArgumentError
+from ..core.errors import InvalidArgumentError, RefusedError
 from ..core.release import Action
 from ..core.rules import RULES, Rule
 from . import state as saved_state
@@ -21,9 +21,9 @@ from .array_ops import dtype_name
 from .backends import Backend, ChecksOnDevice, TensorSlot, count_updates
 from .backends.numbers import GroupSettings
 from .changing_betas import check_between_updates
-from .communication.shards import LocalState, is_sharded, local, means_over_shards, shard_of
+from .communication.shards import LocalState, is_released, is_sharded, local, means_over_shards, shard_of
 from .finiteness import SkipCount
-from .groups import check_device, hyperparameters, rule_of
+from .groups import check_device, check_gradient, hyperparameters, rule_of
 from .known_group import KnownGroup
 
 
@@ -88,6 +88,15 @@ class TensorUpdates(Optimizer):
 
     def _parameters(self) -> list[Tensor]:
         return [parameter for group in self.param_groups for parameter in group["params"]]
+
+    def _check_usable(self, parameter: Tensor, gradient: Tensor) -> None:
+        """Raise if step() cannot use a gradient: it is sparse or complex, or another optimizer's release has used it."""
+        if is_released(gradient):
+            raise RefusedError(
+                f"the gradient of a parameter of shape {tuple(parameter.shape)} was used and freed by another optimizer's "
+                "release. Give each parameter to one optimizer, or call remove() on that release."
+            )
+        check_gradient(parameter, gradient)
 
     # -- actions ---------------------------------------------------------------------------------------------------------
 
