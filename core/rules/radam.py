@@ -73,7 +73,8 @@ def averaged_gradients(beta2: Scalar, step: Scalar, xp: Any) -> Scalar:
         square = x * x
         return square / 3 * (1 - square / 15 * (1 - square * 2 / 21 * (1 - square / 10 * (1 - square * 10 / 99))))
 
-    difference = (1 + beta2) / (1 - beta2) + 2 * step * xp.exp(-z) / xp.expm1(-z)
+    whole: Any = beta2  # pyright would take it for a complex number
+    difference = (1 + whole) / (1 - whole) + 2 * step * xp.exp(-z) / xp.expm1(-z)
     return xp.where(z < SERIES_UP_TO, step - 2 / y * (g(z / 2) - g(y / 2)), difference)
 
 
