@@ -15,6 +15,7 @@ from ..core import compensation as compensations
 from ..core.dtypes import StateDtypes, state_dtypes
 from ..core.errors import InvalidArgumentError, PenstockError
 from ..core.hyperparameters import Hyperparameters, Scalar
+from ..core.random_bits import check_seed
 from ..core.rules import Field, Rule
 from .buffers import is_concrete
 from .state import PyTree
@@ -47,12 +48,17 @@ class Arguments:
     decouple_lr: bool = False
     max_lr: Scalar | None = None
     compensation: str = "auto"
+    seed: int | None = None
     scales_only: bool = False
 
     def __post_init__(self) -> None:
         self.hyperparameters(0, check_schedules=False)
-        if compensations.resolve(self.compensation, "bfloat16") == "stochastic":
-            raise InvalidArgumentError("compensation='stochastic' is not possible in JAX yet; use 'split' or 'kahan'.")
+        compensations.resolve(self.compensation, "bfloat16")
+        if hasattr(self.seed, "dtype"):
+            raise InvalidArgumentError(
+                "seed is an array, and it must be a Python int; give optax.inject_hyperparams static_args=('seed',)."
+            )
+        check_seed(0 if self.seed is None else self.seed)
         self.dtypes("float32")
 
     def hyperparameters(self, count: Any, *, check_schedules: bool = True) -> Hyperparameters:

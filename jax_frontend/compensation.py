@@ -59,26 +59,29 @@ def residual(compensation: str, exact: Array, reached: Array) -> Array:
     return ops.cast(xp.where(xp.isnan(reached), 0, kept), "int16")
 
 
-def step(compensation: str, parameter: Array, value: Array, added: Array, *, direct: bool) -> Stepped:
+def step(
+    compensation: str, parameter: Array, value: Array, added: Array, *, direct: bool, bits: Array | None = None
+) -> Stepped:
     """Add `added` to a parameter.
 
     Args:
-        compensation: resolved: "none", "kahan" or "split".
+        compensation: resolved: "none", "kahan", "split" or "stochastic".
         parameter: as it is stored.
         value: of the parameter and its compensation together, in the compute dtype.
         added: what the update adds to the value, in the compute dtype.
         direct: the caller takes the exact new parameter; otherwise it adds the increment.
+        bits: for "stochastic".
     """
     ops, xp = jax_ops, jax_ops.xp
     dtype = ops.dtype_name(parameter)
     exact = value + added
-    stored = compensations.store(ops, compensation, exact, dtype)
+    stored = compensations.store(ops, compensation, exact, dtype, bits)
     if compensation == "none":
         return Stepped(ops.cast(added, dtype), stored.parameter, None)
     old, new = ops.cast(parameter, "float32"), ops.cast(stored.parameter, "float32")
     increment = ops.round_to(xp.where(new == old, 0.0, new - old), dtype)  # an infinity stays one
     kept = stored.compensation
-    if not direct:
+    if not direct and kept is not None:
         reached = ops.round_to(old + increment, dtype)
         kept = ops.cast(residual(compensation, exact, reached), ops.dtype_name(kept))
     return Stepped(ops.cast(increment, dtype), stored.parameter, kept)

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import optax
 
 from ..core import compensation as compensations
+from ..core import random_bits
 from ..core import update as specification
 from ..core.array_ops import Array
 from ..core.compensation import Stored
@@ -23,6 +24,7 @@ from .arguments import Arguments, decayed
 from .array_ops import jax_ops
 from .compensation import initial_leaf, params_needed, step
 from .one_by_one import Turn, is_updated_one_by_one, mean_of_pieces, one_by_one
+from .random_bits import bits_like, initial_key
 from .records import Record, Source, recorder
 from .state import RULE_STATES, AnyRuleState, PyTree, RuleState, RuleStateWithBetas, initial_compensation
 
@@ -58,7 +60,7 @@ class _Numbers:
 
 
 class Leaf(NamedTuple):
-    """The arguments of `core.update` for one parameter, in its order."""
+    """The arguments of `core.update` for one parameter, in its order, and what its random bits are made of."""
 
     hyperparameters: Hyperparameters
     corrections: Any  # of the rule
@@ -66,6 +68,21 @@ class Leaf(NamedTuple):
     parameter: Array
     gradient: Array
     state: specification.TensorState
+    random: tuple[Array, Array] | None = None  # for stochastic rounding: the key, and `core.random_bits.when` of this update
+
+    @property
+    def arguments(self) -> tuple[Any, ...]:
+        """Those of `core.update`."""
+        return self[:-1]
+
+    @property
+    def bits(self) -> Array | None:
+        """The random bits of all elements, uint32; None without stochastic rounding."""
+        return None if self.random is None else bits_like(*self.random, self.parameter)
+
+    def kept(self, compensation: Array | None) -> Array | None:
+        """Return what the new state keeps: the new compensation, or the key, which stays."""
+        return compensation if self.random is None else self.random[0]
 
 
 class RuleTransformation(optax.GradientTransformationExtraArgs):
@@ -92,7 +109,8 @@ def transformation(arguments: Arguments) -> RuleTransformation:
             check_parameter_dtype(dtype, f"params{jax.tree_util.keystr(path)}")
             for column, of_field in zip(columns, arguments.dtypes(dtype), strict=True):
                 column.append(jax_ops.zeros_like(leaf, of_field))
-            kept.append(initial_leaf(arguments.compensation, leaf))
+            stochastic = compensations.resolve(arguments.compensation, dtype) == "stochastic"
+            kept.append(initial_key(arguments.seed or 0, path) if stochastic else initial_leaf(arguments.compensation, leaf))
         state = RuleState(
             count=jnp.zeros([], jnp.int32),
             fields=named(rule, map(treedef.unflatten, columns)),
@@ -200,25 +218,29 @@ def leaves_of(
     trees = (state.fields[field.name] for field in arguments.rule.fields)
     states = [_flatten_like(treedef, tree, "the optimizer state") for tree in (*trees, state.compensation)]
     by_dtype: dict[str, _Numbers] = {}
+    when: Array | None = None
     leaves: list[Leaf | None] = []
     for (path, gradient), parameter, decays, *fields, kept in zip(grads, parameters, decays_of, *states, strict=True):
         if gradient is None:
             leaves.append(None)
             continue
         _check_gradient(gradient, fields, path)
-        compensation = "none"
+        compensation, random = "none", None
         if parameter is None:
             parameter = jnp.zeros_like(gradient)  # without decay only its dtype matters
         else:
             compensation = compensations.resolve(arguments.compensation, jax_ops.dtype_name(parameter))
             _check_compensation(compensation, kept, parameter, path)
+            if compensation == "stochastic":
+                when = random_bits.when(jax_ops.cast(count, "uint32")) if when is None else when
+                random, kept = (kept, when), None
         dtype = compute_dtype(jax_ops.dtype_name(parameter))
         if dtype not in by_dtype:
             by_dtype[dtype] = _Numbers.of(arguments.rule, hyperparameters, count, dtype)
         numbers_ = by_dtype[dtype]
         chosen = numbers_.decaying if decays else numbers_.plain
         state_of_leaf = specification.TensorState(tuple(fields), kept)
-        leaves.append(Leaf(chosen, numbers_.corrections, compensation, parameter, gradient, state_of_leaf))
+        leaves.append(Leaf(chosen, numbers_.corrections, compensation, parameter, gradient, state_of_leaf, random))
     return count, treedef, leaves
 
 
@@ -255,7 +277,8 @@ def _check_gradient(gradient: Array, fields: list[Array], path: Any) -> None:
 
 def _check_compensation(compensation: str, kept: Array | None, parameter: Array, path: Any) -> None:
     dtype = jax_ops.dtype_name(parameter)
-    needed, found = compensations.compensation_dtype(compensation, dtype), None if kept is None else jax_ops.dtype_name(kept)
+    needed = "uint32" if compensation == "stochastic" else compensations.compensation_dtype(compensation, dtype)
+    found = None if kept is None else jax_ops.dtype_name(kept)
     if needed != found:
         raise InvalidArgumentError(
             f"params{jax.tree_util.keystr(path)} has dtype {dtype}, whose compensation is {needed}, and the state has {found}: "
@@ -265,7 +288,7 @@ def _check_compensation(compensation: str, kept: Array | None, parameter: Array,
 
 def _update_leaf(rule: Rule, leaf: Leaf, scales_only: bool, *, direct: bool, turn: Turn) -> tuple[Any, ...]:
     """Return (increment, new parameter, *fields of its new state); no new parameter where scales_only."""
-    hyperparameters, corrections, compensation, parameter, gradient, state = leaf
+    hyperparameters, corrections, compensation, parameter, gradient, state, _ = leaf
     mean_square = None
 
     def new(g: Array, kept: Any, p: Array, *fields: Array) -> tuple[Any, ...]:
@@ -276,16 +299,17 @@ def _update_leaf(rule: Rule, leaf: Leaf, scales_only: bool, *, direct: bool, tur
         )
         if scales_only:
             return jax_ops.cast(-added, jax_ops.dtype_name(p)), None, *state.fields, None
-        stepped = step(compensation, p, value, added, direct=direct)
+        stepped = step(compensation, p, value, added, direct=direct, bits=leaf.bits)
         return stepped.increment, stepped.parameter, *state.fields, stepped.compensation
 
     old = state.compensation, parameter, *state.fields
     if not is_updated_one_by_one(parameter):
-        return new(gradient, *old)
+        *others, kept = new(gradient, *old)
+        return *others, leaf.kept(kept)
 
     def squares(g: Array, kept: Any, p: Array, *fields: Array) -> Any:
         piece = leaf._replace(parameter=p, gradient=g, state=specification.TensorState(fields, kept))
-        return specification.accumulate(jax_ops, rule, *piece, first=True).mean_square
+        return specification.accumulate(jax_ops, rule, *piece.arguments, first=True).mean_square
 
     if rule.clips_update:
         mean_square = mean_of_pieces(squares, (gradient, *old))
@@ -295,6 +319,7 @@ def _update_leaf(rule: Rule, leaf: Leaf, scales_only: bool, *, direct: bool, tur
         return kept, increment if parameter is None or not direct else parameter, *fields
 
     kept, first, *fields = one_by_one(ordered, gradient, old, turn)
+    kept = leaf.kept(kept)
     if scales_only or not direct:
         return first, None, *fields, kept
     return new(gradient, *old)[0], first, *fields, kept  # the increment; XLA leaves out what is not needed

@@ -26,6 +26,7 @@ from ..core.errors import InvalidArgumentError, PenstockError, RefusedError
 from .array_ops import check_floating
 from .dependencies import flow
 from .direct import as_transformation
+from .random_bits import with_equal_keys
 from .state import PyTree
 
 _LAYERS = 2
@@ -217,7 +218,8 @@ def _differs(tx: optax.GradientTransformation, layer: PyTree, join: Callable[...
             update, alone = tx.update(gradients[-1], states[1], layers[-1], **extra_args)
             return jax.tree.map(_like, (together, alone), states), (updates, update)
 
-        _, (updates, update) = lax.scan(step, (tx.init(join(layers)), tx.init(layers[-1])), grads)
+        start = with_equal_keys(tx.init(join(layers))), with_equal_keys(tx.init(layers[-1]))
+        _, (updates, update) = lax.scan(step, start, grads)
         among = [leaf for leaf, layer in zip(jax.tree.leaves(updates), labels, strict=True) if layer == _LAYERS - 1]
         return jnp.max(jnp.stack([_distance(*pair) for pair in zip(among, jax.tree.leaves(update), strict=True)]))
 

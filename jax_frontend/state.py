@@ -19,7 +19,7 @@ class RuleState(NamedTuple):
 
     count: jax.Array  # type: ignore[assignment]  # shape=(), dtype=int32: updates so far
     fields: dict[str, PyTree]  # by name ("exp_avg", "exp_avg_sq"), each like params
-    compensation: PyTree  # like params: int16 (split) or the parameter's dtype (kahan); None where not compensated
+    compensation: PyTree  # like params: int16 (split), the parameter's dtype (kahan), a key (stochastic, 0-d uint32) or None
 
 
 class RuleStateWithBetas(NamedTuple):

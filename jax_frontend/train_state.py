@@ -14,10 +14,18 @@ from .array_ops import NOT_TRAINED, check_floating
 from .buffers import buffers, check_alive, is_array_like, strong
 from .direct import as_transformation
 from .loss_scaling import LossScale, as_loss_scale
+from .random_bits import with_layer_keys
 from .separability import check_takes
 from .sharding import as_jit_returns, init_sharded_like, replicate
 from .state import PyTree
-from .walk.layer_stack import LayerStack, check_layer_axis, check_outer_and_layers, check_parameters, looks_stacked
+from .walk.layer_stack import (
+    LayerStack,
+    check_layer_axis,
+    check_outer_and_layers,
+    check_parameters,
+    looks_stacked,
+    number_of_layers,
+)
 
 
 class TrainState(NamedTuple):
@@ -85,16 +93,24 @@ def init_train_state(
     copied = jax.tree.map(lambda leaf: as_jit_returns(strong(jnp.copy(leaf))), params)
     init = as_transformation(tx).init
 
-    def init_part(part: PyTree, vectorized: bool) -> PyTree:
-        kinds = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape[int(vectorized) :], leaf.dtype), part)
-        check_takes(tx, kinds)
-        return init_sharded_like(jax.vmap(init) if vectorized else init, part, copied)
+    def init_part(part: PyTree, layers: range | None = None) -> PyTree:
+        """Return the state of parameters, or of stacked ones, whose layers have these numbers."""
+        axes = 0 if layers is None else 1
+        check_takes(tx, jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape[axes:], leaf.dtype), part))
+
+        def init_layers(part: PyTree) -> PyTree:
+            return with_layer_keys(jax.vmap(init)(part), layers) if layers else init(part)
+
+        return init_sharded_like(init_layers, part, copied)
 
     if layered:
-        layers = copied["layers"]
         several = stack is not None and isinstance(stack.layer, Mapping)
-        of_layers = {name: init_part(layers[name], True) for name in layers} if several else init_part(layers, True)
-        opt_state: PyTree = LayeredState(init_part(copied["outer"], False), of_layers)
+        of_layers, first = {}, 0
+        for name, part in copied["layers"].items() if several else [("layers", copied["layers"])]:
+            count = number_of_layers(part)
+            of_layers[name] = init_part(part, range(first, first + count))
+            first += count
+        opt_state: PyTree = LayeredState(init_part(copied["outer"]), of_layers if several else of_layers["layers"])
     else:
         opt_state = init_sharded_like(init, copied, copied)
     used: set[Any] = set()

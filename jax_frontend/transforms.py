@@ -47,9 +47,12 @@ Args:
     max_lr: highest learning rate of the schedule, in (0, inf). Default: learning_rate, where that is a number; a schedule
         needs it given.
     compensation: how low-precision parameters keep the bits that rounding loses: "auto" (split for bfloat16, kahan for
-        float16), "kahan", "split" (bfloat16 only) or "none". Unless it is "none", the transform must be the last of a chain,
-        and with low-precision parameters no wrapper around it may change its updates (`optax.lookahead`,
+        float16), "kahan", "split" (bfloat16 only) or "none"; "stochastic" keeps nothing, and rounds up or down by chance, so
+        that small steps are right in the mean. Unless it is "none", the transform must be the last of a chain, and with
+        low-precision parameters no wrapper around it may change its updates (`optax.lookahead`,
         `optax.contrib.schedule_free`); `compensated` says why.
+    seed: of the random bits of "stochastic", an int in [0, 2**32). With a parameter's path, from which init makes its key, and
+        the number of the update it determines them. None: 0.
 
 `optax.inject_hyperparams` turns the numbers into arrays of the parameters' dtype. Give it hyperparam_dtype=jnp.float32 where
 that is bfloat16 or float16: {own_names} are refused where they are rounded. They may then change from update to update, as in
@@ -114,7 +117,7 @@ def _signature(rule: Rule, defaults: dict[str, Any]) -> inspect.Signature:
     by_position, by_name = inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY
     own = rule.own_hyperparameters
     dtypes = dict.fromkeys(map(dtype_argument, rule.fields))
-    named = {"mask": None, **dtypes, "decouple_lr": False, "max_lr": None, "compensation": "auto"}
+    named = {"mask": None, **dtypes, "decouple_lr": False, "max_lr": None, "compensation": "auto", "seed": None}
     return inspect.Signature(
         [
             inspect.Parameter("learning_rate", by_position),

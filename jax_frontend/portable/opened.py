@@ -19,6 +19,7 @@ from ...core.portable.state import PortableGroup
 from ...core.rules import Rule
 from ..arguments import Settings, settings_of
 from ..direct import as_transformation
+from ..random_bits import is_key
 from ..records import ARGUMENT, Record, Source
 from ..state import PyTree
 from ..train_state import TrainState, check_made_by
@@ -73,6 +74,12 @@ class Slot:
             found[name] = float(values.pop())
         return found
 
+    @property
+    def random_keys(self) -> tuple[int, ...]:
+        """The keys of its random bits: one, or one for each layer; none without stochastic rounding."""
+        has_keys = self.compensation is not None and is_key(self.compensation)
+        return tuple(to_host(self.compensation).reshape(-1).tolist()) if has_keys else ()
+
     def dtypes(self, rule: Rule) -> dict[str, str]:
         """Dtypes of the fields of its rule, by name."""
         return {field.name: self.fields[field.name].dtype.name for field in rule.fields}
@@ -80,7 +87,8 @@ class Slot:
     def expected(self, rule: Rule) -> Expected:
         """The shapes, dtypes and compensation that a file must have for the parameter."""
         dtype, kept = self.parameter.dtype.name, self.compensation
-        compensated = "none" if kept is None else "split" if kept.dtype.name == "int16" else "kahan"
+        kinds = {"int16": "split", "uint32": "stochastic"}
+        compensated = "none" if kept is None else kinds.get(kept.dtype.name, "kahan")
         dtypes = self.dtypes(rule)
         return Expected(dtype, self.parameter.shape, compensated, dict.fromkeys(dtypes) if self.biased else dtypes)
 

@@ -19,6 +19,7 @@ from ...core.portable.names import Names
 from ...core.portable.rename import rename, rename_back
 from ...core.portable.state import ParameterState, PortableState
 from ..arguments import dtype_argument
+from ..random_bits import KEY
 from ..state import PyTree
 from ..train_state import LayeredState, TrainState
 from .arrays import placed, to_host
@@ -75,7 +76,7 @@ def export_state(
         fields, step = {field.name: to_host(slot.fields[field.name]) for field in opened.rule.fields}, slot.step
         if opened.betas and slot.biased:
             fields = without_bias(fields, opened.betas, step, [array.dtype.name for array in fields.values()])
-        kept = slot.compensation
+        kept, keys = slot.compensation, slot.random_keys
         expected = slot.expected(opened.rule)
         entries[name] = ParameterState(
             dtype=expected.dtype,
@@ -83,7 +84,8 @@ def export_state(
             compensated=expected.compensated,
             step=step,
             fields=fields,
-            compensation=None if kept is None else to_host(kept),
+            compensation=None if kept is None or keys else to_host(kept),
+            random_keys=keys,
             parameter=to_host(slot.parameter) if parameters else None,
         )
 
@@ -141,6 +143,9 @@ def import_state(
             fields = with_bias(opened.rule, name, fields, opened.betas, entry.step, dtypes)
         arrays |= {(name, field): array for field, array in fields.items()}
         arrays[name, "compensation"] = entry.compensation
+        if entry.random_keys:
+            here = np.asarray(entry.random_keys if slot.layered else entry.random_keys[0], KEY)
+            arrays[name, "compensation"] = here
     steps = {name: entry.step for name, entry in entries.items()}
 
     def value(role: Role, leaf: Any) -> np.ndarray | None:

@@ -111,7 +111,7 @@ def accumulate(tx: Any, arrays: Arrays, grads: PyTree, *, first: bool) -> Arrays
     _, treedef, leaves = _leaves(tx, arrays, grads)
 
     def new(leaf: Leaf) -> tuple[Any, ...]:
-        state = specification.accumulate(jax_ops, tx.rule, *leaf, first=first)
+        state = specification.accumulate(jax_ops, tx.rule, *leaf.arguments, first=first)
         return *state.fields, state.mean_square
 
     *fields, mean_square = _columns(treedef, leaves, new, len(tx.rule.fields) + 1)
@@ -123,8 +123,8 @@ def update_last(tx: Any, arrays: Arrays, grads: PyTree) -> Arrays:
     count, treedef, leaves = _leaves(tx, arrays, grads)
 
     def new(leaf: Leaf) -> tuple[Any, ...]:
-        parameter, state = specification.update(jax_ops, tx.rule, *leaf, first=False)
-        return parameter, *state.fields, state.compensation
+        parameter, state = specification.update(jax_ops, tx.rule, *leaf.arguments, first=False, bits=leaf.bits)
+        return parameter, *state.fields, leaf.kept(state.compensation)
 
     params, *fields, compensation = _columns(treedef, leaves, new, len(tx.rule.fields) + 2)
     changed = {"params": params, "fields": named(tx.rule, fields), "compensation": compensation, "count": count}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator
 from typing import Any
 
@@ -20,6 +21,7 @@ from penstock.jax_frontend import (
     LayerStack,
     adamw,
     init_train_state,
+    lion,
     make_release_step,
     make_train_step,
     make_update,
@@ -72,6 +74,34 @@ def test_a_mesh_of_explicit_axes_equals_one_device(options: dict[str, Any]) -> N
         given = jax.device_put(data, NamedSharding(mesh, PartitionSpec("data")))
         state, _ = three_steps(make_release_step(make(gathering), tx, **options), state, given)
     assert_close(state, alone, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("kind", ["Auto", "Explicit"])
+def test_a_sharded_parameter_is_rounded_stochastically_as_the_whole_one(kind: str) -> None:
+    """Every element has the random bits of its index in the whole tensor; the steps of Lion are exact."""
+    axis_type = getattr(jax.sharding.AxisType, kind)
+    if kind == "Explicit" and not hasattr(jax, "set_mesh"):
+        pytest.skip("this jax has no meshes of explicit axes")
+    generator, tx = np.random.default_rng(5), lion(2.0**-10, 0.0, weight_decay=0.0, compensation="stochastic")
+    params = {"w": jnp.asarray(generator.normal(size=(3 * DEVICES, WIDTH)), jnp.bfloat16)}
+    given = [{"w": jnp.asarray(generator.normal(size=(3 * DEVICES, WIDTH)), jnp.bfloat16)} for _ in range(2)]
+    mesh = jax.make_mesh((DEVICES,), ("data",), axis_types=(axis_type,))
+    found = []
+    for spec in (None, PartitionSpec("data"), PartitionSpec(None, "data")):
+        with contextlib.nullcontext() if spec is None or kind == "Auto" else jax.set_mesh(mesh):
+
+            def placed(tree: Any, spec: Any = spec) -> Any:
+                copied = jax.tree.map(jnp.copy, tree)
+                return copied if spec is None else jax.device_put(copied, NamedSharding(mesh, spec))
+
+            state, update = init_train_state(tx, placed(params)), make_update(tx)
+            here, opt_state = state.params, state.opt_state
+            for gradients in given:
+                here, opt_state = update(placed(gradients), opt_state, here)
+            assert spec is None or here["w"].sharding.is_equivalent_to(NamedSharding(mesh, spec), 2)
+            found.append(np.asarray(here["w"]))
+    np.testing.assert_array_equal(found[1], found[0])
+    np.testing.assert_array_equal(found[2], found[0])
 
 
 def test_the_mean_square_over_devices_is_that_of_the_whole_tensor() -> None:
