@@ -36,12 +36,12 @@ def stochastic(parameters: Any, optimizer_class: Any = AdamW, **arguments: Any) 
 
 
 def trained(start: Tensor, optimizer_class: Any = AdamW, *, steps: int = 3, **arguments: Any) -> Tensor:
-    """One parameter after a few steps; its gradients follow its shape, not its layout."""
+    """One parameter after a few steps; the numbers of its gradients follow its shape, and their memory its layout."""
     parameter = nn.Parameter(start.clone())
     optimizer = stochastic([parameter], optimizer_class, **arguments)
     generator = torch.Generator().manual_seed(1)
     for _ in range(steps):
-        parameter.grad = torch.randn(start.shape, generator=generator).to(start.dtype)
+        parameter.grad = torch.empty_like(start).copy_(torch.randn(start.shape, generator=generator))
         optimizer.step()
     return parameter.detach()
 
