@@ -42,7 +42,10 @@ def test_parameters_and_states_are_counted_exactly() -> None:
 
 @pytest.mark.parametrize(
     ("dtype", "optimizer", "compensation"),
-    rows(itertools.product(DTYPES, OPTIMIZERS, ["auto", "none", "kahan"]), lambda row: "StableAdamW" in row or "auto" in row),
+    rows(
+        [*itertools.product(DTYPES, OPTIMIZERS, ["auto", "none", "kahan"]), ("bfloat16", "Lion", "stochastic")],
+        lambda row: "StableAdamW" in row or "auto" in row or "stochastic" in row,
+    ),
 )
 def test_planned_state_equals_the_optimizers(dtype: str, optimizer: str, compensation: str) -> None:
     training = dataclasses.replace(TRAINING, dtype=dtype, optimizer=optimizer, compensation=compensation)
