@@ -6,7 +6,7 @@ BIN      := $(VENV)/bin
 
 OLDEST   ?= .venv-oldest
 
-.PHONY: demo test test-all test-oldest lint parity clean
+.PHONY: demo test test-all test-oldest lint parity docs clean
 
 demo: $(VENV)/.installed-parity
 	$(BIN)/penstock demo $(ARGS)
@@ -32,8 +32,12 @@ lint: $(VENV)/.installed-lint
 	$(BIN)/mypy
 	$(BIN)/pyright --pythonpath $(BIN)/python
 
+# The site, in build/site. Material's advice about its successor is not about this site.
+docs: $(VENV)/.installed-docs
+	NO_MKDOCS_2_WARNING=1 JAX_PLATFORMS=cpu $(BIN)/mkdocs build --strict $(ARGS)
+
 clean:
-	rm -rf $(VENV) $(OLDEST)
+	rm -rf $(VENV) $(OLDEST) build dist
 
 # One stamp an extra: a target installs what it needs, once, and again when the requirements change.
 $(VENV)/.installed-%: pyproject.toml constraints.txt

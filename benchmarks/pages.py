@@ -1,0 +1,233 @@
+"""The pages docs/benchmarks.md and docs/parity_report.md, of the figures in benchmarks/results alone.
+
+    python -m benchmarks.pages [--parity FILE]
+
+With --parity, what `penstock parity --report DIR` wrote to DIR/parity.json is first put into benchmarks/results/parity.json,
+without its rows.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+from benchmarks.support import RESULTS, ROOT, parser_of
+
+DOCS = ROOT / "docs"
+GIB, MIB = 2**30, 2**20
+BENCHMARKS, PARITY = "benchmarks.md", "parity_report.md"
+
+
+def result(name: str) -> dict[str, Any]:
+    """Return a result file."""
+    content: dict[str, Any] = json.loads((RESULTS / f"{name}.json").read_text())
+    return content
+
+
+def table(heading: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """Return a Markdown table; all columns but the first are numbers."""
+    rule = ["---", *("---:" for _ in heading[1:])]
+    return "\n".join(f"| {' | '.join(cells)} |" for cells in (heading, rule, *rows))
+
+
+def conditions(name: str, content: dict[str, Any]) -> str:
+    """Return the sentence under a table: command, machine, versions, file."""
+    command = content["command"] if isinstance(content["command"], str) else " ".join(content["command"])
+    machine = content.get("machine") or content.get("device")
+    where = f"{machine['cores']} cores of {machine['processor']}. " if machine and "processor" in machine else ""
+    versions = ", ".join(f"{package} {content['versions'][package]}" for package in ("torch", "jax", "optax", "torch-optimi"))
+    return f"    {command}\n\n{where}{versions}. File: `benchmarks/results/{name}.json`."
+
+
+def planned() -> str:
+    """Return the section on the planner's figures."""
+    parts = ["## The planned step of a large model"]
+    for name in ("plan_llama_7b", "plan_llama_7b_uncompensated", "plan_llama_7b_batch_4"):
+        content = result(name)
+        shape, training = content["shape"], content["training"]
+        setting = "" if training["compensation"] == "auto" else f", compensation={training['compensation']!r}"
+        micro = f" in {training['micro_batches']} micro-batches" if training["micro_batches"] > 1 else ""
+        rows = [
+            [
+                plan["mode"],
+                f"{plan['peak'] / GIB:.2f}",
+                *(f"{plan['by_kind'].get(kind, 0) / GIB:.2f}" for kind in ("parameters", "optimizer state", "gradients")),
+                f"{plan['by_kind'].get('activations and temporaries', 0) / GIB:.2f}",
+                f"{1 - plan['peak'] / content['plans'][0]['peak']:z.1%}",
+            ]
+            for plan in content["plans"]
+        ]
+        heading = ["mode", "peak, GiB", "parameters", "optimizer state", "gradients", "activations, temporaries", "saved"]
+        parts += [
+            f"{shape['parameters'] / 1e9:.2f}e9 parameters in {training['dtype']}, {training['optimizer']}{setting}: "
+            f"{training['kept_bytes']} bytes kept for each parameter; "
+            f"{training['batch']} x {training['sequence']} tokens{micro}, "
+            f"{'with' if training['checkpointing'] else 'without'} activation checkpointing.",
+            table(heading, rows),
+            conditions(name, content),
+        ]
+    parts.append(
+        "Computed, not measured: the real model, autograd and release on tensors without memory. Workspaces of kernels and an "
+        "allocator's rounding and fragmentation come on top."
+    )
+    return "\n\n".join(parts)
+
+
+def resident() -> str:
+    """Return the section on resident memory."""
+    content = result("resident")
+    dtypes = content["rows"]
+    names = [name for name in next(iter(dtypes.values())) if name != "the compiler's runtime"]
+    rows = [
+        [name, *(f"{of[name]['above_model_bytes'] / MIB:.0f} ({of[name]['multiples']:.2f})" for of in dtypes.values())]
+        for name in names
+        if all(name in of for of in dtypes.values())
+    ]
+    settings = content["settings"]
+    return "\n\n".join(
+        [
+            "## Resident memory",
+            "Peak resident memory above the model, in MiB and in multiples of the parameters' bytes: "
+            f"{settings['steps']} steps of a Llama of {settings['layers']} layers and width {settings['width']}, "
+            f"{settings['tokens']} tokens, activation checkpointing. It contains gradients, optimizer state and activations.",
+            table(["", *dtypes], rows),
+            "In bfloat16 torch's AdamW keeps 4 bytes of state for each parameter, optimi's 6 (with a Kahan term), and "
+            "penstock's 8: 16 more bits of the parameter, and a second moment in float32.",
+            conditions("resident", content),
+        ]
+    )
+
+
+def host_time() -> str:
+    """Return the section on the time of released steps."""
+    content = result("release_overhead")
+    parts = ["## Time of a step on a CPU"]
+    for model, figures in content["host"].items():
+        rows = [
+            [name, f"{row['step_ms']:.2f}", f"{row['over_ms']:.2f}"]
+            for name, row in figures["rows"].items()
+            if name.startswith(("torch", "optimi", "penstock")) and name.count(",") < 2
+        ]
+        parts += [
+            f"The {model} model, {figures['tensors']} tensors, {figures['threads']} threads; "
+            f"medians of {figures['rounds']} rounds.",
+            table(["", "step, ms", "over forward and backward, ms"], rows),
+        ]
+    return "\n\n".join(
+        [
+            *parts,
+            'A row of a plain optimizer has the time of step() and zero_grad() only. "Over" is a step minus the forward and '
+            "backward passes that it makes, without an optimizer; `python -m benchmarks.release_overhead --help` says more.",
+            conditions("release_overhead", content),
+        ]
+    )
+
+
+def step_time() -> str:
+    """Return the section on the time of an update."""
+    content = result("step_time_cpu_float32")
+    settings = content["settings"]
+    rows = [[name, f"{row['median_ms']:.1f}", f"{row['ratio_to_fused_adamw']:.2f}"] for name, row in content["figures"].items()]
+    return "\n\n".join(
+        [
+            "## Time of one update",
+            f"{settings['elements']:,} elements in {settings['tensors']} tensors of {settings['dtype']}; medians of "
+            f"{settings['rounds']} rounds.",
+            table(["", "ms", "times torch's fused AdamW"], rows),
+            conditions("step_time_cpu_float32", content),
+        ]
+    )
+
+
+def walk() -> str:
+    """Return the section on JAX's memory."""
+    content = result("peak_memory_jax")
+    settings = content["settings"]
+    optimizers = list(next(iter(content["figures"].values())))
+    rows = [
+        [method, *(f"{of[name]['peak_over_parameters']:.2f}" if name in of else "-" for name in optimizers)]
+        for method, of in content["figures"].items()
+    ]
+    return "\n\n".join(
+        [
+            "## JAX: peak bytes of a step",
+            f"Over the bytes of the parameters, of a decoder of {settings['layers']} layers and width {settings['width']} in "
+            f"{settings['dtype']}: XLA's memory analysis of the compiled programs. Parameters and Adam's two moments are 3.00. "
+            "[What the rows are, other sizes (`peak_memory_jax_sizes.json`), several devices](jax.md#memory).",
+            table(["step", *optimizers], rows),
+            conditions("peak_memory_jax", content),
+        ]
+    )
+
+
+def benchmarks_page() -> str:
+    """Return docs/benchmarks.md."""
+    start = (
+        "# Benchmarks\n\nEvery figure on this page is from a file in `benchmarks/results/`, and under each table is the "
+        "command that writes it. None was measured on a GPU. Made by\n\n    python -m benchmarks.pages"
+    )
+    return "\n\n".join([start, planned(), resident(), host_time(), step_time(), walk()]) + "\n"
+
+
+def parity_page() -> str:
+    """Return docs/parity_report.md."""
+    content = result("parity")
+    own = [backend["name"] for backend in content["backends"] if not backend["peer"]]
+    rows, peers = [], []
+    for section in content["sections"]:
+        verdicts = {verdict["backend"]: verdict for verdict in section["verdicts"] if verdict["judged"]}
+        if any(name in verdicts for name in own):
+            cells = [_within(verdicts[name]) if name in verdicts else "" for name in own]
+            rows.append([f"**{section['name']}** {section['title']}", *cells])
+        peers += [[name, section["name"], _within(each)] for name, each in verdicts.items() if name not in own]
+    missing = [f"- {name} did not run: {reason}" for name, reason in content["not_available"].items()]
+    return (
+        "\n\n".join(
+            [
+                "# Parity report",
+                "What `penstock parity` found in its last recorded run: how many comparisons of each backend are within their "
+                "bounds, of how many. The bounds are derived from dtypes and numbers of operations ([the guide](parity.md)). "
+                "Made by\n\n"
+                "    penstock parity --quick --report parity-report\n"
+                "    python -m benchmarks.pages --parity parity-report/parity.json",
+                table(["section", *own], rows),
+                f"Bounds that are broken: {content['broken']}. An empty cell: the backend has nothing of that kind, and the "
+                "report says why, case by case." + ("\n\n" + "\n".join(missing) if missing else ""),
+                "Other libraries, for information; they decide nothing. Many are beyond the bounds of float32, as they "
+                "multiply the parameter by 1 - lr * weight_decay before they add the step, which rounds it once more.",
+                table(["optimizer", "section", "within"], peers),
+                "`parity-report/parity.html` of the first command is a page with every case and with figures; it needs no "
+                "network.",
+                conditions("parity", content).split("\n\n", 1)[1],
+            ]
+        )
+        + "\n"
+    )
+
+
+def _within(verdict: dict[str, Any]) -> str:
+    return f"{verdict['judged'] - verdict['beyond']} / {verdict['judged']}"
+
+
+def without_rows(report: dict[str, Any]) -> dict[str, Any]:
+    """Return a parity report without its rows and its times."""
+    sections = [{key: section[key] for key in ("name", "title", "verdicts")} for section in report["sections"]]
+    return {**report, "sections": sections}
+
+
+def main() -> None:
+    """Write both pages."""
+    parser = parser_of(__doc__)
+    parser.add_argument("--parity", type=Path, metavar="FILE")
+    given = parser.parse_args()
+    if given.parity is not None:
+        content = without_rows(json.loads(given.parity.read_text()))
+        (RESULTS / "parity.json").write_text(json.dumps(content, indent=1) + "\n")
+    for name, text in ((BENCHMARKS, benchmarks_page()), (PARITY, parity_page())):
+        (DOCS / name).write_text(text)
+
+
+if __name__ == "__main__":
+    main()
