@@ -15,6 +15,7 @@ from .. import torch_frontend
 from ..core.errors import MissingDependencyError
 from ..torch_frontend import microbatch_blocks, release_gradients
 from ..torch_frontend.backends import OverShards, TensorSlot
+from ..torch_frontend.releasable import ReleasableOptimizer
 from .live_storages import LiveStorageMeter
 from .llama import Llama
 from .settings import LlamaShape, Mode, Training
@@ -77,17 +78,10 @@ def plan(shape: LlamaShape, training: Training, mode: Mode, *, fake: bool = True
         model = Llama(
             shape, dtype=getattr(torch, training.dtype), checkpointing=training.checkpointing and mode.name != "blocks"
         )
-        optimizer = getattr(torch_frontend, training.optimizer)(
-            model.parameters(),
-            compensation=training.compensation,
-            state_dtype=None if training.state_dtype is None else getattr(torch, training.state_dtype),
-            backend="eager",
-            capturable=True,  # the number of updates is a tensor that nobody reads
-        )
-        for parameter in model.parameters():
-            optimizer._slot(parameter)  # its state, which would otherwise come to be with its first update
+        optimizer = _torch_adamw(model) if mode.name == "torch" else _optimizer(model, training)
         release = _release(model, optimizer, mode)
-        optimizer._backend = InPlaceKernels()
+        if isinstance(optimizer, ReleasableOptimizer):
+            optimizer._backend = InPlaceKernels()
         count = training.micro_batches if mode.divided else 1
         sizes = training.batch // count, training.sequence + 1
         tokens = [torch.zeros(sizes, dtype=torch.int64) for _ in range(count)]
@@ -104,14 +98,38 @@ def plan(shape: LlamaShape, training: Training, mode: Mode, *, fake: bool = True
                 (loss if release is None else release.guard(loss)).backward()
                 del loss
             if release is None:  # under release step() only closes the step; it would look at numbers
-                optimizer.step()
+                if mode.name != "torch":  # whose fused update is in place, too
+                    optimizer.step()
                 optimizer.zero_grad()
         ledger = None if release is None else release.ledger.peak
     return Plan(mode.name, mode.result, meter.peak, dict(meter.at_peak), ledger, time.perf_counter() - started)
 
 
+def _optimizer(model: Llama, training: Training) -> ReleasableOptimizer:
+    """Return the optimizer of this package, with its state."""
+    optimizer: ReleasableOptimizer = getattr(torch_frontend, training.optimizer)(
+        model.parameters(),
+        compensation=training.compensation,
+        state_dtype=None if training.state_dtype is None else getattr(torch, training.state_dtype),
+        backend="eager",
+        capturable=True,  # the number of updates is a tensor that nobody reads
+    )
+    for parameter in model.parameters():
+        optimizer._slot(parameter)  # its state, which would otherwise come to be with its first update
+    return optimizer
+
+
+def _torch_adamw(model: Llama) -> torch.optim.AdamW:
+    """Return torch's AdamW, with the state that its first step makes."""
+    optimizer = torch.optim.AdamW(model.parameters())
+    for parameter in model.parameters():
+        moments = {name: torch.zeros_like(parameter) for name in ("exp_avg", "exp_avg_sq")}
+        optimizer.state[parameter] = {"step": torch.zeros(()), **moments}
+    return optimizer
+
+
 def _release(model: Llama, optimizer: Any, mode: Mode) -> Any:
-    if mode.name == "plain":
+    if mode.name in ("torch", "plain"):
         return None
     return release_gradients(
         model,

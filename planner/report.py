@@ -6,55 +6,86 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from rich.table import Table
-
+from ..core.array_ops import numpy_dtype
 from .plan import Plan
 from .settings import LlamaShape, Training
 
-SCHEMA = 2
+SCHEMA = 3
 UNITS = {"GiB": 2**30, "MiB": 2**20, "KiB": 2**10, "bytes": 1}
+LEFT = (0, 8)  # the columns of text: mode and result
 KINDS = ("parameters", "optimizer state", "gradients", "activations and temporaries")
 
 
-def table(training: Training, plans: Sequence[Plan]) -> Table:
-    """Return a table with a line for each mode: the peak, its parts, and the difference from the first mode.
+def title(training: Training, plans: Sequence[Plan]) -> str:
+    """Return what the table shows; it names the optimizer, and which of its settings are not its defaults."""
+    settings = f"({training.changed})" if training.changed else " with its defaults"
+    unit, _ = _unit(plans)
+    return f"{training.optimizer}{settings}: most bytes alive in a step, {unit}, and what they are at that moment"
 
-    The title names the optimizer, and which of its settings are not its defaults.
-    """
-    unit, size = next((unit, size) for unit, size in UNITS.items() if plans[0].peak >= size)
+
+def table(plans: Sequence[Plan]) -> list[list[str]]:
+    """Return the headings, and a line for each mode: the peak, its parts, and the difference from plain (or the first mode)."""
+    _, size = _unit(plans)
 
     def shown(nbytes: int) -> str:
         return f"{nbytes / size:.2f}"
 
-    settings = f"({training.changed})" if training.changed else " with its defaults"
-    made = Table(title=f"{training.optimizer}{settings}: most bytes alive in a step, {unit}, and what they are at that moment")
-    made.add_column("mode", no_wrap=True)
-    for name in ("peak", "parameters", "optimizer state", "gradients", "activations, temporaries", "peak gradients", "saved"):
-        made.add_column(name, justify="right")
-    made.add_column("result")
-    for plan in plans:
-        saved = 1 - plan.peak / plans[0].peak
-        made.add_row(
-            plan.mode,
-            shown(plan.peak),
-            *(shown(plan.by_kind.get(kind, 0)) for kind in KINDS),
-            "" if plan.ledger is None else shown(plan.ledger),
-            "" if plan is plans[0] else f"{saved:z.1%}",
-            plan.result,
-        )
-    return made
+    base = next((plan for plan in plans if plan.mode == "plain"), plans[0])
+    headings = [
+        "mode",
+        "peak",
+        "parameters",
+        "optimizer\nstate",
+        "gradients",
+        "activations,\ntemporaries",
+        "peak\ngradients",
+        "saved",
+    ]
+    return [
+        [*headings, "result"],
+        *(
+            [
+                plan.mode,
+                shown(plan.peak),
+                *(shown(plan.by_kind.get(kind, 0)) for kind in KINDS),
+                "" if plan.ledger is None else shown(plan.ledger),
+                "" if plan is base else f"{1 - plan.peak / base.peak:z.1%}",
+                plan.result,
+            ]
+            for plan in plans
+        ),
+    ]
 
 
-def summary(shape: LlamaShape, training: Training) -> list[str]:
+def _unit(plans: Sequence[Plan]) -> tuple[str, int]:
+    return next((unit, size) for unit, size in UNITS.items() if plans[0].peak >= size)
+
+
+def counted(number: int) -> str:
+    """Return a number of parameters as people say it: 6.74 billion, 290 million, 12 thousand."""
+    for size, name in ((10**9, "billion"), (10**6, "million"), (10**3, "thousand")):
+        if number >= size:
+            return f"{number / size:.3g} {name}"
+    return str(number)
+
+
+def summary(shape: LlamaShape, training: Training, plans: Sequence[Plan]) -> list[str]:
     """Return what was planned, and what the figures leave out."""
     kept = ", ".join(f"{name} {dtype}" for name, dtype in training.kept.items())
     choice = f"with {training.changed}" if training.changed else "by default"
     checkpointing = "with" if training.checkpointing else "without"
     micro = f" in {training.micro_batches} micro-batches" if training.micro_batches > 1 else ""
+    sequences = "1 sequence" if training.batch == 1 else f"{training.batch} sequences"
+    of_torch = numpy_dtype(training.dtype).itemsize * 3
     return [
-        f"{shape.parameters / 1e9:.2f}e9 parameters in {shape.layers} layers. {training.optimizer} keeps {training.kept_bytes} "
-        f"bytes for each {choice}: {kept}. {training.batch} sequences of {training.sequence} tokens{micro}, {checkpointing} "
+        f"{counted(shape.parameters)} parameters in {shape.layers} layers. {training.optimizer} keeps {training.kept_bytes} "
+        f"bytes for each {choice}: {kept}. {sequences} of {training.sequence} tokens{micro}, {checkpointing} "
         "activation checkpointing.",
+        *(
+            [f"torch's own AdamW keeps {of_torch} bytes for each: parameter and moments in {training.dtype}, no compensation."]
+            if any(plan.mode == "torch" for plan in plans)
+            else []
+        ),
         "The update allocates nothing (as a fused kernel's); workspaces inside kernels, an allocator's rounding and its "
         "fragmentation are not counted. Gradients that backward is about to hand over count as temporaries at the peak; "
         "'peak gradients' is the release's own account over the whole step.",

@@ -128,6 +128,7 @@ class Mode:
 
 
 MODES = (
+    Mode("torch", True, "torch.optim.AdamW"),
     Mode("plain", True, "the plain optimizer"),
     Mode("release", False, "bit for bit"),
     Mode("guard", False, "clipped exactly, two backwards"),
@@ -135,8 +136,8 @@ MODES = (
     Mode("state", True, "an approximation (AdamA)"),
     Mode("blocks", False, "exact, sums in another order"),
 )
-"""`plain` without release; `release` of the whole batch; `guard` with max_norm; `hold` and `state` of micro-batches; `blocks`:
-release with `microbatch_blocks`."""
+"""`torch`: torch's own AdamW; `plain`: the optimizer without release; `release` of the whole batch; `guard` with max_norm;
+`hold` and `state` of micro-batches; `blocks`: release with `microbatch_blocks`."""
 
 
 def modes(names: list[str] | None, training: Training) -> list[Mode]:

@@ -1,15 +1,12 @@
-"""The report: tables in the terminal, a JSON file with every row, and an HTML page with figures."""
+"""The report: a JSON file with every row, an HTML page with figures, and (`terminal`, which needs rich) tables."""
 
 from .document import SCHEMA, document, versions
 from .files import prepare, write_json, write_page, write_whole
-from .terminal import summary, tables
 
 __all__ = [
     "SCHEMA",
     "document",
     "prepare",
-    "summary",
-    "tables",
     "versions",
     "write_json",
     "write_page",

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
+import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from importlib import import_module
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TextIO, TypeVar, cast
 
 from . import __version__
 
+T = TypeVar("T")
 COMMANDS = ("demo", "parity", "plan", "convert", "combinations")
 """Modules of `penstock.commands`, each with `add_parser(subparsers)` and `run(arguments) -> int`."""
 
@@ -19,6 +22,31 @@ class Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         self.exit(2, f"{self.prog}: {message}; see {self.prog} --help\n")
+
+
+class Output:
+    """Standard output that drops what nobody reads: the exit status of ``penstock parity | head`` is the verdict, too."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+    def write(self, text: str) -> int:
+        """Write, or drop."""
+        return self._unless_closed(lambda: self._stream.write(text), len(text))
+
+    def flush(self) -> None:
+        """Flush, or drop."""
+        self._unless_closed(self._stream.flush, None)
+
+    def _unless_closed(self, call: Callable[[], T], otherwise: T) -> T:
+        try:
+            return call()
+        except BrokenPipeError:
+            os.dup2(os.open(os.devnull, os.O_WRONLY), self._stream.fileno())  # what is buffered, and comes, goes there
+            return otherwise
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -34,7 +62,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for module in modules.values():
         module.add_parser(subparsers)
     parsed = parser.parse_args(arguments)
-    return modules[parsed.command].run(parsed)
+    with contextlib.redirect_stdout(cast(TextIO, Output(sys.stdout))):
+        status: int = modules[parsed.command].run(parsed)
+        sys.stdout.flush()
+    return status
 
 
 if __name__ == "__main__":

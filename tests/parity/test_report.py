@@ -15,7 +15,8 @@ from penstock.parity.backends import choose
 from penstock.parity.backends.specification import NumpyBackend, NumpyRun
 from penstock.parity.cases import Case
 from penstock.parity.compare import Refusal, Row, differing, failed, identical
-from penstock.parity.report import document, summary, tables, write_json, write_page
+from penstock.parity.report import document, write_json, write_page
+from penstock.parity.report.terminal import summary, tables
 from penstock.parity.sections import select
 from penstock.parity.suite import Result, SectionResult, run_sections
 

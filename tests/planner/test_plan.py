@@ -55,6 +55,15 @@ def test_planned_state_equals_the_optimizers(dtype: str, optimizer: str, compens
     assert found["parameters"] + found["optimizer state"] == training.kept_bytes * shape.parameters + 4 * tensors
 
 
+def test_the_row_of_torch_has_the_state_that_torch_makes() -> None:
+    model = Llama(SHAPE, dtype=torch.float32, checkpointing=False)
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.zeros((1, 3), dtype=torch.int64)).backward()
+    optimizer.step()
+    made = sum(tensor.numel() * tensor.element_size() for state in optimizer.state.values() for tensor in state.values())
+    assert planned("torch").by_kind["optimizer state"] == made
+
+
 def test_settings_that_are_not_the_optimizers_own_are_named() -> None:
     same = Training(), Training(compensation="split"), Training(dtype="float32", compensation="kahan")
     assert [training.changed for training in same] == ["", "", ""]
@@ -102,7 +111,7 @@ def test_checkpointing_is_planned() -> None:
 
 
 def test_modes_that_say_nothing_are_left_out() -> None:
-    assert [mode.name for mode in modes(None, Training())] == ["plain", "release", "guard"]
+    assert [mode.name for mode in modes(None, Training())] == ["torch", "plain", "release", "guard"]
     assert [mode.name for mode in modes(None, TRAINING)] == list(MODE)
     assert [mode.name for mode in modes(["state", "plain", "state"], Training())] == ["state", "plain"]
     of_lion = [mode.name for mode in modes(None, Training(optimizer="Lion", batch=2, micro_batches=2))]

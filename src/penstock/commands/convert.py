@@ -4,17 +4,14 @@ from __future__ import annotations
 
 import argparse
 import pathlib
-import sys
 from typing import TYPE_CHECKING, Any
 
 from ..core.errors import PenstockError
-from . import refuse, require
+from . import aligned, refuse
 
 if TYPE_CHECKING:
     from ..core.portable.file import Description
     from ..core.portable.names import Line
-
-WIDTH = 160  # characters, if the output is not a terminal
 
 
 def add_parser(subparsers: Any) -> None:
@@ -83,23 +80,18 @@ def _table(path: pathlib.Path) -> list[Line]:
 
 
 def _show(path: pathlib.Path) -> int:
-    require("rich")
-    from rich.console import Console
-
     from ..core.portable.file import describe
 
     description = describe(path)
-    console = Console(highlight=False, width=None if sys.stdout.isatty() else WIDTH)
-    console.print(_rows(description))
+    rows = _rows(description)
+    print(aligned(rows, left=range(len(rows[0]) - 2)), end="\n\n")
     for number, group in enumerate(description.groups):
         values = ", ".join(f"{_printable(name)} {value}" for name, value in group.hyperparameters.items()) or "none known"
-        console.print(f"group {number}, {len(group.parameters)} parameters: {values}", markup=False, soft_wrap=True)
+        print(f"group {number}, {len(group.parameters)} parameters: {values}")
     held = all("parameter" in parameter.dtypes for parameter in description.parameters.values())
-    console.print(
+    print(
         f"rule {description.rule}, {len(description.parameters)} parameters, {'with' if held else 'without'} the parameters "
-        f"themselves, {description.nbytes} bytes",
-        markup=False,
-        soft_wrap=True,
+        f"themselves, {description.nbytes} bytes"
     )
     return 0
 
@@ -109,22 +101,16 @@ def _printable(name: str) -> str:
     return name if name and name.isprintable() else repr(name)
 
 
-def _rows(description: Description) -> Any:
-    """Return a row for each parameter."""
-    from rich.table import Table
-    from rich.text import Text
-
+def _rows(description: Description) -> list[list[str]]:
+    """Return the headings, and a row for each parameter; the last two columns are numbers."""
     from ..core.rules import RULES
 
     groups = {name: number for number, group in enumerate(description.groups) for name in group.parameters}
-    table = Table()
     fields = [field.name for field in RULES[description.rule].fields]
-    for heading in ("parameter", "shape", "dtype", *fields, "compensation", "step", "group"):
-        table.add_column(heading, justify="right" if heading in ("step", "group") else "left")
+    table = [["parameter", "shape", "dtype", *fields, "compensation", "step", "group"]]
     for name, parameter in description.parameters.items():
-        shown = Text(_printable(name), overflow="fold")
         dtypes = [parameter.dtypes[field] for field in fields]
         lengths = " x ".join(map(str, parameter.shape)) or "scalar"
         numbers = (str(parameter.step), str(groups[name]))
-        table.add_row(shown, lengths, parameter.dtype, *dtypes, parameter.compensated, *numbers)
+        table.append([_printable(name), lengths, parameter.dtype, *dtypes, parameter.compensated, *numbers])
     return table

@@ -62,6 +62,7 @@ def _run(arguments: argparse.Namespace) -> int:
 
     from ..parity import backends, report
     from ..parity.cases import QUICK_STEP_COUNTS, STEP_COUNTS
+    from ..parity.report import terminal
     from ..parity.sections import select
     from ..parity.suite import run_sections
 
@@ -87,11 +88,11 @@ def _run(arguments: argparse.Namespace) -> int:
     console = Console(highlight=False, width=None if sys.stdout.isatty() else WIDTH)
     if not result.rows:
         raise RefusedError("the backends refuse every one of these cases; choose others with --backend or --cases.")
-    for table in report.tables(result):
+    for table in terminal.tables(result):
         console.print(table)
     for name, reason in not_available.items():
         console.print(f"{name} did not run: {reason}", markup=False)
-    for sentence in report.summary(result):
+    for sentence in terminal.summary(result):
         console.print(sentence, markup=False, soft_wrap=True)
     if arguments.report is not None:
         content = report.document(result, version=__version__, command=["penstock", *sys.argv[1:]], not_available=not_available)

@@ -9,9 +9,7 @@ from typing import Any
 
 from .. import __version__
 from ..core.errors import PenstockError
-from . import refuse, require
-
-WIDTH = 160  # characters, if the output is not a terminal
+from . import aligned, refuse, require
 
 
 def add_parser(subparsers: Any) -> None:
@@ -45,7 +43,7 @@ def add_parser(subparsers: Any) -> None:
     parser.add_argument("--state-dtype", help="of the moments; default: the optimizer's choice for the dtype")
     parser.add_argument("--no-checkpointing", action="store_true", help="keep all activations")
     parser.add_argument(
-        "--mode", action="append", metavar="NAME", help="plain, release, guard, hold, state or blocks; may be repeated"
+        "--mode", action="append", metavar="NAME", help="torch, plain, release, guard, hold, state or blocks; may be repeated"
     )
     parser.add_argument("--output", type=pathlib.Path, metavar="FILE", help="write every figure there as JSON")
 
@@ -53,7 +51,7 @@ def add_parser(subparsers: Any) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Plan, print and write; 0, or 2 on bad usage."""
     try:
-        require("torch", "rich")
+        require("torch", extra="torch")
         from ..planner.settings import LlamaShape, Training, modes
 
         shape = LlamaShape(
@@ -78,25 +76,23 @@ def run(arguments: argparse.Namespace) -> int:
         if arguments.output is not None and not arguments.output.absolute().parent.is_dir():
             return refuse("plan", f"--output {str(arguments.output)!r}: its directory does not exist.")
 
-        from rich.console import Console
-
-        from ..parity import report as files
         from ..planner import report
         from ..planner.plan import plan
 
-        errors = Console(stderr=True)
         plans = []
         for mode in chosen:
-            with errors.status(f"planning {mode.name}"):
-                plans.append(plan(shape, training, mode))
-        console = Console(highlight=False, width=None if sys.stdout.isatty() else WIDTH)
-        console.print(report.table(training, plans))
-        for sentence in report.summary(shape, training):
-            console.print(sentence, markup=False, soft_wrap=True)
+            if sys.stderr.isatty():
+                print(f"planning {mode.name}", file=sys.stderr)
+            plans.append(plan(shape, training, mode))
+        print(report.title(training, plans), end="\n\n")
+        print(aligned(report.table(plans), left=report.LEFT), end="\n\n")
+        print(*report.summary(shape, training, plans), sep="\n")
         if arguments.output is not None:
+            from ..parity import report as files
+
             command = ["penstock", *sys.argv[1:]]
             content = report.document(shape, training, plans, version=__version__, command=command, versions=files.versions())
-            console.print(f"written: {files.write_whole(arguments.output, content)}", markup=False, soft_wrap=True)
+            print(f"written: {files.write_whole(arguments.output, content)}")
         return 0
     except PenstockError as error:
         return refuse("plan", str(error))

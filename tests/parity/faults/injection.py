@@ -15,8 +15,7 @@ from typing import Any
 import numpy as np
 
 from penstock.parity import backends as registry
-from penstock.parity.report import summary
-from penstock.parity.report.terminal import complaint
+from penstock.parity.report.terminal import complaint, summary
 from penstock.parity.sections import SECTIONS
 from penstock.parity.suite import Result, run_sections
 
