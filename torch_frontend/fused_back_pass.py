@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ..core.errors import InvalidArgumentError, RefusedError
 from ..core.release import Action
-from .autograd.passes import is_nested, pass_number
+from .autograd.passes import at_end_of_pass, is_nested, pass_number
 from .autograd.reentrant import PartialGradients
 from .finiteness import each_finite
 from .updates import TensorUpdates
@@ -77,6 +77,7 @@ class FusedBackPass(TensorUpdates):
                     "with; give the group (and index) of optimizer.param_groups that has it."
                 )
             if parameter in self._passes.in_parts:
+                self._passes = None
                 raise RefusedError(
                     f"the gradient of a parameter of shape {tuple(parameter.shape)} comes in several parts in one backward "
                     "(reentrant checkpointing of a layer that is used several times), and each would be used as if it were the "
@@ -136,6 +137,8 @@ class _Passes:
             return False
         nested = is_nested()
         self.in_parts = self._partial.find(nested=nested)
+        if not nested or self._partial.all_begun:
+            at_end_of_pass(self._partial.forget)  # or the nodes would stay alive
         again = not nested or now != self._latest + 1  # another pass has run since the last nested one
         self._now, self._latest = now, max(self._latest, now)
         return again

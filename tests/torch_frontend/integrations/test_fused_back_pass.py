@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
+import gc
 import types
+import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -289,6 +292,22 @@ def test_a_gradient_that_comes_in_parts_is_refused_before_anything_changes() -> 
     with pytest.raises(RefusedError, match="use_reentrant=False"):
         x.sum().backward()
     assert unchanged(before, snapshot(model, optimizer))
+
+
+@pytest.mark.parametrize("refused", [False, True])
+def test_no_graph_is_kept_after_a_backward(refused: bool) -> None:
+    """The nodes of a reentrant checkpoint that stay alive would make every release search its graphs for more."""
+    model = layers()
+    fused(AdamW(model.parameters()))
+    x = batches(1)[0].requires_grad_()
+    for layer in [*model, *[model[0]] * refused]:
+        x = checkpoint(layer, x, use_reentrant=True)
+    node = weakref.ref(x.grad_fn)
+    with pytest.raises(RefusedError) if refused else contextlib.nullcontext():
+        x.sum().backward()
+    del x
+    gc.collect()
+    assert node() is None
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
