@@ -8,6 +8,7 @@ of the papers and debiases them where they are used:
 
 Adam: Kingma and Ba, 2015. AdamW: Loshchilov and Hutter, 2019. StableAdamW: Wortsman et al., 2023, algorithm 2. Lion: Chen et
 al., 2023, algorithm 2. SGD: torch.optim.SGD's documentation. RAdam: Liu et al., 2020, with eps where torch.optim.RAdam has it.
+Adan: Xie et al., 2022, algorithm 1, debiased as optimi does.
 In-state accumulation: Zhang et al., 2023 (AdamA): of K micro-batches only the first decays the moments.
 """
 
@@ -79,6 +80,8 @@ class ReferenceTensor:
     t: int = 0
     held: np.ndarray | None = None
     micro_batches: int = 0
+    d: Any = 0.0  # Adan's mean difference
+    previous: Any = None  # Adan's gradient of the last update
     step: np.ndarray | None = None  # of a rule that needs the gradient for it
     ratio: float = 0.0  # sum over the micro-batches of mean(g^2 / max(v_hat, eps^2))
 
@@ -143,16 +146,38 @@ class Reference:
                 tensor.m = (s.momentum * tensor.m if first else tensor.m) + entering
                 tensor.step = g + s.momentum * tensor.m if s.nesterov else tensor.m
             return
-        beta1, beta2 = s.betas
+        beta1, beta2 = s.betas[:2]
         if s.rule == "lion":
             tensor.step = np.sign(beta1 * tensor.m + (1 - beta1) * g)
             tensor.m = beta2 * tensor.m + (1 - beta2) * g
+            return
+        if s.rule == "adan":
+            self._enter_adan(tensor, g, first)
             return
         tensor.m = (beta1 * tensor.m if first else tensor.m) + (1 - beta1) * g
         tensor.v = (beta2 * tensor.v if first else tensor.v) + (1 - beta2) * g**2
         if s.rule == "stable_adamw" and g.size:
             v_hat = tensor.v / (1 - beta2 ** (tensor.t + 1))
             tensor.ratio += float(np.mean(g**2 / np.maximum(v_hat, s.eps**2)))
+
+    def _enter_adan(self, tensor: ReferenceTensor, g: np.ndarray, first: bool) -> None:
+        """Adan's algorithm 1; of several micro-batches the first has the difference to the last update's gradient."""
+        beta1, beta2, beta3 = self.settings.betas
+        g_before = np.zeros_like(g) if tensor.previous is None or not first else tensor.previous
+        change = np.zeros_like(g) if tensor.t == 0 else g - g_before
+        tensor.m = (beta1 * tensor.m if first else tensor.m) + (1 - beta1) * g
+        tensor.d = (beta2 * tensor.d if first else tensor.d) + (1 - beta2) * change
+        tensor.v = (beta3 * tensor.v if first else tensor.v) + (1 - beta3) * (g + beta2 * change) ** 2
+        tensor.previous = g if first else tensor.previous + g
+
+    def _step(self, tensor: ReferenceTensor) -> np.ndarray:
+        s = self.settings
+        m_hat, v_hat = tensor.m / (1 - s.betas[0] ** tensor.t), tensor.v / (1 - s.betas[-1] ** tensor.t)
+        if s.rule.startswith("radam"):
+            return self._rectified(tensor, m_hat)
+        if s.rule == "adan":
+            m_hat = m_hat + s.betas[1] * tensor.d / (1 - s.betas[1] ** tensor.t)
+        return m_hat / (np.sqrt(v_hat) + s.eps)
 
     def _rectified(self, tensor: ReferenceTensor, m_hat: np.ndarray) -> np.ndarray:
         """RAdam's step, algorithm 2."""
@@ -168,18 +193,15 @@ class Reference:
         s = self.settings
         tensor.t += 1
         lr = s.lr
-        step = tensor.step
-        if step is None:
-            m_hat = tensor.m / (1 - s.betas[0] ** tensor.t)
-            v_hat = tensor.v / (1 - s.betas[1] ** tensor.t)
-            step = m_hat / (np.sqrt(v_hat) + s.eps)
-            if s.rule.startswith("radam"):
-                step = self._rectified(tensor, m_hat)
+        step = self._step(tensor) if tensor.step is None else tensor.step
         if s.rule == "stable_adamw":
             lr = lr / float(np.maximum(1.0, np.sqrt(tensor.ratio)))  # a NaN stays one
         decay = 0.0
         if not s.l2:
             decay = s.weight_decay * (lr / s.max_lr if s.decouple_lr and s.max_lr else lr)
-        tensor.parameter = tensor.parameter - decay * tensor.parameter - lr * step
+        if s.rule == "adan":
+            tensor.parameter = (tensor.parameter - lr * step) / (1 + decay)
+        else:
+            tensor.parameter = tensor.parameter - decay * tensor.parameter - lr * step
         tensor.micro_batches = 0
         tensor.ratio = 0.0

@@ -129,7 +129,7 @@ def _stepped(
     decay = 0.0 if rule.l2 else hyperparameters.decay_rate
     if not is_zero(decay):
         step = step + decay * parameter
-    eta: Scalar = hyperparameters.learning_rate
+    eta = rule.step_size(hyperparameters)
     if rule.clips_update:
         eta = clipped_learning_rate(eta, mean_square, ops.xp)
     return -(eta * step)

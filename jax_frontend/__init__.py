@@ -30,7 +30,7 @@ from .separability import check_separable  # noqa: E402
 from .state import CompensatedState, RuleState, RuleStateWithBetas  # noqa: E402
 from .train_state import LayeredState, TrainState, init_train_state  # noqa: E402
 from .train_step import make_train_step  # noqa: E402
-from .transforms import adam, adamw, lion, radam, scale_by_stable_adam, sgd, stable_adamw  # noqa: E402
+from .transforms import adam, adamw, adan, lion, radam, scale_by_stable_adam, sgd, stable_adamw  # noqa: E402
 from .update import make_update  # noqa: E402
 from .walk.layer_stack import Layers, LayerStack  # noqa: E402
 from .walk.release_step import make_release_step  # noqa: E402
@@ -48,6 +48,7 @@ __all__ = [
     "WeightedMean",
     "adam",
     "adamw",
+    "adan",
     "check_separable",
     "compensated",
     "dynamic_loss_scale",

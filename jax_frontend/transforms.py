@@ -17,7 +17,7 @@ import optax
 
 from ..core.errors import InvalidArgumentError
 from ..core.hyperparameters import HIGH_FULLY_DECOUPLED_DECAY, Scalar
-from ..core.rules import ADAM, ADAMW, LION, RADAM, SGD, STABLE_ADAMW, Rule
+from ..core.rules import ADAM, ADAMW, ADAN, LION, RADAM, SGD, STABLE_ADAMW, Rule
 from .arguments import NAMES, Arguments, Mask, ScalarOrSchedule, dtype_argument
 from .rule_transform import transformation
 
@@ -177,6 +177,7 @@ adam = transform_of(ADAM)
 lion = transform_of(LION, weight_decay=1e-3)  # as optax.lion
 sgd = transform_of(SGD)
 radam = transform_of(RADAM)
+adan = transform_of(ADAN)
 
 
 def scale_by_stable_adam(

@@ -8,10 +8,10 @@ from ..core.array_ops import numpy_dtype
 from ..core.compensation import COMPENSATIONS, compensation_dtype, resolve
 from ..core.dtypes import state_dtypes
 from ..core.errors import InvalidArgumentError
-from ..core.rules import ADAM, ADAMW, LION, RADAM, SGD, STABLE_ADAMW
+from ..core.rules import ADAM, ADAMW, ADAN, LION, RADAM, SGD, STABLE_ADAMW
 
 DTYPES = ("bfloat16", "float16", "float32")
-OPTIMIZERS = {"StableAdamW": STABLE_ADAMW, "AdamW": ADAMW, "Adam": ADAM, "Lion": LION, "SGD": SGD, "RAdam": RADAM}
+OPTIMIZERS = {"StableAdamW": STABLE_ADAMW, "AdamW": ADAMW, "Adam": ADAM, "Lion": LION, "SGD": SGD, "RAdam": RADAM, "Adan": ADAN}
 
 
 @dataclasses.dataclass(frozen=True)

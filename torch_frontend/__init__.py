@@ -16,7 +16,7 @@ from .compatibility import (
     to_low_precision,
 )
 from .microbatch import MicrobatchedBlocks, microbatch_blocks
-from .optimizers import SGD, Adam, AdamW, Lion, RAdam, StableAdamW
+from .optimizers import SGD, Adam, AdamW, Adan, Lion, RAdam, StableAdamW
 from .portable import export_state, import_state
 from .release import Release, release_gradients
 from .token_mean import token_mean, total_weight
@@ -25,6 +25,7 @@ __all__ = [
     "SGD",
     "Adam",
     "AdamW",
+    "Adan",
     "Lion",
     "MicrobatchedBlocks",
     "RAdam",

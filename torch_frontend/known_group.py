@@ -22,6 +22,8 @@ class KnownGroup:
         self.settings = settings
         debiased = any(field.beta for field in settings.rule.fields)
         self._betas = settings_of(settings.rule).index("betas") if debiased else None  # in a fingerprint
+        betas = [name for name in settings.rule.own_hyperparameters if name.startswith("beta")]
+        self._of_fields = [None if field.beta is None else betas.index(field.beta) for field in settings.rule.fields]
         self.ids = dict.fromkeys(map(id, group["params"]))
         self._order = list(self.ids)
         self._seen = fingerprint(group)
@@ -37,7 +39,7 @@ class KnownGroup:
         if self._betas is None:
             return False
         betas = self._seen[self._betas]
-        if betas == self.group[BETAS_OF_MOMENTS]:
+        if tuple(None if at is None else betas[at] for at in self._of_fields) == self.group[BETAS_OF_MOMENTS]:
             return False
         on_device = any(isinstance(beta, SeenTensor) for beta in betas)
         return not on_device or betas != self._followed or torch.cuda.is_current_stream_capturing()

@@ -47,3 +47,10 @@ class RAdam(ReleasableOptimizer):
     """Adam without a warmup of its learning rate. In float64 it equals `torch.optim.RAdam`, and has its defaults."""
 
     rule = rules.RADAM
+
+
+@documented
+class Adan(ReleasableOptimizer):
+    """Nesterov's momentum through the difference of two gradients. In float64 it equals optimi's Adan."""
+
+    rule = rules.ADAN

@@ -4,12 +4,13 @@ from types import MappingProxyType
 
 from .adam import ADAM
 from .adamw import ADAMW
+from .adan import ADAN
 from .lion import LION
 from .radam import RADAM, RADAMW
 from .rule import Entered, Field, Fields, Rule
 from .sgd import ROWS_OF_SGD, SGD
 from .stable_adamw import STABLE_ADAMW
 
-RULES = MappingProxyType({rule.name: rule for rule in (STABLE_ADAMW, ADAMW, ADAM, LION, *ROWS_OF_SGD, RADAM, RADAMW)})
+RULES = MappingProxyType({rule.name: rule for rule in (STABLE_ADAMW, ADAMW, ADAM, LION, *ROWS_OF_SGD, RADAM, RADAMW, ADAN)})
 
-__all__ = ["ADAM", "ADAMW", "LION", "RADAM", "RULES", "SGD", "STABLE_ADAMW", "Entered", "Field", "Fields", "Rule"]
+__all__ = ["ADAM", "ADAMW", "ADAN", "LION", "RADAM", "RULES", "SGD", "STABLE_ADAMW", "Entered", "Field", "Fields", "Rule"]

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple, Protocol
 
 from ..array_ops import Array
 from ..errors import RefusedError
-from ..hyperparameters import Hyperparameters, Scalar
+from ..hyperparameters import Hyperparameters, Scalar, is_zero
 
 Fields = tuple[Array, ...]
 """The arrays that a rule keeps for one parameter, in the order of `Rule.fields`; inside a rule in the compute dtype."""
@@ -70,6 +70,8 @@ class Rule:
         mean_square: from the hyperparameters, the fields and the gradient to a 0-d array, by whose root the step is divided
             where it is above 1 (Adafactor's update clipping). None: the rule does not clip.
         l2: weight decay enters the gradient (L2 regularisation) instead of the step (decoupled decay).
+        implicit_decay: decoupled decay is that of the new parameter: the step, with the decay of the old one, is divided by
+            1 + lr*decay.
         clips_update: whether there is a mean_square.
         needs_gradient: `direction` reads its `Entered`, so that no step can be taken from the fields alone.
         linear: the fields are linear in the gradient, and the step in the fields: micro-batches that enter them one by one
@@ -90,6 +92,7 @@ class Rule:
     direction: Callable[[Any, Any, Fields, Entered | None, Any], Array]
     mean_square: Callable[[Any, Fields, Array, Any], Array] | None = None
     l2: bool = False
+    implicit_decay: bool = False
     needs_gradient: bool = False
     linear: bool = False
     variant: Callable[[Mapping[str, Any]], Rule] | None = None
@@ -112,6 +115,12 @@ class Rule:
     def accumulation(self) -> str:
         """How micro-batches can enter the fields one by one: the value of the axis "rule" of `core.combinations`."""
         return "gradient" if self.needs_gradient else "linear" if self.linear else "squares"
+
+    def step_size(self, current: Hyperparameters) -> Scalar:
+        """Return what the step is multiplied by, unless the rule clips: lr, or with implicit decay lr/(1 + lr*decay)."""
+        if not self.implicit_decay or is_zero(current.decay_rate):
+            return current.learning_rate
+        return current.learning_rate / (1.0 + current.learning_rate * current.decay_rate)
 
     def row(self, own: Mapping[str, Any]) -> Rule:
         """Return the rule that these values of `own_hyperparameters` choose."""

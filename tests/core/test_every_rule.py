@@ -114,20 +114,19 @@ def test_a_learning_rate_of_zero_keeps_every_bit_of_the_parameter(rule: Rule) ->
 
 @EVERY_RULE
 def test_fields_without_memory_hold_the_gradient_alone(rule: Rule) -> None:
-    """Decays of 0: m + (g-m) would keep the rounding errors of a large m. The update is that of a state without the spike."""
+    """Decays of 0: m + (g-m) would keep the rounding errors of a large m. A spike is forgotten."""
     none: dict[str, Any] = {name: 0.0 for name, allowed in rule.hyperparameters.RANGES.items() if allowed is DECAY}
     if "nesterov" in rule.defaults:
         none["nesterov"] = False  # it needs a momentum
     current, small, spike = hyperparameters(rule, **none), np.full(3, 1e-4, np.float32), np.full(3, 1e4, np.float32)
     for ops, of in KINDS:
-        zeros, corrections = of(np.zeros(3, np.float32)), rule.corrections(current, 2, np)
-        _, spiked = update(
-            ops, rule, current, rule.corrections(current, 1, np), "none", zeros, of(spike), start(rule, ops, zeros)
-        )
-        runs = [
-            update(ops, rule, current, corrections, "none", zeros, of(small), state)
-            for state in (spiked, start(rule, ops, zeros))
-        ]
+        zeros = of(np.zeros(3, np.float32))
+        shared = (ops, rule, current)
+        fresh = start(rule, ops, zeros)
+        _, spiked = update(*shared, rule.corrections(current, 1, np), "none", zeros, of(spike), fresh)
+        pairs = zip(rule.fields, spiked.fields, fresh.fields, strict=True)  # Adan's step has a difference to the spike
+        forgotten = fresh._replace(fields=tuple(old if field.name == "prev_grad" else new for field, old, new in pairs))
+        runs = [update(*shared, rule.corrections(current, 2, np), "none", zeros, of(small), s) for s in (spiked, forgotten)]
         for found, expected in zip(*([parameter, *state.fields] for parameter, state in runs), strict=True):
             np.testing.assert_array_equal(found, expected)
 
@@ -160,27 +159,31 @@ def test_accumulation_in_the_state_is_refused_where_the_step_needs_the_gradient(
 
 
 @EVERY_RULE
-def test_micro_batches_that_enter_a_linear_state_are_the_whole_batch_and_others_are_not(rule: Rule) -> None:
-    """Decay and L2 once an update, and no dampening in all of the first one. No other rule may call itself linear."""
+def test_micro_batches_in_the_state_are_the_references_and_the_whole_batch_where_the_rule_is_linear(rule: Rule) -> None:
+    """Decay and L2 once an update, and no dampening in all of the first one; and one micro-batch is the plain update."""
     if rule.needs_gradient:
         return
-    parts = [np.split(gradient, 3) for gradient in gradients()[:8]]
     damped: dict[str, Any] = {"dampening": 0.3} if "dampening" in rule.defaults else {}
-    current, runs = hyperparameters(rule, **damped), []
-    for given in ([[np.sum(part, axis=0)] for part in parts], parts):
-        parameter = np.ones((1, 5))
+    current, found = hyperparameters(rule, **damped), []
+    settings = reference_settings(rule, 1e-2, weight_decay=0.1, accumulation="state", **damped)
+    for count in (1, 3):
+        parameter, reference = np.ones((1, 5)), Reference(settings, {"p": np.ones((1, 5))})
         state = start(rule, numpy_ops, parameter)
-        for step, (*earlier, last) in enumerate(given, 1):
+        for step, batch in enumerate(gradients()[:8], 1):
             common = (numpy_ops, rule, current, rule.corrections(current, step, np), "none")
+            *earlier, last = (np.sum(part, axis=0, keepdims=True) for part in np.split(batch, count))
             for number, gradient in enumerate(earlier):
                 state = accumulate(*common, parameter, gradient, state, first=number == 0)
+                reference.run(Gradient("p", gradient, last=False))
+            reference.run(Gradient("p", last))
             if step % 2:
                 parameter, state = update(*common, parameter, last, state, first=not earlier)
             else:
                 state = accumulate(*common, parameter, last, state, first=not earlier)
                 parameter, state = apply(*common, parameter, state)
-        runs.append(parameter)
-    assert np.allclose(*runs, rtol=1e-13, atol=1e-14) == rule.linear
+        np.testing.assert_allclose(parameter, reference.tensors["p"].parameter, rtol=1e-12, atol=1e-14)
+        found.append(parameter)
+    assert np.allclose(*found, rtol=1e-12, atol=1e-14) == rule.linear
 
 
 def through_optax(tx: optax.GradientTransformation, given: list[np.ndarray]) -> np.ndarray:
@@ -211,6 +214,7 @@ PEERS = {
     "adamw": lambda given, **settings: through_optax(optax.adamw(1e-2, **settings), given),
     "sgd": functools.partial(through_torch, torch.optim.SGD),
     "radam": functools.partial(through_torch, torch.optim.RAdam),
+    "adan": lambda given, **settings: through_torch(pytest.importorskip("optimi").Adan, given, **settings),
 }
 """What defines rules, with the same defaults otherwise."""
 
@@ -224,6 +228,7 @@ SETTINGS: dict[str, list[dict[str, Any]]] = {
         )
         if not settings["nesterov"] or (settings["momentum"] and not settings["dampening"])
     ],
+    "adan": [{}, {"betas": (0.9, 0.5, 0.8), "weight_decay": 0.3}, {"weight_decay": 1e-4, "decouple_lr": True, "max_lr": 0.02}],
     "radam": [
         {"betas": betas, **settings}
         for betas in ((0.9, 0.999), (0.5, 0.9), (0.9, 0.6))  # the last is never rectified

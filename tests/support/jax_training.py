@@ -22,6 +22,7 @@ TRANSFORMS: dict[str, Any] = {
     "lion": penstock.lion,
     "sgd": penstock.sgd,
     "radam": penstock.radam,
+    "adan": penstock.adan,
     "sgd_momentum": functools.partial(penstock.sgd, momentum=0.9),
 }
 DTYPES = ("float64", "float32", "bfloat16", "float16")

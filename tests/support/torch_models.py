@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import inspect
 import itertools
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
@@ -13,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from penstock.core.rules import RULES, Rule
-from penstock.torch_frontend import SGD, Adam, AdamW, Lion, RAdam, StableAdamW, release_gradients
+from penstock.torch_frontend import SGD, Adam, AdamW, Adan, Lion, RAdam, StableAdamW, release_gradients
 from penstock.torch_frontend.backends.compiled import CompiledBackend
 from penstock.torch_frontend.release import is_released
 
@@ -34,7 +33,7 @@ class NesterovSGDW(SGD):
         super().__init__(params, lr, momentum, nesterov=True, decoupled_weight_decay=True, **settings)
 
 
-OPTIMIZERS = [*ADAM_FAMILY, Lion, SGD, MomentumSGD, NesterovSGDW, RAdam]
+OPTIMIZERS = [*ADAM_FAMILY, Lion, SGD, MomentumSGD, NesterovSGDW, RAdam, Adan]
 
 
 def layers(count: int = 4, width: int = 8, dtype: torch.dtype = torch.float32, seed: int = 0) -> nn.Sequential:
@@ -88,8 +87,8 @@ def plain_and_released(
 
 
 def with_betas(optimizer_class: Any, *betas: float) -> dict[str, Any]:
-    """The argument `betas` of optimizers that have it."""
-    return {"betas": betas} if "betas" in inspect.signature(optimizer_class).parameters else {}
+    """The argument `betas`, as many as the optimizer has."""
+    return {"betas": betas[: len(optimizer_class.rule.betas)]} if optimizer_class.rule.betas else {}
 
 
 def rule_of(optimizer: torch.optim.Optimizer) -> Rule:

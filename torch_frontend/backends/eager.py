@@ -44,7 +44,7 @@ class EagerBackend:
         if whole is not None:
             with whole:
                 whole.accumulate(numbers, first, squares if measure else None)
-                eta = numbers.learning_rate
+                eta = numbers.step_size
                 if slot.rule.clips_update:
                     total = whole.ratios().mean()
                     eta = clipped_rate(eta, total if first else slot.state["mean_square"] + total)
@@ -52,9 +52,9 @@ class EagerBackend:
         elif not slot.rule.clips_update:
             for piece in self._pieces(slot, gradient):
                 piece.accumulate(numbers, first, squares if measure else None)
-                piece.descend(numbers, numbers.learning_rate)
+                piece.descend(numbers, numbers.step_size)
         elif fields_in_compute_dtype(slot):
-            eta = clipped_rate(numbers.learning_rate, self._accumulate(slot, gradient, first, squares if measure else None))
+            eta = clipped_rate(numbers.step_size, self._accumulate(slot, gradient, first, squares if measure else None))
             for piece in self._pieces(slot, None):
                 piece.load_fields()
                 piece.descend(numbers, eta)
@@ -87,7 +87,7 @@ class EagerBackend:
 
     def apply(self, slot: TensorSlot) -> None:
         numbers = slot.numbers()
-        eta = numbers.learning_rate
+        eta = numbers.step_size
         if slot.rule.clips_update:
             eta = clipped_rate(eta, slot.state["mean_square"])
         whole = self._whole(slot, None)
@@ -100,7 +100,7 @@ class EagerBackend:
     def write(self, slot: TensorSlot, gradient: Tensor, first: bool, total: Tensor) -> None:
         """Update a tensor of a rule that clips. total: the summed mean square of the whole tensor, 0-d."""
         numbers = slot.numbers()
-        eta = clipped_rate(numbers.learning_rate, total) if slot.rule.clips_update else numbers.learning_rate
+        eta = clipped_rate(numbers.step_size, total) if slot.rule.clips_update else numbers.step_size
         for piece in self._pieces(slot, gradient):
             piece.accumulate(numbers, first)
             piece.descend(numbers, eta)

@@ -30,7 +30,7 @@ class UpdateNumbers(NamedTuple):
     corrections: tuple[Tensor, ...]
     eps: Tensor | None
     decay: Tensor | None
-    learning_rate: Tensor
+    step_size: Tensor
     plain: bool
 
 
@@ -45,7 +45,7 @@ def numbers_of(current: Hyperparameters, rule: Rule, corrections: Any, dtype: to
         tuple(map(tensor, corrections)),
         tensor(eps) if (eps := getattr(current, "eps", None)) is not None else None,
         None if is_zero(decay) else tensor(decay),
-        tensor(current.learning_rate),
+        tensor(rule.step_size(current)),
         not (current.maximize or rule.l2 or any(map(is_zero, rule.decays(current)))),
     )
 
@@ -100,6 +100,7 @@ def vector_of(current: Hyperparameters, rule: Rule, numbers: UpdateNumbers, devi
     """Return the corrections, the learning rate and the decay as one tensor, 1-d. The decay is that of the step, or of L2."""
     decay: Any = numbers.decay
     if decay is None:
-        decay = torch.as_tensor(current.weight_decay if rule.l2 else 0.0, dtype=numbers.learning_rate.dtype)
-    together = [*numbers.corrections, numbers.learning_rate, decay]
+        decay = torch.as_tensor(current.weight_decay if rule.l2 else 0.0, dtype=numbers.step_size.dtype)
+    learning_rate = torch.as_tensor(current.learning_rate, dtype=numbers.step_size.dtype)
+    together = [*numbers.corrections, learning_rate, decay]
     return torch.stack([number.to(device, non_blocking=True) for number in together])

@@ -49,7 +49,7 @@ class Batch:
         """
         piece, numbers, rule = self._packed(), self._numbers, self.slots[0].rule
         piece.accumulate(numbers, True)
-        eta = numbers.learning_rate
+        eta = numbers.step_size
         if rule.clips_update:
             means = self._means(piece.ratios()) if squares is None else torch.stack(list(squares))
             sizes = torch.tensor([slot.parameter.numel() for slot in self.slots], device=means.device)

@@ -36,7 +36,9 @@ def add_parser(subparsers: Any) -> None:
         shown = "" if default is None else f" (default {default})"
         parser.add_argument(f"--{name}", type=int, default=default, metavar="N", help=text + shown)
     parser.add_argument("--dtype", default="bfloat16", help="of the parameters (default bfloat16)")
-    parser.add_argument("--optimizer", default="StableAdamW", help="StableAdamW (default), AdamW, Adam, Lion, SGD or RAdam")
+    parser.add_argument(
+        "--optimizer", default="StableAdamW", help="StableAdamW (default), AdamW, Adam, Lion, SGD, RAdam or Adan"
+    )
     parser.add_argument(
         "--compensation", default="auto", help="auto (default: split for bfloat16), none, kahan, split or stochastic"
     )

@@ -15,11 +15,20 @@ import numpy as np
 import pytest
 import torch
 from tests.support.rows import covering, rows
-from tests.support.torch_models import ADAM_FAMILY, OPTIMIZERS, batches, compiling_small_tensors, layers, loss_of, train
+from tests.support.torch_models import (
+    ADAM_FAMILY,
+    OPTIMIZERS,
+    MomentumSGD,
+    batches,
+    compiling_small_tensors,
+    layers,
+    loss_of,
+    train,
+)
 from torch._dynamo.utils import counters
 
 from penstock.core.reference import Gradient, Reference, Settings
-from penstock.torch_frontend import AdamW, StableAdamW, release_gradients
+from penstock.torch_frontend import AdamW, Adan, Lion, RAdam, StableAdamW, release_gradients
 from penstock.torch_frontend.array_ops import compiled_ops, torch_ops
 from penstock.torch_frontend.backends import compiler
 
@@ -43,7 +52,13 @@ CODINGS = [
 ]
 
 
-@pytest.mark.parametrize(("optimizer_class", "dtype", "compensation"), covering(OPTIMIZERS, CODINGS))
+COVERED = [*ADAM_FAMILY, Lion, MomentumSGD, Adan]
+OTHERS = [(each, torch.float32, "none") for each in OPTIMIZERS if each not in COVERED]
+
+
+@pytest.mark.parametrize(
+    ("optimizer_class", "dtype", "compensation"), [*covering(COVERED, CODINGS), *rows(OTHERS, lambda row: False)]
+)
 def test_compiled_agrees_with_eager(optimizer_class, dtype: torch.dtype, compensation: str) -> None:
     """Four steps: each may round sqrt, division and the mean differently, by one unit in the last place of the step."""
     generator = torch.Generator().manual_seed(0)
@@ -124,7 +139,7 @@ def test_nothing_is_compiled_again_while_training() -> None:
     assert counters["stats"]["unique_graphs"] == before
 
 
-@pytest.mark.parametrize("optimizer_class", rows(OPTIMIZERS, [StableAdamW].__contains__))
+@pytest.mark.parametrize("optimizer_class", rows([*ADAM_FAMILY, MomentumSGD, RAdam, Adan], [StableAdamW].__contains__))
 def test_state_accumulation_agrees_with_eager(optimizer_class) -> None:
     runs = []
     for backend in ("eager", "compiled"):

@@ -46,7 +46,9 @@ def test_released_training_resumes_bit_for_bit(optimizer_class, dtype: torch.dty
 
     def build():
         model = layers(dtype=dtype)
-        optimizer = optimizer_class(model.parameters(), lr=1e-2, weight_decay=0.1, **with_betas(optimizer_class, 0.9, 0.999))
+        optimizer = optimizer_class(
+            model.parameters(), lr=1e-2, weight_decay=0.1, **with_betas(optimizer_class, 0.9, 0.999, 0.999)
+        )
         release_gradients(model, optimizer)
         return model, optimizer, CosineAnnealingLR(optimizer, 20)
 

@@ -44,7 +44,7 @@ def kind_of(value: Any) -> Any:
 @pytest.mark.parametrize("optimizer_class", OPTIMIZERS)
 def test_training_goes_on_bit_for_bit(path: Path, optimizer_class, dtype: torch.dtype, compensation: str) -> None:
     """From a released run into a released one, whose own parameters and state are others."""
-    settings = {"compensation": compensation, "weight_decay": 0.1, **with_betas(optimizer_class, 0.9, 0.98)}
+    settings = {"compensation": compensation, "weight_decay": 0.1, **with_betas(optimizer_class, 0.9, 0.98, 0.98)}
     model, optimizer = trained(optimizer_class, dtype, **settings)
     release_gradients(model, optimizer)
     train(model, optimizer, batches(2, dtype=dtype, seed=5))

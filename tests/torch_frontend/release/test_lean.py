@@ -8,7 +8,7 @@ import pytest
 import torch
 from benchmarks.release_overhead.calls import calls_per_gradient
 from tests.support.calls import calls_in
-from tests.support.torch_models import OPTIMIZERS, batches, layers, loss_of, slot_of
+from tests.support.torch_models import OPTIMIZERS, batches, layers, loss_of, rule_of, slot_of
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -134,7 +134,10 @@ def test_no_temporary_is_as_large_as_a_large_tensor(optimizer_class, dtype: torc
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("optimizer_class", OPTIMIZERS)
 def test_the_temporaries_of_an_update_are_eight_pieces_and_the_scratch(optimizer_class, dtype, monkeypatch) -> None:
-    """All at once, in the compute dtype; StableAdamW has eight, with a parameter and a compensation to store."""
+    """All at once, in the compute dtype; StableAdamW has eight, with a parameter and a compensation to store.
+
+    A field more than its two has three: as it was, as it becomes, and what enters it.
+    """
     monkeypatch.setattr(eager, "PIECE", 256)
     piece = 4 * 256 * torch.get_num_threads()
     p = nn.Parameter(torch.ones(piece, dtype=dtype))
@@ -144,7 +147,8 @@ def test_the_temporaries_of_an_update_are_eight_pieces_and_the_scratch(optimizer
     kept = [p, p.grad, *optimizer.state[p].values()]
     with LiveStorageMeter({"kept": kept}, at_least=64) as meter:
         optimizer.step()
-    assert 0 < meter.at_peak[OTHER] <= (2 + 8) * piece
+    more = max(0, len(rule_of(optimizer).fields) - 2)
+    assert 0 < meter.at_peak[OTHER] <= (2 + 8 + 3 * more) * piece
 
 
 def test_a_step_of_small_tensors_is_one_call_of_each_operation() -> None:

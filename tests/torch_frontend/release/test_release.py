@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import pytest
 import torch
+from tests.support.rules import reference_settings
 from tests.support.torch_models import (
     ADAM_FAMILY,
     OPTIMIZERS,
+    MomentumSGD,
     batches,
     gone,
     layers,
     loss_of,
+    rule_of,
     same_parameters,
     snapshot,
     train,
@@ -20,9 +23,9 @@ from torch import nn
 from torch.optim import lr_scheduler
 
 from penstock.core.errors import RefusedError
-from penstock.core.reference import EndOfStep, Gradient, Reference, Settings
+from penstock.core.reference import EndOfStep, Gradient, Reference
 from penstock.planner.live_gradients import LiveGradientMeter
-from penstock.torch_frontend import SGD, AdamW, StableAdamW, release_gradients
+from penstock.torch_frontend import SGD, AdamW, Adan, RAdam, StableAdamW, release_gradients
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
@@ -111,13 +114,13 @@ def test_hold_equals_plain_accumulation_bit_for_bit() -> None:
 
 
 @pytest.mark.parametrize("sync", [False, True])
-@pytest.mark.parametrize("optimizer_class", ADAM_FAMILY)
+@pytest.mark.parametrize("optimizer_class", [*ADAM_FAMILY, MomentumSGD, RAdam, Adan])
 def test_state_accumulation_equals_the_reference(optimizer_class, sync: bool) -> None:
     model = layers(3, dtype=torch.float64)
-    optimizer = optimizer_class(model.parameters(), lr=1e-2, betas=(0.9, 0.99), eps=1e-6, weight_decay=0.1)
+    optimizer = optimizer_class(model.parameters(), lr=1e-2, weight_decay=0.1)
     names = dict(model.named_parameters())
-    s = Settings(optimizer.rule.name, 1e-2, (0.9, 0.99), 1e-6, 0.1, accumulation="state")
-    reference = Reference(s, {name: p.detach().numpy() for name, p in names.items()})
+    settings = reference_settings(rule_of(optimizer), 1e-2, weight_decay=0.1, accumulation="state")
+    reference = Reference(settings, {name: p.detach().numpy() for name, p in names.items()})
     now = {"i": 0}
     for name, p in names.items():  # records what arrives, before the release's own hook
         p.register_post_accumulate_grad_hook(
