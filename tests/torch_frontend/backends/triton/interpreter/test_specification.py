@@ -146,7 +146,7 @@ def test_micro_batches_in_the_moments_are_the_specification(optimizer_class, dty
         expected = accumulate(*common, corrections, compensation, wide, to_numpy(gradients[3]), expected, first=True)
         backend.apply(slot)
         assert "mean_square" not in state[p]
-        close_to(p, state[p], *apply(*common, compensation, wide, expected))
+        close_to(p, state[p], *apply(*common, corrections, compensation, wide, expected))
 
 
 def close_to(p: torch.Tensor, state: dict, expected: np.ndarray, after: TensorState) -> None:
