@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -16,6 +16,7 @@ from ..core import compensation, dtypes, random_bits
 from ..core.combinations import Combination, require
 from ..core.errors import InvalidArgumentError, RefusedError, UnsupportedTensorError
 from ..core.hyperparameters import DECAY, Hyperparameters, check_number
+from ..core.portable.state import check_rule
 from ..core.rules import RULES, Rule
 from .array_ops import dtype_name
 from .communication.shards import PLAIN, check_placements, is_sharded, local, placements
@@ -40,10 +41,55 @@ def own_settings(rule: Rule) -> tuple[str, ...]:
     return tuple(dict.fromkeys("betas" if name.startswith("beta") else name for name in rule.own_hyperparameters))
 
 
+def own_defaults(rule: Rule) -> dict[str, Any]:
+    """Return the defaults of `own_settings`."""
+    return {name: rule.betas if name == "betas" else rule.defaults[name] for name in own_settings(rule)}
+
+
 @functools.cache
 def settings_of(rule: Rule) -> tuple[str, ...]:
     """Return the keys of a group that an update by this rule depends on."""
     return ("lr", *own_settings(rule), "weight_decay", "decouple_lr", "max_lr", "maximize")
+
+
+def complete_group(group: Group, given: Collection[str], of_optimizer: Rule) -> None:
+    """Give a group that names its rule the settings that rule has, and choose the row of the rule that they ask for.
+
+    Its own settings that were not given are those of the optimizer, or, for another rule than the optimizer's, the rule's
+    defaults. Common ones (lr, weight_decay) are the optimizer's.
+
+    Args:
+        group: as torch has completed it.
+        given: the keys that the user gave.
+        of_optimizer: its class's rule.
+
+    Raises:
+        InvalidArgumentError: the rule is not known, or does not have a setting that was given.
+    """
+    check_rule(group["rule"])
+    rule = rule_of(group)
+    if not of_optimizer.is_of_one_kind_with(rule):
+        own = own_settings(rule)
+        if odd := sorted({name for other in RULES.values() for name in own_settings(other)} & set(given) - set(own)):
+            raise InvalidArgumentError(
+                f"a parameter group of rule={rule.name!r} has {', '.join(odd)}, which that rule does not have."
+            )
+        for name in own_settings(of_optimizer):
+            if name not in own:
+                del group[name]
+        group |= {name: default for name, default in own_defaults(rule).items() if name not in given}
+    if "rule" not in given or not of_optimizer.is_of_one_kind_with(rule):
+        group["rule"] = rule.row(own_values(rule, group)).name
+
+
+def check_complete(group: Mapping[str, Any]) -> None:
+    """Raise `InvalidArgumentError` if the rule of a group is not known, or the group lacks a setting of it."""
+    check_rule(group["rule"])
+    if missing := [name for name in settings_of(rule_of(group)) if name not in group]:
+        raise InvalidArgumentError(
+            f"a parameter group of rule={group['rule']!r} lacks {', '.join(missing)}; name the rule where the group is made, "
+            "in the constructor or add_param_group()."
+        )
 
 
 PLAIN_GRADIENT = torch.strided

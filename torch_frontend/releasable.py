@@ -19,7 +19,7 @@ from .backends import Backend, select_backend
 from .changing_betas import default_betas_of_moments
 from .finiteness import SkipCount, each_finite
 from .fused_back_pass import FusedBackPass
-from .groups import PLAIN_GRADIENT, Group, check_group, hyperparameters, is_stochastic, own_values, rule_of
+from .groups import PLAIN_GRADIENT, Group, check_group, complete_group, hyperparameters, is_stochastic, rule_of
 from .signatures import signature_of
 
 if TYPE_CHECKING:
@@ -32,7 +32,7 @@ class ReleasableOptimizer(FusedBackPass):
     """Base class of the optimizers.
 
     Attributes:
-        rule: what the subclass computes.
+        rule: what the subclass computes, where a group does not name another rule.
         release: the gradient release of this optimizer, or None.
         gradient_release: whether the optimizer was constructed for `prepare_for_gradient_release`.
     """
@@ -85,7 +85,8 @@ class ReleasableOptimizer(FusedBackPass):
 
     def _selected(self, backend: str) -> Backend:
         stochastic = any(is_stochastic(group, parameter) for group in self.param_groups for parameter in group["params"])
-        return select_backend(backend, self._parameters(), self.rule, stochastic=stochastic)
+        self._rules = frozenset(map(rule_of, self.param_groups))
+        return select_backend(backend, self._parameters(), self._rules, stochastic=stochastic)
 
     @property
     def on_nonfinite(self) -> str:
@@ -121,20 +122,24 @@ class ReleasableOptimizer(FusedBackPass):
     # -- groups ---------------------------------------------------------------------------------------------------------
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a parameter group, as in torch. Under release its parameters get their hooks at once."""
+        """Add a parameter group, as in torch. Under release its parameters get their hooks at once.
+
+        A group may name another rule than the optimizer's: {"params": ..., "rule": "sgd_momentum", "momentum": 0.95}. Settings
+        that only this rule has are then its own by default, the others the optimizer's.
+        """
         before = len(self.param_groups)
+        given = set(param_group) if isinstance(param_group, dict) else ()
         super().add_param_group(param_group)
         group = self.param_groups[-1]
         try:
-            self._check_rule(group)
-            if group["rule"] == self.rule.name:
-                group["rule"] = self.rule.row(own_values(self.rule, group)).name
+            complete_group(group, given, self.rule)
             check_group(group)
             default_betas_of_moments(group)
             if any(is_stochastic(group, parameter) for parameter in group["params"]):
                 self._check_stochastic()
+            self._check_kernels()
             if self.release is not None:
-                self.release._check_ownership(group["params"])
+                self.release._check_group(group)
         except Exception:
             del self.param_groups[before:]
             raise
@@ -236,7 +241,7 @@ class ReleasableOptimizer(FusedBackPass):
 
         handle = self.register_load_state_dict_pre_hook(check)  # runs last, after the user's own hooks
         try:
-            super().load_state_dict(saved_state.with_present_keys(self.rule, state_dict))
+            super().load_state_dict(saved_state.with_present_keys(self.rule.name, state_dict))
         finally:
             handle.remove()
         with torch.no_grad():

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from typing import Any, TypeVar
 
 from ..core.rules import Rule
-from .groups import own_settings
+from .groups import own_defaults
 
 COMMON = {
     "decouple_lr": False,
@@ -31,7 +31,8 @@ _DOCSTRING = """{summary}
 The arithmetic is float32 (float64 for float64 parameters), with one rounding at the end.
 
 Args:
-    params: tensors, named tensors, or groups of them; float64, float32, bfloat16 or float16, dense, any shape.
+    params: tensors, named tensors, or groups of them; float64, float32, bfloat16 or float16, dense, any shape. A group may
+        name another rule: {{"params": ..., "rule": "sgd", "momentum": 0.9}}; its own settings then have that rule's defaults.
     lr: step size: a number in [0, inf), or a 0-d tensor. Default: {lr}.
 {own}
     weight_decay: {decay}, in [0, inf). Default: {weight_decay}.{booleans}
@@ -83,7 +84,7 @@ def documented(optimizer: Optimizer) -> Optimizer:
 def signature_of(rule: Rule) -> inspect.Signature:
     """Return the signature of a rule's optimizer: params, lr, the rule's own settings, weight_decay; all others by name."""
     by_position, by_name = inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY
-    own = {setting: rule.betas if setting == "betas" else rule.defaults[setting] for setting in own_settings(rule)}
+    own = own_defaults(rule)
     booleans = {name: own.pop(name) for name in _booleans(rule)}  # after weight_decay, as in torch.optim
     first = {"lr": rule.defaults.get("learning_rate", 1e-3), **own, "weight_decay": rule.defaults["weight_decay"], **booleans}
     return inspect.Signature(

@@ -55,6 +55,11 @@ def check_fits(rule: Rule, state: Mapping[str, Any], parameter: Tensor, compensa
         rule, state: of the parameter.
         compensation_dtype: the dtype that its compensation must have, or None for no compensation.
     """
+    if missing := [key for key in state_keys(rule) if key not in state]:
+        raise RefusedError(
+            f"the state of a parameter of shape {tuple(parameter.shape)} has no {', '.join(missing)}, which {rule.name} keeps: "
+            "the key 'rule' of its group changed, or the state was replaced. Set it back, or construct another optimizer."
+        )
     kept = state.get("compensation")
     has = None if kept is None else dtype_name(kept.dtype)
     shape = next((state[key].shape for key in state_keys(rule)), parameter.shape)
@@ -81,11 +86,18 @@ def sendable(state_dict: dict[str, Any]) -> dict[str, Any]:
     return {**state_dict, "state": states}
 
 
-def with_present_keys(rule: Rule, state_dict: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a state_dict of this or an earlier version, which called debiased fields by their names, with present keys."""
-    present = {field.name: key for field, key in zip(rule.fields, state_keys(rule), strict=True)}
+def with_present_keys(of_optimizer: str, state_dict: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a state_dict of this or an earlier version, which called debiased fields by their names, with present keys.
+
+    Earlier versions did not save the rule of a group, which is `of_optimizer` then.
+    """
+    present: dict[Any, dict[str, str]] = {}
+    for group in state_dict.get("param_groups") or ():
+        if (rule := RULES.get(group.get("rule", of_optimizer))) is not None:
+            keys = {field.name: key for field, key in zip(rule.fields, state_keys(rule), strict=True)}
+            present |= dict.fromkeys(group.get("params", ()), keys)
     states = state_dict.get("state") or {}
-    renamed = {i: {present.get(key, key): value for key, value in state.items()} for i, state in states.items()}
+    renamed = {i: {present.get(i, {}).get(key, key): value for key, value in state.items()} for i, state in states.items()}
     return {**state_dict, "state": renamed} if "state" in state_dict else dict(state_dict)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence, Set
 from typing import Any, ClassVar
 
 import torch
@@ -13,17 +13,17 @@ from torch.optim import Optimizer
 from ..core import compensation as compensations
 from ..core import random_bits
 from ..core.combinations import Combination, require
-from ..core.errors import InvalidArgumentError, RefusedError
+from ..core.errors import RefusedError
 from ..core.release import Action
-from ..core.rules import RULES, Rule
+from ..core.rules import Rule
 from . import state as saved_state
 from .array_ops import dtype_name
-from .backends import Backend, ChecksOnDevice, TensorSlot, count_updates
+from .backends import Backend, ChecksOnDevice, TensorSlot, count_updates, select_backend
 from .backends.numbers import GroupSettings
 from .changing_betas import check_between_updates
 from .communication.shards import LocalState, is_released, is_sharded, local, means_over_shards, shard_of
 from .finiteness import SkipCount
-from .groups import check_device, check_gradient, hyperparameters, rule_of
+from .groups import check_complete, check_device, check_gradient, hyperparameters, rule_of
 from .known_group import KnownGroup
 
 
@@ -35,17 +35,17 @@ class TensorUpdates(Optimizer):
 
     rule: ClassVar[Rule]
     _backend: Backend
+    _rules: Set[Rule] = frozenset()  # that the backend was chosen for
     _skipped: SkipCount
     _slots: dict[int, TensorSlot]  # by the id of the parameter, in the groups' order
     _groups: list[KnownGroup]
     _whole: dict[int, Tensor]  # the parameters by id; keeping them alive keeps their ids valid
 
-    def _check_rule(self, group: Mapping[str, Any]) -> None:
-        if not self.rule.is_of_one_kind_with(RULES.get(group["rule"])):
-            raise InvalidArgumentError(
-                f"rule={group['rule']!r} of a parameter group is not the optimizer's, {self.rule.name!r}; leave the key 'rule' "
-                "to the optimizer, and use an optimizer for each rule."
-            )
+    def _check_kernels(self) -> None:
+        """Raise `RefusedError` if the backend, once it is chosen, has no kernels for the rule of a group."""
+        others = set(map(rule_of, self.param_groups)) - self._rules
+        if others and hasattr(self, "_backend") and self._backend.name == "triton":
+            select_backend("triton", (), others)
 
     def _check_stochastic(self, *, sharded: bool = False) -> None:
         """Raise `RefusedError` if the backend, once it is chosen, does not round stochastically, or not what is sharded."""
@@ -139,7 +139,7 @@ class TensorUpdates(Optimizer):
                 steps.append(slot)
             if action is Action.UPDATE:
                 updates.append((slot, here))
-            elif self.rule.clips_update and action.steps and slot.shard is not None:
+            elif slot.rule.clips_update and action.steps and slot.shard is not None:
                 if action is not Action.APPLY:
                     self._backend.accumulate(slot, here, first=False)
                 shards.append(slot)
@@ -177,9 +177,12 @@ class TensorUpdates(Optimizer):
         count_updates([slot for slot, _ in pairs])
 
     def _update_slots(self, pairs: Sequence[tuple[TensorSlot, Tensor]]) -> None:
-        if self.rule.clips_update and any(shards := [slot.shard for slot, _ in pairs]):
-            self._backend.update_all(pairs, over_shards=functools.partial(means_over_shards, shards))
-        elif len(pairs) == 1:
+        if any(known.settings.rule.clips_update for known in self._groups):
+            clipping = [pair for pair in pairs if pair[0].rule.clips_update]
+            if any(shards := [slot.shard for slot, _ in clipping]):
+                self._backend.update_all(clipping, over_shards=functools.partial(means_over_shards, shards))
+                pairs = [pair for pair in pairs if not pair[0].rule.clips_update]
+        if len(pairs) == 1:
             self._backend.update(*pairs[0], first=True)
         else:
             self._backend.update_all(pairs)
@@ -241,7 +244,8 @@ class TensorUpdates(Optimizer):
         known = self._groups
         if len(known) != len(groups) or not all(map(KnownGroup.is_current, known, groups)):
             for group in groups:
-                self._check_rule(group)
+                check_complete(group)
+            self._check_kernels()
             fresh = [KnownGroup(group, GroupSettings(rule_of(group), hyperparameters(group))) for group in groups]
             self._follow_betas(fresh)
             self._forget_groups()

@@ -276,3 +276,16 @@ def test_arguments_after_eps_of_the_scaling_are_given_by_name() -> None:
     scale_by_stable_adam(0.9, 0.99, 1e-8)
     with pytest.raises(TypeError, match="positional"):
         scale_by_stable_adam(0.9, 0.99, 1e-8, None)
+
+
+def test_one_transform_over_labels_is_each_rule_alone() -> None:
+    """With one norm for all, one state and one jitted update."""
+    params, grads = tree(1, "bfloat16"), gradients(5, "bfloat16")
+    rules = {"adamw": TRANSFORMS["adamw"](1e-2), "sgd": TRANSFORMS["sgd_momentum"](1e-2), "lion": TRANSFORMS["lion"](1e-3)}
+    labels = {"matrix": "adamw", "scalar": "sgd", "empty": "lion", "none": None}
+    clip = optax.clip_by_global_norm(0.5)
+    found, _ = train_directly(optax.chain(clip, optax.partition(rules, labels)), params, grads)
+    clipped = [clip.update(gradient, clip.init(params))[0] for gradient in grads]
+    for name, rule in (("matrix", "adamw"), ("scalar", "sgd"), ("empty", "lion")):
+        alone, _ = train_directly(rules[rule], params[name], [gradient[name] for gradient in clipped])
+        assert_equal(found[name], alone)

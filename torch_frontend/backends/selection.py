@@ -18,12 +18,12 @@ from .triton import availability as triton
 BACKENDS = ("auto", "triton", "compiled", "eager")
 
 
-def select_backend(name: str, parameters: Iterable[Tensor], rule: Rule, *, stochastic: bool = False) -> Backend:
+def select_backend(name: str, parameters: Iterable[Tensor], rules: Iterable[Rule], *, stochastic: bool = False) -> Backend:
     """Return the backend of this name. "auto": Triton's kernels on CUDA devices, elsewhere "eager", which compiles nothing.
 
     Args:
         name: "auto", "triton", "compiled" or "eager".
-        parameters, rule: that it is to update, and how.
+        parameters, rules: that it is to update, and how.
         stochastic: some of the parameters are rounded stochastically.
 
     Raises:
@@ -35,9 +35,10 @@ def select_backend(name: str, parameters: Iterable[Tensor], rule: Rule, *, stoch
     given = list(parameters)
     if stochastic and name == "triton":
         require(Combination(compensation="stochastic", backend="triton"))
-    if name == "triton" and (reason := triton.why_not(given, rule)) is not None:
+    reason = next((why for rule in rules if (why := triton.why_not(given, rule)) is not None), None)
+    if name == "triton" and reason is not None:
         raise RefusedError(f"backend='triton': {reason}")
-    if name == "triton" or (name == "auto" and not stochastic and _on_cuda(given) and triton.why_not(given, rule) is None):
+    if name == "triton" or (name == "auto" and not stochastic and _on_cuda(given) and reason is None):
         from .triton.backend import TritonBackend  # Triton itself is imported here at the earliest
 
         return TritonBackend()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from types import TracebackType
 from typing import Any
 
@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from ...core.errors import InvalidArgumentError, RefusedError
 from ...core.release import Action, Ledger, Policy, Status
 from ..autograd.passes import keeps_graph
+from ..groups import rule_of
 from ..verification import verify
 from . import boundaries
 from .guard import guard_loss, two_passes
@@ -186,9 +187,11 @@ class Release:
         else:
             two_passes(self._pipeline, loss, seed, self._keep_bytes)
 
-    def _check_ownership(self, parameters: Iterable[Tensor]) -> None:
-        """Raise `RefusedError` if one of these parameters belongs to another release."""
-        check_ownership(parameters)
+    def _check_group(self, group: Mapping[str, Any]) -> None:
+        """Raise `RefusedError` if a parameter of a new group belongs to another release, or its rule does not accumulate so."""
+        check_ownership(group["params"])
+        if self._pipeline.step.policy is Policy.STATE and self._pipeline.step.strict:
+            rule_of(group).check_accumulates("release_gradients(..., accumulation='hold') has a place for it")
 
     def _require_closed(self, call: str, *, reads: bool = False) -> None:
         """Raise `RefusedError` in the middle of a step; for a call that only reads state, after a part of it was changed."""

@@ -63,10 +63,15 @@ def test_stable_adamw_sums_its_mean_square_over_shards(ranks: Ranks) -> None:
     ranks.run(equals_ddp, StableAdamW, torch.float32, "eager", 1e-6)
 
 
-def the_mean_square_matters() -> None:
-    """A gradient that is large in one shard only: a mean square for each shard would be far off."""
+def the_mean_square_matters(*rules: str) -> None:
+    """A gradient that is large in one shard only: a mean square for each shard would be far off.
+
+    rules: of the groups; parameters are dealt out to them.
+    """
     plain, parts = Net(), sharded(Net())
-    optimizers = [StableAdamW(model.parameters(), lr=1e-2) for model in (plain, parts)]
+    dealt = [[list(model.parameters())[i :: len(rules)] for i in range(len(rules))] for model in (plain, parts)]
+    groups = [[{"params": some, "rule": rule} for some, rule in zip(each, rules, strict=True)] for each in dealt]
+    optimizers = [StableAdamW(each, lr=1e-2) for each in groups]
     for step in range(4):
         for one, two in zip(plain.parameters(), parts.parameters(), strict=True):
             gradient = torch.randn(one.shape, generator=torch.Generator().manual_seed(step))
@@ -80,7 +85,11 @@ def the_mean_square_matters() -> None:
 
 
 def test_the_mean_square_is_summed_over_uneven_shards(ranks: Ranks) -> None:
-    ranks.run(the_mean_square_matters)
+    ranks.run(the_mean_square_matters, "stable_adamw")
+
+
+def test_the_mean_square_is_summed_over_shards_where_other_groups_have_other_rules(ranks: Ranks) -> None:
+    ranks.run(the_mean_square_matters, "stable_adamw", "adamw", "sgd_momentum")
 
 
 def masters(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:

@@ -275,17 +275,6 @@ def test_high_fully_decoupled_decay_warns_exactly_once() -> None:
         AdamW([{"params": [p], "weight_decay": 0.5}])
 
 
-@pytest.mark.parametrize("name", ["lion", "lyon"])
-def test_a_group_of_another_rule_is_refused(name: str) -> None:
-    optimizer = AdamW([torch.zeros(2, requires_grad=True)])
-    with pytest.raises(InvalidArgumentError, match=f"rule='{name}' of a parameter group is not the optimizer's, 'adamw'"):
-        optimizer.add_param_group({"params": [torch.zeros(3, requires_grad=True)], "rule": name})
-    assert len(optimizer.param_groups) == 1
-    optimizer.param_groups[0]["rule"] = name
-    with pytest.raises(InvalidArgumentError, match=f"rule='{name}' of a parameter group is not the optimizer's, 'adamw'"):
-        optimizer.step()
-
-
 def test_max_lr_is_per_group() -> None:
     p, q = (nn.Parameter(torch.ones(2)) for _ in range(2))
     optimizer = AdamW([{"params": [p], "lr": 0.1}, {"params": [q]}], lr=0.2, decouple_lr=True, weight_decay=1e-5)

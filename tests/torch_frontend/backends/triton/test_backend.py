@@ -101,14 +101,15 @@ def test_auto_takes_it_on_a_device_where_it_can_run_and_says_so(monkeypatch: pyt
     from penstock.torch_frontend.backends import select_backend
 
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
-    assert select_backend("auto", [OnDevice()], ADAMW).name == "triton"
-    assert select_backend("auto", [OnDevice()], LION).name == "eager"
+    assert select_backend("auto", [OnDevice()], [ADAMW]).name == "triton"
+    for rules in ([LION], [ADAMW, LION]):  # a group may name its rule
+        assert select_backend("auto", [OnDevice()], rules).name == "eager"
     with pytest.raises(RefusedError, match=r"no kernels for lion; use backend='compiled', 'eager' or 'auto'"):
-        select_backend("triton", [OnDevice()], LION)
+        select_backend("triton", [OnDevice()], [ADAMW, LION])
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 5))
     assert availability.why_not([OnDevice()], ADAMW) is not None
     with pytest.raises(RefusedError, match=r"compute capability 7\.5.*8\.0"):
-        select_backend("triton", [OnDevice()], ADAMW)
+        select_backend("triton", [OnDevice()], [ADAMW])
 
 
 # -- tables -------------------------------------------------------------------------------------------------------------
