@@ -77,11 +77,6 @@ CLAUSES: tuple[Clause, ...] = (
         lambda c: c.compensation == "stochastic" and c.backend == "triton",
     ),
     _refused(
-        "compensation='stochastic' does not know yet which elements of the whole tensor a shard has, and so which random bits; "
-        "use 'kahan' or 'split' for sharded parameters.",
-        lambda c: c.compensation == "stochastic" and c.communication == "fsdp2",
-    ),
-    _refused(
         "accumulation='state' puts micro-batches into the optimizer's state, and this rule's step needs the whole gradient "
         "besides its state, or it keeps none (SGD without momentum); use accumulation='hold' or microbatch_blocks, or SGD with "
         "momentum and without nesterov.",

@@ -13,13 +13,12 @@ from torch import Tensor
 from torch.nn.parameter import is_lazy
 
 from ..core import compensation, dtypes, random_bits
-from ..core.combinations import Combination, require
 from ..core.errors import InvalidArgumentError, RefusedError, UnsupportedTensorError
 from ..core.hyperparameters import DECAY, Hyperparameters, check_number
 from ..core.portable.state import check_rule
 from ..core.rules import RULES, Rule
 from .array_ops import dtype_name
-from .communication.shards import PLAIN, check_placements, is_sharded, local, placements
+from .communication.shards import PLAIN, check_placements, is_sharded, local, placements, rows_before
 
 NAMES = {"learning_rate": "lr", **{f"beta{number}": f"betas[{number - 1}]" for number in (1, 2, 3)}}
 """The names of hyperparameters in torch."""
@@ -226,7 +225,7 @@ def check_group(group: Group) -> None:
     Raises:
         InvalidArgumentError: a hyperparameter, dtype or compensation is out of range or does not fit the others; a parameter
             that is given twice.
-        RefusedError: a sharded parameter that is to be rounded stochastically.
+        RefusedError: a parameter that is to be rounded stochastically is sharded otherwise than by rows.
         UnsupportedTensorError: a parameter is complex, integer, sparse or a DTensor of partial sums, or its elements share
             memory.
     """
@@ -258,13 +257,31 @@ def check_group(group: Group) -> None:
         check_parameter(parameter)
         name = dtype_name(parameter.dtype)
         if is_stochastic(group, parameter) and is_sharded(parameter):
-            require(Combination(communication="fsdp2", compensation="stochastic"))
+            first_index(parameter)  # raises
         moment_dtypes(group, name, checked)
 
 
 def is_stochastic(group: Mapping[str, Any], parameter: Tensor) -> bool:
     """Whether the parameter, of this group, is rounded stochastically."""
     return compensation.resolve(group["compensation"], dtype_name(parameter.dtype)) == "stochastic"
+
+
+def first_index(parameter: Tensor) -> int:
+    """Return the index of the first element of this process's part in the whole tensor, row by row.
+
+    Raises:
+        RefusedError: the part does not consist of neighbouring rows, and so has no random bits yet.
+    """
+    if not is_sharded(parameter):
+        return 0
+    rows = rows_before(parameter)
+    if rows is None:
+        raise RefusedError(
+            f"compensation='stochastic' is not possible for a parameter of shape {tuple(parameter.shape)} with placements "
+            f"{placements(parameter)}: it has random bits for shards along the first dimension only (fully_shard's, if not "
+            "combined with tensor parallelism). Shard it so, or use 'kahan' or 'split'."
+        )
+    return rows * (parameter.numel() // max(1, parameter.shape[0])) if parameter.dim() else 0
 
 
 def on_device(current: Hyperparameters) -> bool:

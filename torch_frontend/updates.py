@@ -23,7 +23,7 @@ from .backends.numbers import GroupSettings
 from .changing_betas import check_between_updates
 from .communication.shards import LocalState, is_released, is_sharded, local, means_over_shards, shard_of
 from .finiteness import SkipCount
-from .groups import check_complete, check_device, check_gradient, hyperparameters, rule_of
+from .groups import check_complete, check_device, check_gradient, first_index, hyperparameters, rule_of
 from .known_group import KnownGroup
 
 
@@ -47,10 +47,10 @@ class TensorUpdates(Optimizer):
         if others and hasattr(self, "_backend") and self._backend.name == "triton":
             select_backend("triton", (), others)
 
-    def _check_stochastic(self, *, sharded: bool = False) -> None:
-        """Raise `RefusedError` if the backend, once it is chosen, does not round stochastically, or not what is sharded."""
-        backend = self._backend.name if hasattr(self, "_backend") else "eager"
-        require(Combination(communication="fsdp2" if sharded else "local", compensation="stochastic", backend=backend))
+    def _check_stochastic(self) -> None:
+        """Raise `RefusedError` if the backend, once it is chosen, does not round stochastically."""
+        if hasattr(self, "_backend"):
+            require(Combination(compensation="stochastic", backend=self._backend.name))
 
     def _forget_groups(self) -> None:
         """Drop what is cached of the groups."""
@@ -301,8 +301,9 @@ class TensorUpdates(Optimizer):
         slot = TensorSlot(local(parameter), here, compensation, entry.settings.rule, entry.settings, group["capturable"], shard)
         slot.kind = type(parameter), parameter.dtype, parameter.device, parameter.shape
         if compensation == "stochastic":
-            self._check_stochastic(sharded=shard is not None)
+            self._check_stochastic()
             key = random_bits.tensor_key(group.get("seed", 0), self._name(group, parameter))
+            slot.first_index = first_index(parameter)
             slot.random_key = int(state.setdefault(saved_state.RANDOM_KEY, key))
         self._slots[id(parameter)] = slot
         return slot

@@ -52,6 +52,7 @@ class TensorSlot:
     shard: the location of the local shard in the whole parameter; None if it is not sharded.
     capturable: "step" is on the parameter's device, and the host must not wait for it.
     random_key: of the tensor's random bits (`core.random_bits`); None without stochastic rounding.
+    first_index: of the parameter's first element in the whole tensor, row by row; for the random bits alone.
     kind: class, dtype, device and shape of the parameter when the slot was made.
     plan: what a backend caches for this tensor. dataclasses.replace() does not copy it.
     compute_dtype: the dtype of the arithmetic.
@@ -69,6 +70,7 @@ class TensorSlot:
     capturable: bool = False
     shard: Shard | None = None
     random_key: int | None = None
+    first_index: int = 0
     kind: Any = dataclasses.field(default=None, repr=False)
     plan: Any = dataclasses.field(default=None, init=False, repr=False)
     compute_dtype: torch.dtype = dataclasses.field(init=False, repr=False)

@@ -92,9 +92,9 @@ def _pieces(slot: TensorSlot, gradient: Tensor | None, small: int) -> Iterator[V
     """Yield (parameter, gradient, compensation, *fields) piece by piece, None for those that are absent.
 
     Yields nothing for tensors that are updated eagerly: small ones, those without a common dense layout, and those whose random
-    bits have another order than their memory.
+    bits have another order than their memory or two high words in a piece.
     """
-    if slot.parameter.numel() <= small or (slot.random_key is not None and not slot.parameter.is_contiguous()):
+    if slot.parameter.numel() <= small or (slot.random_key is not None and not _has_plain_indices(slot)):
         return
     state = slot.state
     vectors = along_memory([slot.parameter, gradient, state.get("compensation"), *slot.fields_of(state)])
@@ -134,11 +134,18 @@ def _run(
     return found
 
 
+def _has_plain_indices(slot: TensorSlot) -> bool:
+    """Whether the elements of a tensor have their indices in memory order, and those of a piece one high word."""
+    first, last = slot.first_index, slot.first_index + slot.parameter.numel() - 1
+    return slot.parameter.is_contiguous() and (first % PIECE == 0 or first >> 32 == last >> 32)
+
+
 def _random(slot: TensorSlot, start: int) -> Tensor:
     """Return the shift and the factor of a piece's random bits, and the low word of its first element's index, int64, [3].
 
-    All elements of a piece have one high word, as `PIECE` divides 2^32.
+    start: of the piece in the parameter.
     """
+    start += slot.first_index
     stream = random_bits.stream(slot.random_key, slot.when(), start >> 32)
     numbers = [torch.as_tensor(number) for number in (*stream, start & random_bits.WORD)]
     return torch.stack([number.to(slot.parameter.device, non_blocking=True) for number in numbers])

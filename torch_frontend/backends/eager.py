@@ -151,7 +151,7 @@ class EagerBackend:
         piece.fields = slot.fields_of(state)
         piece.compensation = state.get("compensation")
         if slot.random_key is not None:
-            piece.random = slot.random_key, slot.when(), 0
+            piece.random = slot.random_key, slot.when(), slot.first_index
         return piece
 
     def _pieces(self, slot: TensorSlot, gradient: Tensor | None) -> Iterator[Piece]:
@@ -179,7 +179,8 @@ class EagerBackend:
             piece.fields = slot.fields_of(part)
             piece.compensation = part.get("compensation")
             if slot.random_key is not None:
-                piece.random = slot.random_key, when, start * (lead.numel() // lead.shape[0])
+                first = slot.first_index + start * (lead.numel() // lead.shape[0])
+                piece.random = slot.random_key, when, first
             yield piece
 
     def _scratch_like(self, part: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:

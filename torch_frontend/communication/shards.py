@@ -54,6 +54,24 @@ def shard_of(tensor: Any) -> Shard | None:
     return Shard(groups, local(tensor).numel(), tensor.numel())
 
 
+def rows_before(tensor: Any) -> int | None:
+    """Return how many rows of a DTensor precede this process's part; None unless the part consists of neighbouring rows.
+
+    Rows are along the first dimension, which is cut as torch.chunk cuts it, once for each sharded dimension of the mesh.
+    """
+    mesh, here = tensor.device_mesh, tensor.device_mesh.get_coordinate()
+    before, rows = 0, tensor.shape[0] if tensor.dim() else 1
+    for dimension, placement in enumerate(tensor.placements):
+        if placement.is_replicate() or mesh.size(dimension) == 1:
+            continue
+        if not placement.is_shard(0) or hasattr(placement, "split_factor") or here is None:  # strided shards are interleaved
+            return None
+        length = -(-rows // mesh.size(dimension))
+        start = min(length * here[dimension], rows)
+        before, rows = before + start, min(length, rows - start)
+    return before
+
+
 def is_released(gradient: Any) -> bool:
     """Whether this is the marker of a released gradient, or a DTensor around one."""
     return gradient is not None and getattr(local(gradient), "released", False)

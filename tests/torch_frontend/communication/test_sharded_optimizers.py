@@ -23,8 +23,10 @@ from tests.support.torch_models import compiling_small_tensors
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Replicate, distribute_tensor
+from torch.distributed.tensor import Shard as ShardOf
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
+from penstock.core.errors import RefusedError
 from penstock.torch_frontend import Adam, AdamW, StableAdamW, release_gradients
 
 pytestmark = pytest.mark.xdist_group("distributed")
@@ -61,6 +63,26 @@ def test_sharded_optimizers_without_clipping_equal_ddp_bit_for_bit(ranks: Ranks,
 
 def test_stable_adamw_sums_its_mean_square_over_shards(ranks: Ranks) -> None:
     ranks.run(equals_ddp, StableAdamW, torch.float32, "eager", 1e-6)
+
+
+def rounded_stochastically(backend: str) -> None:
+    """Uneven shards, a tensor with fewer rows than ranks among them; what a shard refuses is a shard of columns."""
+    models = [ddp(Net(torch.bfloat16, dead=True), find_unused_parameters=True), sharded(Net(torch.bfloat16, dead=True))]
+    options = {"lr": 1e-3, "weight_decay": 0.1, "compensation": "stochastic", "seed": 2}
+    with compiling_small_tensors():
+        for model, chosen in zip(models, ("eager", backend), strict=True):
+            train(model, AdamW(model.parameters(), **options, backend=chosen), range(6))
+    found = parameters_of(models[1])
+    assert_bitwise(found, parameters_of(models[0]), "stochastic, FSDP2 against DDP")
+    assert_ranks_equal(found, "stochastic, FSDP2")
+    columns = torch.nn.Parameter(distribute_tensor(torch.ones(4, 6, dtype=torch.bfloat16), mesh(), [ShardOf(1)]))
+    with pytest.raises(RefusedError, match=r"shape \(4, 6\) with placements .*along the first dimension only.*use 'kahan'"):
+        AdamW([columns], compensation="stochastic")
+
+
+@pytest.mark.parametrize("backend", ["eager", "compiled"])
+def test_shards_of_rows_are_rounded_stochastically_as_the_whole_tensor(ranks: Ranks, backend: str) -> None:
+    ranks.run(rounded_stochastically, backend)
 
 
 def the_mean_square_matters(*rules: str) -> None:
