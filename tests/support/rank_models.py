@@ -86,7 +86,8 @@ def parameters_of(model: nn.Module) -> list[Tensor]:
 def everything(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[Tensor]:
     """Parameters and state, whole; collective."""
     states = [optimizer.state.get(p, {}) for p in model.parameters()]
-    return parameters_of(model) + [whole(state[key]) for state in states for key in sorted(state)]
+    kept = [state[key] for state in states for key in sorted(state)]
+    return parameters_of(model) + [whole(x) if isinstance(x, Tensor) else torch.tensor(x) for x in kept]
 
 
 def train(

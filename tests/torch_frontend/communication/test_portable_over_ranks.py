@@ -23,7 +23,7 @@ from penstock.torch_frontend import AdamW, StableAdamW, export_state, import_sta
 pytestmark = pytest.mark.xdist_group("distributed")
 
 
-def build(kind: str, dtype: torch.dtype, seed: int = 0) -> tuple[nn.Module, Any]:
+def build(kind: str, dtype: torch.dtype, seed: int = 0, compensation: str = "auto") -> tuple[nn.Module, Any]:
     """A model, over all ranks in one of several ways, and its optimizer."""
     net = Net(dtype, seed=seed)
     if kind == "ddp":
@@ -39,40 +39,41 @@ def build(kind: str, dtype: torch.dtype, seed: int = 0) -> tuple[nn.Module, Any]
         model = fully_shard(net, mesh=over["data"])
     else:
         model = net
-    return model, StableAdamW(model.parameters(), lr=1e-2)
+    return model, StableAdamW(model.parameters(), lr=1e-2, compensation=compensation, seed=seed)
 
 
-def goes_through_one_process(kind: str, dtype: torch.dtype, where: str) -> None:
-    model, optimizer = build(kind, dtype)
+def goes_through_one_process(kind: str, dtype: torch.dtype, compensation: str, where: str) -> None:
+    model, optimizer = build(kind, dtype, compensation=compensation)
     train(model, optimizer, range(3))
     path = f"{where}/{kind}"
     export_state(path, optimizer, model, parameters=True)
     expected = everything(model, optimizer)
-    single, alone = build("single", dtype, seed=1)
+    single, alone = build("single", dtype, seed=1, compensation=compensation)
     import_state(path, alone, single, parameters=True)
     assert_bitwise(everything(single, alone), expected, "sharded to whole")
     if dist.get_rank() == 0:
         export_state(f"{path}_alone", alone, single, parameters=True)
         assert Path(path).read_bytes() == Path(f"{path}_alone").read_bytes()
-    again, fresh = build(kind, dtype, seed=2)
+    again, fresh = build(kind, dtype, seed=2, compensation=compensation)
     release_gradients(again, fresh)
     import_state(path, fresh, again, parameters=True)
     assert_bitwise(everything(again, fresh), expected, "whole to sharded")
     for parameter, other in zip(model.parameters(), again.parameters(), strict=True):
         for key, value in optimizer.state[parameter].items():
             assert type(fresh.state[other][key]) is type(value), key
-            assert fresh.state[other][key].dtype == value.dtype, key
+            assert getattr(fresh.state[other][key], "dtype", fresh.state[other][key]) == getattr(value, "dtype", value), key
             assert getattr(fresh.state[other][key], "placements", None) == getattr(value, "placements", None), key
     train(model, optimizer, range(3, 5))
     train(again, fresh, range(3, 5))
     assert_bitwise(everything(again, fresh), everything(model, optimizer), "going on")
 
 
-@pytest.mark.parametrize("kind", ["fsdp2", "hybrid", "tensor_parallel"])
+@pytest.mark.parametrize("kind", ["fsdp2", "hybrid", "tensor_parallel", "stochastic"])
 def test_shards_to_one_process_and_back(ranks: Ranks, tmp_path: Path, kind: str) -> None:
     """bfloat16, in split: also int16, which gloo does not send. Bit for bit, into a released model, too."""
+    engine, compensation = ("hybrid", kind) if kind == "stochastic" else (kind, "auto")
     try:
-        ranks.run(goes_through_one_process, kind, torch.bfloat16, str(tmp_path))
+        ranks.run(goes_through_one_process, engine, torch.bfloat16, compensation, str(tmp_path))
     except RankError as error:
         if "FSDP+TP sharding does not support uneven sharding" in str(error):
             pytest.skip("this torch cannot cut an odd dimension twice")
