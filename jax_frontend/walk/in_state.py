@@ -19,8 +19,9 @@ from jax import lax
 from ...core import update as specification
 from ...core.errors import RefusedError
 from ..array_ops import jax_ops, upcast
+from ..leaves import Leaf, leaves_of
 from ..losses import with_aux
-from ..rule_transform import Leaf, RuleTransformation, leaves_of, named, under_betas
+from ..rule_transform import RuleTransformation, named, under_betas
 from ..state import AnyRuleState, PyTree, RuleState, RuleStateWithBetas
 from ..train_state import TrainState
 from .passes import Arrays, backward, forward, head
