@@ -302,9 +302,11 @@ class TensorUpdates(Optimizer):
         slot.kind = type(parameter), parameter.dtype, parameter.device, parameter.shape
         if compensation == "stochastic":
             self._check_stochastic()
-            key = random_bits.tensor_key(group.get("seed", 0), self._name(group, parameter))
             slot.first_index = first_index(parameter)
-            slot.random_key = int(state.setdefault(saved_state.RANDOM_KEY, key))
+            if saved_state.RANDOM_KEY not in state:
+                name = self._name(group, parameter)
+                state[saved_state.RANDOM_KEY] = random_bits.tensor_key(group.get("seed", 0), name)
+            slot.random_key = int(state[saved_state.RANDOM_KEY])
         self._slots[id(parameter)] = slot
         return slot
 

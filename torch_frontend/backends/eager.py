@@ -24,6 +24,9 @@ PIECE = 2**16
 PIECE_ON_ACCELERATORS = 2**24
 """Elements of a piece on an accelerator: 64 MiB of float32, for few launches."""
 
+PIECE_WITH_RANDOM_BITS = 2**21
+"""The same where it is rounded stochastically: random bits take up to 32 bytes an element while they are made."""
+
 
 class EagerBackend:
     """Updates tensors in place with torch's ordinary operations, on every device; compiles nothing."""
@@ -141,7 +144,8 @@ class EagerBackend:
         piece = slot.plan
         if piece is None:
             parameter = slot.parameter
-            if not 0 < parameter.numel() <= piece_elements(parameter):
+            most = piece_elements(parameter) if slot.random_key is None else piece_elements_with_random_bits(parameter)
+            if not 0 < parameter.numel() <= most:
                 return None
             piece = piece_class(slot.rule)(slot, *self._scratch_like(parameter, slot.compute_dtype))
             if parameter.device.type == "cpu":  # here all pieces share their scratch
@@ -167,7 +171,8 @@ class EagerBackend:
         lead = flat["parameter"]
         if not lead.numel():
             return
-        rows = max(1, piece_elements(lead) * lead.shape[0] // lead.numel())
+        most = piece_elements(lead) if slot.random_key is None else piece_elements_with_random_bits(lead)
+        rows = max(1, most * lead.shape[0] // lead.numel())
         scratch: tuple[Tensor, Tensor] | None = None
         when = None if slot.random_key is None else slot.when()
         for start in range(0, lead.shape[0], rows):
@@ -199,6 +204,11 @@ class EagerBackend:
 def piece_elements(tensor: Tensor) -> int:
     """Return the number of elements of a piece on the tensor's device."""
     return PIECE * torch.get_num_threads() if tensor.device.type == "cpu" else PIECE_ON_ACCELERATORS
+
+
+def piece_elements_with_random_bits(tensor: Tensor) -> int:
+    """Return the number of elements of a piece that is rounded stochastically."""
+    return piece_elements(tensor) if tensor.device.type == "cpu" else PIECE_WITH_RANDOM_BITS
 
 
 def fields_in_compute_dtype(slot: TensorSlot) -> bool:

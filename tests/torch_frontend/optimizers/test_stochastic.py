@@ -22,6 +22,7 @@ from tests.support.torch_models import (
     unchanged,
 )
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from penstock.core.errors import InvalidArgumentError, RefusedError
 from penstock.torch_frontend import Adam, AdamW, Lion, StableAdamW, release_gradients
@@ -188,6 +189,25 @@ def test_nothing_is_kept_beside_the_parameter() -> None:
         kept[compensation] = sum(x.nbytes for x in tensors), {key for state in optimizer.state.values() for key in state}
     assert kept["none"][0] == kept["stochastic"][0]
     assert kept["stochastic"][1] - kept["none"][1] == {"random_key"}  # and who does not ask for it has none
+
+
+def test_random_bits_take_no_more_memory_than_a_piece_on_an_accelerator() -> None:
+    """Where a piece has 2^24 elements otherwise, for few launches. The meta device stands for one."""
+    largest: dict[torch.dtype, int] = {}
+
+    class Sizes(TorchDispatchMode):
+        def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            made = function(*args, **(kwargs or {}))
+            if isinstance(made, Tensor):
+                largest[made.dtype] = max(largest.get(made.dtype, 0), made.numel())
+            return made
+
+    parameter = nn.Parameter(torch.zeros(5, 2**20, dtype=DTYPE, device="meta"))
+    optimizer = stochastic([parameter], Lion)
+    parameter.grad = torch.zeros_like(parameter)
+    with Sizes():
+        optimizer.step()
+    assert largest[torch.int64] == largest[torch.int32] == 2**21
 
 
 def test_float32_parameters_are_rounded_to_nearest_as_ever() -> None:
