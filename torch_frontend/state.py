@@ -49,7 +49,7 @@ def initial_state(group: Mapping[str, Any], parameter: Tensor, current: Hyperpar
 
 
 def check_fits(rule: Rule, state: Mapping[str, Any], parameter: Tensor, compensation_dtype: str | None) -> None:
-    """Raise `RefusedError` if the parameter was converted or resized after its state was made.
+    """Raise `RefusedError` if the parameter was converted, resized or moved to another device after its state was made.
 
     Args:
         rule, state: of the parameter.
@@ -63,6 +63,16 @@ def check_fits(rule: Rule, state: Mapping[str, Any], parameter: Tensor, compensa
     kept = state.get("compensation")
     has = None if kept is None else dtype_name(kept.dtype)
     shape = next((state[key].shape for key in state_keys(rule)), parameter.shape)
+    elsewhere = {value.device for key, value in state.items() if key != "step" and isinstance(value, Tensor)} - {
+        parameter.device
+    }
+    if elsewhere:
+        raise RefusedError(
+            f"the state of a parameter of shape {tuple(parameter.shape)} is on {elsewhere.pop()}, and the parameter on "
+            f"{parameter.device}: it was on the former in its first step, or in load_state_dict(), which puts the state where "
+            "the parameter is. Move the model before the first step; with block swapping, call load_state_dict() while each "
+            "block is on the device where its gradients come."
+        )
     if has == compensation_dtype and shape == parameter.shape:
         return
     raise RefusedError(

@@ -146,6 +146,12 @@ def slot_of(optimizer: Any, parameter: Tensor) -> Any:
     return optimizer._slot(parameter)
 
 
+def leave_markers_on(release: Any, device: str) -> None:
+    """Have the markers that the next gradients leave on another device, as if the parameters had come from there."""
+    for member in release._pipeline.step.members.values():
+        member.placeholder = member.marker = member.marker.like(member.parameter, device)
+
+
 def perform_all(optimizer: Any, tasks: list[tuple[Tensor, Tensor | None, Any]]) -> None:
     """Perform (parameter, gradient, action) for each task, without a release."""
     with torch.no_grad():

@@ -68,8 +68,9 @@ class Measurement:
                 self.kept[parameter] = None
                 self._ledger.arrive(member.key, member.nbytes)
             else:
-                others = len(parameter._post_accumulate_grad_hooks) > 1
-                parameter.grad = member.placeholder if others else None
+                parameter.grad = None
+                if len(parameter._post_accumulate_grad_hooks) > 1:  # others may look at it
+                    member.leave_marker()
                 self._ledger.arrive_and_free(member.key, member.nbytes)
 
     @functools.cached_property
@@ -225,7 +226,7 @@ def _updating(pipeline: Pipeline, measured: Measurement) -> Iterator[bool]:
             raise
     for member in members:
         if member.parameter.grad is None:
-            member.parameter.grad = member.placeholder
+            member.leave_marker()
 
 
 def _second_pass(loss: Tensor, seed: Tensor, inputs: list[Tensor] | None, *, retain_graph: bool) -> None:

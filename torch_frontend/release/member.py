@@ -44,8 +44,14 @@ class Member:
                 self.marker = local(self.placeholder)
 
     def is_current(self) -> bool:
-        """Whether the marker has the parameter's dtype, shape and device."""
+        """Whether the marker has the parameter's dtype and shape. Its device may change between the gradients of a pass."""
         mine, parameter = self.placeholder, self.parameter
-        return mine is None or (
-            mine.dtype is parameter.dtype and mine.shape == parameter.shape and mine.device == parameter.device
-        )
+        return mine is None or (mine.dtype is parameter.dtype and mine.shape == parameter.shape)
+
+    def leave_marker(self) -> None:
+        """Free the gradient, and leave in `.grad` the marker that says so."""
+        try:
+            self.parameter.grad = self.placeholder
+        except RuntimeError:  # the parameter is on another device than the marker
+            self.rebuild_marker(self.marker.context)
+            self.parameter.grad = self.placeholder

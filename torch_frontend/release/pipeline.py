@@ -29,7 +29,7 @@ from .member import Member
 from .pass_end import PassEnd
 from .queue import SmallUpdateQueue
 from .receivers import AccumulatingReceiver, GradientReceiver, KeepingReceiver, MeasuringReceiver, for_each
-from .stages import ClipEach, Norm, ReadyGradient, Rescale, Skip, Stage, Update, leave_marker
+from .stages import ClipEach, Norm, ReadyGradient, Rescale, Skip, Stage, Update
 from .step import Step
 
 
@@ -94,7 +94,9 @@ class Pipeline:
     def compose(self) -> None:
         """Build the stages that are needed."""
         step = self.step
-        free = getattr(self.communication, "free_after_pass", leave_marker)  # DistributedDataParallel uses `.grad` itself
+        free = getattr(
+            self.communication, "free_after_pass", Member.leave_marker
+        )  # DistributedDataParallel uses `.grad` itself
         self.update = Update(step, self.skip_count, free)
         stage: Any = self.update
         if self.optimizer._launches_together:

@@ -209,8 +209,3 @@ def action_for(step: Step, member: Member, finite: bool) -> tuple[Action, Status
         return (Action.UPDATE if finite else Action.DISCARD), Status.RELEASED
     decision = step.decide(member.parameter, GradientReady(step.last or step.policy is Policy.RELEASE, finite))
     return decision.action, decision.status
-
-
-def leave_marker(member: Member) -> None:
-    """Free the gradient, and leave in `.grad` the marker that says so."""
-    member.parameter.grad = member.placeholder

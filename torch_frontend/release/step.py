@@ -264,7 +264,7 @@ class Step:
         """Put the markers of this step back where no gradient was left instead."""
         for member in (*self.released.values(), *self.with_status(Status.ACCUMULATED)):
             if member.parameter.grad is None:
-                member.parameter.grad = member.placeholder
+                member.leave_marker()
             elif not is_released(member.parameter.grad):
                 self.joined.add(member.key)
 
