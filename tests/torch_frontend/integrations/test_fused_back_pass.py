@@ -67,7 +67,8 @@ def one_trainer(
     scaler: ScalerOfOneTrainer | None = None,
 ) -> None:
     """OneTrainer's loop; without the fused back pass it would clip the global norm, and here it clips each tensor, too."""
-    scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=[3e-2, 1e-2], total_steps=20)
+    cycles = optimizer.param_groups[0].get("momentum") != 0  # which chooses SGD's rule
+    scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, [3e-2, 1e-2], total_steps=20, cycle_momentum=cycles)
     last = False
 
     def hook(parameter: Tensor, group: dict[str, Any], index: int) -> None:
