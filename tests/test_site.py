@@ -21,6 +21,7 @@ PAGES = sorted(path.relative_to(DOCS).as_posix() for path in DOCS.rglob("*.md"))
 OUTSIDE = ["README.md", "CONTRIBUTING.md"]
 RUN_BY = {
     "jax.md": "jax_frontend/models/test_jax_guide.py",
+    "jax_libraries.md": "jax_frontend/models/test_libraries_guide.py",
     "jax_models.md": "jax_frontend/models/test_models_guide.py",
     "parity.md": "parity/test_kit.py",
     "portable_state.md": "test_portable_guide.py",

@@ -18,7 +18,14 @@ def examples(page: str) -> dict[str, str]:
     return {heading: blocks[0] for heading, blocks in found.items() if blocks}
 
 
-NEEDS = {"flax.linen": "flax", "flax.nnx": "flax", "equinox": "equinox", "Checkpoints": "orbax.checkpoint"}
+NEEDS = {
+    "flax.linen": "flax",
+    "flax.nnx": "flax",
+    "flax.nnx.Optimizer": "flax",
+    "MaxText: a scanned decoder": "flax",
+    "equinox": "equinox",
+    "Checkpoints": "orbax.checkpoint",
+}
 
 
 def run(heading: str, text: str) -> dict[str, Any]:
@@ -28,5 +35,5 @@ def run(heading: str, text: str) -> dict[str, Any]:
     if heading == "A loop of one's own" and not hasattr(pytest.importorskip("jax"), "new_ref"):
         pytest.skip("this jax has no references")
     names: dict[str, Any] = {"__name__": "example"}
-    exec(compile(text, heading, "exec"), names)
+    exec(compile(text, heading, "exec", dont_inherit=True), names)  # without the __future__ of this module
     return names

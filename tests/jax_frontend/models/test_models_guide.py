@@ -6,6 +6,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import optax
 import pytest
 from tests.support.examples import examples, run
 from tests.support.jax_training import assert_close, float64
@@ -17,7 +18,8 @@ MODELS = examples("jax_models.md")
 
 
 def test_there_is_an_example_for_every_kind_of_model() -> None:
-    assert set(MODELS) == {"Plain pytrees", "flax.linen", "flax.nnx", "equinox", "Several stacks"}
+    kinds = {"Plain pytrees", "flax.linen", "flax.nnx", "equinox", "MaxText: a scanned decoder", "Several stacks"}
+    assert set(MODELS) == kinds
 
 
 @pytest.mark.parametrize("heading", MODELS)
@@ -49,3 +51,7 @@ def test_an_example_trains_as_with_the_plain_gradient(heading: str, monkeypatch:
         assert len(batches) == 3
         assert_close(names["state"], expected, rtol=1e-12, atol=1e-12)
         assert abs(float(names["metrics"]["loss"]) - float(loss)) < 1e-12
+        if "Decoder" in names:  # a model that runs by itself, too
+            logits = names["Decoder"]().apply({"params": names["trained"]}, batch["tokens"])
+            own = optax.softmax_cross_entropy_with_integer_labels(logits, batch["targets"]).mean()
+            assert abs(float(own) - float(names["stack"](names["state"].params, batch))) < 1e-12
