@@ -1,10 +1,11 @@
 """The conformance kit: optimizers of others, made by a function, are judged or compared."""
 
 import itertools
+import re
 from collections.abc import Callable, Iterator
 
 import pytest
-from tests.support.examples import examples
+from tests.support.examples import ROOT, examples
 from tests.support.examples import run as run_example
 
 from penstock.core.errors import InvalidArgumentError
@@ -13,6 +14,7 @@ from penstock.parity.backends import PEERS, choose
 from penstock.parity.cases import select as select_updates
 from penstock.parity.compare import Refusal
 from penstock.parity.sections import SECTIONS, select
+from penstock.parity.settings import SETTINGS
 from penstock.parity.suite import run_sections
 
 torch = pytest.importorskip("torch")
@@ -36,6 +38,11 @@ def test_the_examples_of_the_guide_run(heading: str) -> None:
     rows = run_example(heading, GUIDE[heading])["rows"]
     assert rows
     assert {row.backend for row in rows} <= {"mine", "my-transform"}
+
+
+def test_the_guide_has_each_setting_with_its_hyperparameters() -> None:
+    listed = re.findall(r"^\| `(\w+)` \| ([\de.-]+), ([\de.-]+) \|", (ROOT / "docs" / "parity.md").read_text(), re.MULTILINE)
+    assert [(name, float(lr), float(decay)) for name, lr, decay in listed] == [(s.name, s.lr, s.weight_decay) for s in SETTINGS]
 
 
 WRONG: dict[str, tuple[str, str, str]] = {
