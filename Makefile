@@ -6,7 +6,7 @@ BIN      := $(VENV)/bin
 
 OLDEST   ?= .venv-oldest
 
-.PHONY: demo test test-all test-oldest lint parity docs clean
+.PHONY: demo test test-all test-oldest lint parity docs package tag clean
 
 demo: $(VENV)/.installed-parity
 	$(BIN)/penstock demo $(ARGS)
@@ -35,6 +35,18 @@ lint: $(VENV)/.installed-lint
 # The site, in build/site. Material's advice about its successor is not about this site.
 docs: $(VENV)/.installed-docs
 	NO_MKDOCS_2_WARNING=1 JAX_PLATFORMS=cpu $(BIN)/mkdocs build --strict $(ARGS)
+
+# sdist and wheel in dist/, each installed in an environment outside of this folder and used, once with each framework.
+PYTHONS ?= $(BIN)/python
+package: $(VENV)/.installed-package
+	rm -rf dist
+	$(BIN)/python -m build
+	$(BIN)/python -m twine check --strict dist/*
+	$(BIN)/python .ci/smoke.py $(PYTHONS)
+
+# Whether TAG may be published: it is the version, and the changelog has it with a date.
+tag:
+	$(PYTHON) .ci/tag.py "$(TAG)"
 
 clean:
 	rm -rf $(VENV) $(OLDEST) build dist
