@@ -115,7 +115,7 @@ def peers(found: SectionResult, result: Result) -> Table:
 
 
 def summary(result: Result) -> list[str]:
-    """Return sentences: each broken bound, what was not run by reason, and the number of bounds that hold."""
+    """Return sentences: each broken bound, what was not run by reason, and the number of bounds that hold, also by backend."""
     sentences = [complaint(row) for row in result.broken]
     for found in result.sections:
         for line in collapse(found.refusals):
@@ -125,6 +125,12 @@ def summary(result: Result) -> list[str]:
     judged = [row for row in result.rows if row.judged and row.backend not in result.peers]
     broken = len(result.broken)
     counts = f"{len(judged) - broken} of {len(judged)} comparisons are within their bounds, {broken} are not."
+    by_backend: dict[str, list[Row]] = {}
+    for row in judged:
+        by_backend.setdefault(row.backend, []).append(row)
+    if len(by_backend) > 1:
+        shares = (f"{name} {sum(row.within for row in rows)} of {len(rows)}" for name, rows in by_backend.items())
+        counts += f" By backend: {', '.join(shares)}."
     sentences.append(counts if judged else "Nothing was compared with a bound: this is for information.")
     return sentences
 

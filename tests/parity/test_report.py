@@ -166,6 +166,14 @@ def test_refusals_are_told_by_reason(result: Result) -> None:
     assert sentence == f"numpy did not run 3 cases of updates, such as events/hold: {HOSTILE}."
 
 
+def test_the_last_sentence_counts_by_backend(result: Result) -> None:
+    own = {row.backend for row in result.rows if row.judged} - set(result.peers)
+    total, _, by_backend = summary(result)[-1].partition(" By backend: ")
+    counted = re.findall(r"(\d+) of (\d+)(?:[,.]|$)", by_backend)
+    assert all(name in by_backend for name in own)
+    assert [sum(map(int, column)) for column in zip(*counted, strict=True)] == [int(n) for n in re.findall(r"\d+", total)[:2]]
+
+
 def test_rows_for_information_are_not_judged(result: Result) -> None:
     row, *_ = [row for row in result.rows if row.case.startswith("differences/")]
     assert not row.judged
