@@ -94,9 +94,8 @@ class Pipeline:
     def compose(self) -> None:
         """Build the stages that are needed."""
         step = self.step
-        free = getattr(
-            self.communication, "free_after_pass", Member.leave_marker
-        )  # DistributedDataParallel uses `.grad` itself
+        # DistributedDataParallel uses `.grad` itself, after the pass.
+        free = getattr(self.communication, "free_after_pass", Member.leave_marker)
         self.update = Update(step, self.skip_count, free)
         stage: Any = self.update
         if self.optimizer._launches_together:
