@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import pathlib
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Mapping, MutableMapping
 from typing import Any, cast
 
 import torch
@@ -14,6 +15,7 @@ from torch import Tensor, nn
 
 from ...core.atomic_write import replacing
 from ...core.errors import InvalidArgumentError, MissingDependencyError, RefusedError
+from ..compatibility import param_groups_weight_decay
 from ..optimizers import AdamW
 from ..portable import export_state, import_state
 from ..releasable import ReleasableOptimizer
@@ -21,6 +23,7 @@ from ..release import Release
 from .trainer_settings import release_for_trainer
 
 try:
+    from accelerate.state import AcceleratorState, GradientState
     from transformers import Trainer, TrainerCallback
     from transformers.trainer import OPTIMIZER_NAME
 
@@ -131,6 +134,66 @@ class ReleaseTrainer(Trainer):
             scaler=self.accelerator.scaler,
             **self._release_options,
         )
+
+
+class ReleasedOptimizer:
+    """Makes an optimizer and releases the model's gradients: for an unchanged `Trainer` of Transformers 5, in one argument.
+
+    `Trainer` calls it with the model when it creates its optimizer, and the release lasts as long as that optimizer does. The
+    loss in the model's output is guarded. Several processes and fp16 are refused, and with max_norm a loss that is computed
+    outside of the model (label smoothing, compute_loss_func): `ReleaseTrainer` has all of them.
+
+    Example:
+        >>> made = (ReleasedOptimizer, {"optimizer_class": StableAdamW, "lr": 1e-4, "max_norm": 1.0})
+        >>> Trainer(model, TrainingArguments("out"), train_dataset=dataset, optimizer_cls_and_kwargs=made).train()
+    """
+
+    def __call__(
+        self,
+        model: nn.Module,
+        optimizer_class: type[ReleasableOptimizer] = AdamW,
+        *,
+        max_norm: float | None = None,
+        accumulation: str | None = None,
+        weight_decay: float = 0.0,
+        **settings: Any,
+    ) -> ReleasableOptimizer:
+        """Return the optimizer.
+
+        Args:
+            model: as `Trainer` gives it.
+            optimizer_class: of penstock.torch_frontend.
+            max_norm: TrainingArguments.max_grad_norm; None if that is 0.
+            accumulation: "hold" or "state" if gradient_accumulation_steps is above 1, as in `release_gradients`.
+            weight_decay: of the matrices; biases and norms have none.
+            **settings: of the optimizer: lr, betas, eps, ...
+
+        Raises:
+            RefusedError: there are several processes, fp16=True, or the combination is not possible.
+        """
+        trainer = AcceleratorState()
+        if trainer.num_processes > 1 or trainer.mixed_precision == "fp16":
+            raise RefusedError(
+                f"ReleasedOptimizer sees neither the wrapped model nor a GradScaler, and there are {trainer.num_processes} "
+                f"processes and mixed_precision={trainer.mixed_precision!r}; use ReleaseTrainer."
+            )
+        optimizer = optimizer_class(param_groups_weight_decay(model, weight_decay), **settings)
+        state = GradientState()
+        release = release_for_trainer(
+            model,
+            optimizer,
+            micro_batches=1,
+            sync=lambda: state.sync_gradients,
+            max_norm=max_norm,
+            accumulation=accumulation,
+        )
+        model.register_forward_hook(functools.partial(_guard_loss, release))
+        return optimizer
+
+
+def _guard_loss(release: Release, model: nn.Module, inputs: Any, output: Any) -> None:
+    if isinstance(output, MutableMapping) and isinstance(output.get("loss"), Tensor):
+        output["loss"] = release.guard(output["loss"])
 
 
 def convert_checkpoint(checkpoint: str | os.PathLike[str], source: Trainer, target: Trainer) -> None:
