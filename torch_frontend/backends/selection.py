@@ -35,10 +35,12 @@ def select_backend(name: str, parameters: Iterable[Tensor], rules: Iterable[Rule
     given = list(parameters)
     if stochastic and name == "triton":
         require(Combination(compensation="stochastic", backend="triton"))
-    reason = next((why for rule in rules if (why := triton.why_not(given, rule)) is not None), None)
-    if name == "triton" and reason is not None:
-        raise RefusedError(f"backend='triton': {reason}")
-    if name == "triton" or (name == "auto" and not stochastic and _on_cuda(given) and reason is None):
+    if name == "triton" or (name == "auto" and not stochastic and _on_cuda(given)):
+        reason = next((why for rule in rules if (why := triton.why_not(given, rule)) is not None), None)
+        if name == "triton" and reason is not None:
+            raise RefusedError(f"backend='triton': {reason}")
+        name = "triton" if reason is None else "eager"
+    if name == "triton":
         from .triton.backend import TritonBackend  # Triton itself is imported here at the earliest
 
         return TritonBackend()
