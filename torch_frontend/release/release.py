@@ -100,7 +100,7 @@ class Release:
         """Compare a plain and a released step on your own model and batch, bit for bit, and restore everything.
 
         It finds what release cannot see: code that reads a parameter during backward after its update. Run it once, before
-        training. Parameters, buffers, optimizer state and torch's random numbers are restored.
+        training. Parameters, buffers, optimizer state, torch's random numbers and `ledger.peak` are restored.
 
         Args:
             loss_fn: function without arguments that computes the loss of one batch, 0-d; called two or three times.
@@ -118,7 +118,11 @@ class Release:
             raise RefusedError("verify() does not scale losses; verify a release without scaler=, which computes the same.")
         if self._pipeline.step.policy is Policy.STATE and self._pipeline.step.strict:
             raise RefusedError("accumulation='state' is an approximation, and its bits differ; verify a release without it.")
-        verify(self, loss_fn)
+        peak = self.ledger.peak
+        try:
+            verify(self, loss_fn)
+        finally:
+            self.ledger.peak = peak
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:

@@ -46,7 +46,9 @@ def test_verify_passes_and_restores_everything(dtype: torch.dtype, arguments: di
         optimizer.step()
         optimizer.zero_grad()
     before, buffers, random = snapshot(model, optimizer), copy.deepcopy(model.state_dict()), torch.get_rng_state()
+    peak = release.ledger.peak
     release.verify(loss)
+    assert release.ledger.peak == peak
     assert unchanged(before, snapshot(model, optimizer))
     torch.testing.assert_close(model.state_dict(), buffers, rtol=0, atol=0)
     assert torch.equal(torch.get_rng_state(), random)
