@@ -193,7 +193,7 @@ class BlockCall:
                 owner[name] = tensor
 
     def _output(self, tensors: Sequence[Tensor], chunk: slice) -> tuple[Structure, list[Tensor]]:
-        args, kwargs = self._division.structure.fill(tensors[len(self._parameters) :])
+        args, kwargs = self._division.fill(tensors[len(self._parameters) :])
         with self._context.autocast():
             returned = self._forward(*args, **kwargs)
         return outputs_of(returned, chunk.stop - chunk.start, len(self._division.chunks))
