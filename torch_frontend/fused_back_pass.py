@@ -103,6 +103,8 @@ class FusedBackPass(TensorUpdates):
                 "on_nonfinite='raise' promises that nothing was changed, which step_parameter() cannot keep: the parameters "
                 "of later layers are updated already. Use on_nonfinite='skip'."
             )
+        if not isinstance(parameter, Tensor):
+            raise InvalidArgumentError(f"parameter is a {type(parameter).__name__}; it must be a tensor of the optimizer.")
         gradient = parameter.grad
         if gradient is None:
             raise RefusedError(
@@ -145,4 +147,4 @@ class _Passes:
 
 
 def _is_at(index: int, parameter: Tensor, parameters: list[Tensor]) -> bool:
-    return 0 <= index < len(parameters) and parameters[index] is parameter
+    return isinstance(index, int) and 0 <= index < len(parameters) and parameters[index] is parameter

@@ -22,13 +22,18 @@ class KnownGroup:
         self.settings = settings
         debiased = any(field.beta for field in settings.rule.fields)
         self._betas = settings_of(settings.rule).index("betas") if debiased else None  # in a fingerprint
-        betas = [name for name in settings.rule.own_hyperparameters if name.startswith("beta")]
-        self._of_fields = [None if field.beta is None else betas.index(field.beta) for field in settings.rule.fields]
         self.ids = dict.fromkeys(map(id, group["params"]))
         self._order = list(self.ids)
-        self._seen = fingerprint(group)
+        self._see(fingerprint(group))
         self._storage = (group["rule"], group["compensation"], group["capturable"])
         self._followed: tuple[Any, Any] | None = None
+
+    def _see(self, seen: tuple[Any, ...]) -> None:
+        """Keep a fingerprint, and which of its betas each of the rule's fields is debiased by."""
+        self._seen, rule = seen, self.settings.rule
+        if self._betas is not None:
+            betas = dict(zip((n for n in rule.own_hyperparameters if n.startswith("beta")), seen[self._betas], strict=True))
+            self._betas_of_fields = tuple(None if field.beta is None else betas[field.beta] for field in rule.fields)
 
     def betas_have_changed(self) -> bool:
         """Whether the moments are debiased under other betas than the group's.
@@ -39,7 +44,7 @@ class KnownGroup:
         if self._betas is None:
             return False
         betas = self._seen[self._betas]
-        if tuple(None if at is None else betas[at] for at in self._of_fields) == self.group[BETAS_OF_MOMENTS]:
+        if self._betas_of_fields == self.group[BETAS_OF_MOMENTS]:
             return False
         on_device = any(isinstance(beta, SeenTensor) for beta in betas)
         return not on_device or betas != self._followed or torch.cuda.is_current_stream_capturing()
@@ -71,4 +76,4 @@ class KnownGroup:
             for parameter in group["params"]:
                 check_device(current, parameter)
         self.settings.change(current)
-        self._seen = now
+        self._see(now)

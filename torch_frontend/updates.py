@@ -39,6 +39,7 @@ class TensorUpdates(Optimizer):
     _skipped: SkipCount
     _slots: dict[int, TensorSlot]  # by the id of the parameter, in the groups' order
     _groups: list[KnownGroup]
+    _clips = False  # whether the rule of a group clips its updates
     _whole: dict[int, Tensor]  # the parameters by id; keeping them alive keeps their ids valid
 
     def _check_kernels(self) -> None:
@@ -177,7 +178,7 @@ class TensorUpdates(Optimizer):
         count_updates([slot for slot, _ in pairs])
 
     def _update_slots(self, pairs: Sequence[tuple[TensorSlot, Tensor]]) -> None:
-        if any(known.settings.rule.clips_update for known in self._groups):
+        if self._clips:
             clipping = [pair for pair in pairs if pair[0].rule.clips_update]
             if any(shards := [slot.shard for slot, _ in clipping]):
                 self._backend.update_all(clipping, over_shards=functools.partial(means_over_shards, shards))
@@ -250,6 +251,7 @@ class TensorUpdates(Optimizer):
             self._follow_betas(fresh)
             self._forget_groups()
             self._groups = fresh
+            self._clips = any(entry.settings.rule.clips_update for entry in fresh)
             self._whole = {id(parameter): parameter for parameter in self._parameters()}
             return True
         for entry, group in zip(known, groups, strict=True):

@@ -170,9 +170,9 @@ class PortableGroup:
                 )
 
 
-def check_rule(rule: str) -> None:
+def check_rule(rule: Any) -> None:
     """Raise `InvalidArgumentError` unless the rule is known."""
-    if rule not in RULES:
+    if not isinstance(rule, str) or rule not in RULES:
         raise InvalidArgumentError(f"rule={rule!r} is not known; it must be one of {', '.join(RULES)}.")
 
 

@@ -63,7 +63,7 @@ def accumulate(
     change = seen * (entering - previous if first else entering)
     ahead = entering + share * change
     square = ahead * ahead
-    del ahead
+    del ahead  # eager PyTorch holds one array less at its peak
     if not first:
         return mean + c1 * entering, difference + c2 * change, second_moment + c3 * square, previous + entering
     mean, difference = forgotten(mean, current.beta1, xp), forgotten(difference, current.beta2, xp)

@@ -86,13 +86,8 @@ def nesterov(current: SGDHyperparameters, corrections: Corrections, fields: Fiel
 
 def chosen(own: Mapping[str, Any]) -> Rule:
     """Return the row of these settings."""
-    kind = "sgd" if is_zero(own["momentum"]) else "sgd_nesterov" if own["nesterov"] else "sgd_momentum"
-    return next(row for row in ROWS_OF_SGD if row.name == (decoupled(kind) if own["decoupled_weight_decay"] else kind))
-
-
-def decoupled(name: str) -> str:
-    """Return the name of a row with decoupled decay."""
-    return name.replace("sgd", "sgdw")
+    row = SGD if is_zero(own["momentum"]) else SGD_NESTEROV if own["nesterov"] else SGD_MOMENTUM
+    return WITH_DECOUPLED_DECAY[row] if own["decoupled_weight_decay"] else row
 
 
 SGD = Rule(
@@ -137,12 +132,9 @@ SGD_NESTEROV = dataclasses.replace(
     needs_gradient=True,
     linear=False,
 )
-WITH_L2 = (SGD, SGD_MOMENTUM, SGD_NESTEROV)
-ROWS_OF_SGD = (
-    *WITH_L2,
-    *(
-        dataclasses.replace(row, name=decoupled(row.name), l2=False, defaults={**row.defaults, "decoupled_weight_decay": True})
-        for row in WITH_L2
-    ),
-)
+WITH_DECOUPLED_DECAY = {
+    row: dataclasses.replace(row, name=name, l2=False, defaults={**row.defaults, "decoupled_weight_decay": True})
+    for row, name in ((SGD, "sgdw"), (SGD_MOMENTUM, "sgdw_momentum"), (SGD_NESTEROV, "sgdw_nesterov"))
+}
+ROWS_OF_SGD = (*WITH_DECOUPLED_DECAY, *WITH_DECOUPLED_DECAY.values())
 """The rules that settings of SGD choose from, `chosen`."""

@@ -232,6 +232,8 @@ MISUSES: dict[str, tuple[Callable[[nn.Module, Any], Any], type[PenstockError], s
     "another group": (lambda m, o: o.step_parameter(of(o, 0, 0)[0], of(o, 1, 0)[1]), InvalidArgumentError, "in the group"),
     "another index": (lambda m, o: o.step_parameter(*of(o, 0, 0), 1), InvalidArgumentError, "number 1 of the group"),
     "an index from the end": (lambda m, o: o.step_parameter(*of(o, 0, -1), -1), InvalidArgumentError, "number -1"),
+    "an index that is a name": (lambda m, o: o.step_parameter(*of(o, 0, 0), "weight"), InvalidArgumentError, "number weight"),
+    "no tensor": (lambda m, o: o.step_parameter("weight", of(o, 0, 0)[1]), InvalidArgumentError, "parameter is a str"),
     "a copy of a group": (
         lambda m, o: o.step_parameter(of(o, 0, 0)[0], {**of(o, 0, 0)[1], "lr": 0.0}, 0),
         InvalidArgumentError,
