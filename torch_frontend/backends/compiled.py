@@ -122,16 +122,36 @@ def _run(
     """
     parameter, dtypes = slot.parameter, tuple([field.dtype for field in slot.fields_of(slot.state)])
     chosen = kind, first, measured, slot.rule.name, slot.compensation, slot.settings.derived(_constants)
-    graph, is_new = _compiled(*chosen, (parameter.dtype, *dtypes), parameter.device)
+    graph = _compiled(*chosen, (parameter.dtype, *dtypes), parameter.device)
     if total is not None:
         total = torch.as_tensor(total, dtype=slot.compute_dtype, device=slot.parameter.device)
-    if is_new:
-        is_new.clear()
-        for vector in filter(lambda vector: vector is not None, piece):
-            torch._dynamo.maybe_mark_dynamic(vector, 0)
     random = None if slot.random_key is None else _random(slot, piece[0].storage_offset() - parameter.storage_offset())
-    found: tuple[Tensor | None, Any] = graph(piece, slot.vector(), total, random)
-    return found
+    return graph((piece, slot.vector(), total, random))
+
+
+class Graph:
+    """A compiled function of one tuple: vectors of any length, scalars, a mean square or None, random bits or None.
+
+    Args:
+        compiled: from torch.compile.
+    """
+
+    def __init__(self, compiled: Callable[..., Any]) -> None:
+        self._compiled = compiled
+        self._program: Any = None  # what torch compiles ahead of time: its call takes half the host time
+        self._is_new = True
+
+    def __call__(self, given: tuple[Vectors, Tensor, Tensor | None, Tensor | None]) -> tuple[Tensor | None, Any]:
+        if self._is_new:
+            self._is_new = False
+            for vector in filter(lambda vector: vector is not None, given[0]):
+                torch._dynamo.maybe_mark_dynamic(vector, 0)
+            if hasattr(self._compiled, "aot_compile"):
+                self._program = self._compiled.aot_compile(((given,), {}))
+                self._program.disable_guard_check()  # checked below, where something else can be done
+        fits = self._program is not None and self._program.guard_check(given)
+        found: tuple[Tensor | None, Any] = (self._program if fits else self._compiled)(given)
+        return found
 
 
 def _has_plain_indices(slot: TensorSlot) -> bool:
@@ -170,8 +190,8 @@ def _compiled(
     constants: tuple[tuple[str, Any], ...],
     dtypes: tuple[torch.dtype, ...],
     device: torch.device,
-) -> tuple[Callable[..., Any], list[bool]]:
-    """Return one graph, and a list that is empty once it has been called.
+) -> Graph:
+    """Return one graph.
 
     `dtypes` and `device` are part of the cache key, so that each graph is compiled once.
     """
@@ -182,8 +202,8 @@ def _compiled(
     kahan = compensation == "kahan"
     ops = compiled_ops if kahan and not keeps_casts(dtypes[0], device.type) else torch_ops
 
-    def step(tensors: Vectors, scalars: Tensor, total: Tensor | None, random: Tensor | None) -> tuple[Tensor | None, Any]:
-        parameter, gradient, stored, *fields = tensors
+    def step(given: tuple[Vectors, Tensor, Tensor | None, Tensor | None]) -> tuple[Tensor | None, Any]:
+        (parameter, gradient, stored, *fields), scalars, total, random = given
         bits = None
         if random is not None:
             shift, factor, start = random.unbind()
@@ -192,7 +212,7 @@ def _compiled(
         *corrections, learning_rate, decay = scalars.unbind()
         current = rule.hyperparameters(learning_rate=learning_rate, weight_decay=decay, **dict(constants))
         state = TensorState(tuple(fields), stored, 0.0 if total is None else total)
-        given = (corrections, compensation, parameter, gradient, state)
+        arrays = (corrections, compensation, parameter, gradient, state)
         squares = gradient.to(scalars.dtype).square().sum() if measured else None
         new = parameter
         if kind == "apply":
@@ -200,16 +220,16 @@ def _compiled(
         elif kind in ("update", "write") and rule.clips_update:
             whole: Any = total
             if kind == "update":
-                whole = core_update.accumulate(ops, rule, current, *given, first=first).mean_square
+                whole = core_update.accumulate(ops, rule, current, *arrays, first=first).mean_square
             eta = core_update.clipped_learning_rate(learning_rate, whole, torch)
             clipped = rule.hyperparameters(learning_rate=eta, weight_decay=decay, **dict(constants))
-            new, after = core_update.update(ops, unclipped, clipped, *given, first=first, bits=bits)
+            new, after = core_update.update(ops, unclipped, clipped, *arrays, first=first, bits=bits)
             # Were eta not an output, Inductor would compute it again for every 16 elements.
             after = TensorState(after.fields, after.compensation, eta)
         elif kind in ("update", "write"):
-            new, after = core_update.update(ops, rule, current, *given, first=first, bits=bits)
+            new, after = core_update.update(ops, rule, current, *arrays, first=first, bits=bits)
         else:
-            after = core_update.accumulate(ops, rule, current, *given, first=first)
+            after = core_update.accumulate(ops, rule, current, *arrays, first=first)
             if kind == "measure":
                 return squares, after.mean_square
         if kind != "accumulate":
@@ -227,7 +247,7 @@ def _compiled(
     options: dict[str, Any] = {"size_asserts": False, **(KEEP_CASTS if kahan else {})}  # the guards compare the sizes
     if _FILTERS_GUARDS:
         options["guard_filter_fn"] = _guards_of_tensors
-    return torch.compile(own, fullgraph=True, options=options), [True]
+    return Graph(torch.compile(own, fullgraph=True, options=options))
 
 
 _FILTERS_GUARDS = hasattr(torch.compiler, "keep_tensor_guards_unsafe")
