@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 import types
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -241,8 +242,9 @@ def _compiled(
                 field.copy_(new_field)
         return squares, after.mean_square
 
-    # torch.compile caches graphs by code object and stops compiling after a number of them: each graph gets its own.
-    code = step.__code__.replace(co_name=f"{rule_name}_{kind}")
+    # torch.compile caches graphs by code object and stops compiling after a number of them: each graph gets its own. Under a
+    # name of its own: a number that differs from that of a function of the same name would become an input.
+    code = step.__code__.replace(co_name=f"{rule_name}_{kind}_{next(_NUMBERS)}")
     own = types.FunctionType(code, step.__globals__, code.co_name, step.__defaults__, step.__closure__)
     options: dict[str, Any] = {"size_asserts": False, **(KEEP_CASTS if kahan else {})}  # the guards compare the sizes
     if _FILTERS_GUARDS:
@@ -250,6 +252,7 @@ def _compiled(
     return Graph(torch.compile(own, fullgraph=True, options=options))
 
 
+_NUMBERS = itertools.count()
 _FILTERS_GUARDS = hasattr(torch.compiler, "keep_tensor_guards_unsafe")
 
 
