@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, Protocol
 
 import numpy as np
@@ -38,6 +39,18 @@ class ArrayOps(Protocol):
         """Return zeros with x's shape and device."""
         ...
 
+    def zeros(self, shape: Sequence[int], dtype: str, beside: Array) -> Array:
+        """Return zeros on the device of `beside`."""
+        ...
+
+    def largest(self, x: Array) -> Array:
+        """Return the maxima over the last dimension, which is kept; NaN where there is one."""
+        ...
+
+    def padded(self, x: Array, count: int) -> Array:
+        """Return x with zeros behind it in the last dimension."""
+        ...
+
 
 def numpy_dtype(name: str) -> np.dtype:
     """Return the numpy dtype of that name; only "bfloat16" needs ml_dtypes."""
@@ -69,6 +82,15 @@ class NumpyOps:
 
     def zeros_like(self, x: Array, dtype: str) -> Array:
         return np.zeros(np.shape(x), numpy_dtype(dtype))
+
+    def zeros(self, shape: Sequence[int], dtype: str, beside: Array) -> Array:
+        return np.zeros(shape, numpy_dtype(dtype))
+
+    def largest(self, x: Array) -> Array:
+        return np.max(x, axis=-1, keepdims=True)
+
+    def padded(self, x: Array, count: int) -> Array:
+        return np.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, count)])
 
 
 numpy_ops = NumpyOps()

@@ -7,11 +7,13 @@ writes it; the update does not know of the pair.
 none       p = cast(x)                   the bits that rounding removes are lost
 kahan      p = cast(x), k = cast(x - p)  k in p's dtype; p + k has about twice p's digits
 split      (p, k) = the bits of x        bfloat16 p and int16 k together are exactly the float32 number
+split8     (p, k) = 24 bits of x         as split with an int8 k: x is rounded up or down to 24 bits by chance
 stochastic p = x, rounded up or down     by chance, so that the mean is x; nothing is kept beside p
 ========== ============================= ======================================================================
 
-`stochastic` is `core.stochastic_rounding`, with the bits of `core.random_bits`. `split` rounds ties away from zero, so that the
-remainder fits 16 bits; everything else rounds to nearest, ties to even. float32 and float64 parameters are never compensated.
+`stochastic` and `split8` round by `core.stochastic_rounding`, with the bits of `core.random_bits`. `split` and `split8` round
+ties away from zero, so that the remainder fits; everything else rounds to nearest, ties to even. float32 and float64 parameters
+are never compensated.
 
 A user may write a parameter (clamp, prune, project), and k is then the remainder of another number. `load` ignores k where p is
 zero or infinite, and a kahan k above half a spacing of p: it reads a number within half a spacing of what was written. (So
@@ -26,12 +28,14 @@ from typing import NamedTuple
 from .array_ops import Array, ArrayOps
 from .dtypes import LOW_PRECISION, compute_dtype
 from .errors import InvalidArgumentError
-from .stochastic_rounding import stochastically_rounded
+from .stochastic_rounding import stochastically_rounded, without_low_bits
 
-COMPENSATIONS = ("auto", "none", "kahan", "split", "stochastic")
+COMPENSATIONS = ("auto", "none", "kahan", "split", "split8", "stochastic")
+WITH_RANDOM_BITS = ("split8", "stochastic")
 
 _HALF = 0x8000  # half of a bfloat16 spacing, in units of the float32 bit pattern
 _HIGH_BITS = -0x10000  # 0xFFFF0000 as an int32
+_SPLIT8_UNIT = 1 << 8  # of a float32's bits
 _BELOW_HALF = 1.0 - 2.0**-12  # times half a spacing of p: rounds to p; times the next number above half: does not
 
 
@@ -43,10 +47,10 @@ class Stored(NamedTuple):
 
 
 def resolve(compensation: str, parameter_dtype: str) -> str:
-    """Return the compensation of a parameter with this dtype: "none", "kahan", "split" or "stochastic".
+    """Return the compensation of a parameter with this dtype: one of `COMPENSATIONS` but "auto".
 
     Raises:
-        InvalidArgumentError: an unknown name, or "split" for a float16 parameter.
+        InvalidArgumentError: an unknown name, or "split" or "split8" for a float16 parameter.
     """
     if compensation not in COMPENSATIONS:
         raise InvalidArgumentError(f"compensation={compensation!r} is not known; it must be one of {', '.join(COMPENSATIONS)}.")
@@ -54,10 +58,10 @@ def resolve(compensation: str, parameter_dtype: str) -> str:
         return "none"
     if compensation == "auto":
         return "split" if parameter_dtype == "bfloat16" else "kahan"
-    if compensation == "split" and parameter_dtype == "float16":
+    if compensation in ("split", "split8") and parameter_dtype == "float16":
         raise InvalidArgumentError(
-            "compensation='split' is not possible for a float16 parameter (float16 is not the upper half of float32); "
-            "use compensation='kahan' or 'auto'."
+            f"compensation={compensation!r} is not possible for a float16 parameter (float16 is not the upper half of "
+            "float32); use compensation='kahan', 'stochastic' or 'auto'."
         )
     return compensation
 
@@ -69,7 +73,7 @@ def possible(parameter_dtype: str) -> tuple[str, ...]:
 
 def compensation_dtype(compensation: str, parameter_dtype: str) -> str | None:
     """Return the dtype of k for a resolved compensation, or None."""
-    return {"none": None, "stochastic": None, "kahan": parameter_dtype, "split": "int16"}[compensation]
+    return {"none": None, "stochastic": None, "kahan": parameter_dtype, "split": "int16", "split8": "int8"}[compensation]
 
 
 def load(ops: ArrayOps, compensation: str, stored: Stored) -> Array:
@@ -82,7 +86,8 @@ def load(ops: ArrayOps, compensation: str, stored: Stored) -> Array:
     if compensation == "kahan":
         wanted = ops.cast(remainder, "float32")
         return xp.where(ops.round_to(upcast + wanted * _BELOW_HALF, dtype) == upcast, upcast + wanted, upcast)
-    number = ops.bitcast(ops.bitcast(upcast, "int32") + ops.cast(remainder, "int32"), "float32")
+    units = 1 if compensation == "split" else _SPLIT8_UNIT
+    number = ops.bitcast(ops.bitcast(upcast, "int32") + ops.cast(remainder, "int32") * units, "float32")
     magnitude = xp.abs(upcast)
     return xp.where((magnitude > 0) & (magnitude < math.inf), number, upcast)
 
@@ -97,7 +102,7 @@ def store(ops: ArrayOps, compensation: str, x: Array, parameter_dtype: str, bits
         compensation: resolved.
         x: float32 where it is compensated.
         parameter_dtype: of p.
-        bits: of x's shape, for "stochastic": words of `core.random_bits`.
+        bits: of x's shape, for `WITH_RANDOM_BITS`: words of `core.random_bits`.
     """
     if compensation == "stochastic":
         assert bits is not None
@@ -111,7 +116,12 @@ def store(ops: ArrayOps, compensation: str, x: Array, parameter_dtype: str, bits
         finite = xp.isfinite(rounded)
         remainder = xp.where(finite, x, 0.0) - xp.where(finite, rounded, 0.0)
         return Stored(ops.cast(rounded, parameter_dtype), ops.cast(remainder, parameter_dtype))
+    if compensation == "split8":
+        assert bits is not None
+        x = without_low_bits(ops, x, 8, bits)
     pattern = ops.bitcast(xp.where(xp.isnan(x), float("nan"), x), "int32")
     high = (pattern + _HALF) & _HIGH_BITS
     parameter = ops.cast(ops.bitcast(high, "float32"), "bfloat16")
+    if compensation == "split8":
+        return Stored(parameter, ops.cast((pattern - high) // _SPLIT8_UNIT, "int8"))
     return Stored(parameter, ops.cast(pattern - high, "int16"))

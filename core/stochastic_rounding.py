@@ -44,6 +44,18 @@ def stochastically_rounded(ops: ArrayOps, x: Array, dtype: str, bits: Array) -> 
     return xp.where(inside, rounded, x)
 
 
+def without_low_bits(ops: ArrayOps, x: Array, count: int, bits: Array) -> Array:
+    """Return float32 numbers rounded to those whose low bits are zero; at the end of bfloat16's range x itself.
+
+    Args:
+        count: of low bits.
+        bits: of x's shape: words of `core.random_bits`.
+    """
+    inside = ops.xp.abs(x) < LARGEST["bfloat16"]
+    pattern = ops.bitcast(ops.xp.where(inside, x, 0.0), "int32")
+    return ops.xp.where(inside, ops.bitcast(_cut(ops, pattern, bits, count), "float32"), x)
+
+
 def _cut(ops: ArrayOps, number: Array, bits: Array, count: int) -> Array:
     """Return an int32 with its low bits zero, rounded up in magnitude with a probability of them / 2^count."""
     return (number + ops.cast(bits & ((1 << count) - 1), "int32")) & -(1 << count)

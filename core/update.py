@@ -8,13 +8,16 @@ arithmetic between is the rule's (`core.rules`), in the compute dtype.
 from __future__ import annotations
 
 import numbers
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
+from . import codings
 from . import compensation as compensations
 from .array_ops import Array, ArrayOps
+from .codings import Coded, EightBit, StateDtypes
 from .compensation import Stored
 from .debiasing import debiasing_ratio
-from .dtypes import StateDtypes, compute_dtype
+from .dtypes import compute_dtype
 from .hyperparameters import Hyperparameters, Scalar, is_zero
 from .rules import Entered, Fields, Rule
 
@@ -22,44 +25,52 @@ from .rules import Entered, Fields, Rule
 class TensorState(NamedTuple):
     """What an optimizer keeps for one parameter between gradients.
 
-    fields: the rule's, each of the parameter's shape.
+    fields: the rule's, each of the parameter's shape, as `core.codings` stores them.
     compensation: the bits that a low-precision parameter cannot hold, or None.
     mean_square: 0-d, sum of the mean squares of the micro-batches already in the fields; 0 between updates.
     """
 
-    fields: Fields
+    fields: tuple[Coded, ...]
     compensation: Array | None
     mean_square: Array | float = 0.0
 
 
-def init_state(ops: ArrayOps, parameter: Array, dtypes: StateDtypes, compensation: str) -> TensorState:
+Bits = Callable[[int], Array | None]
+"""Returns random bits of the parameter's shape, words of `core.random_bits`: of 0 for the parameter, of n for the nth field,
+each None where it is rounded to nearest."""
+
+
+def init_state(ops: ArrayOps, rule: Rule, parameter: Array, dtypes: StateDtypes, compensation: str) -> TensorState:
     """The state of a parameter that was never updated: zeros.
 
     Args:
         ops: the framework's casts.
+        rule: whose fields are made.
         parameter: any shape.
-        dtypes: of the fields, from `core.dtypes.state_dtypes`.
+        dtypes: of the fields, from `core.codings.state_dtypes`.
         compensation: resolved, from `core.compensation.resolve`.
     """
     kept = compensations.compensation_dtype(compensation, ops.dtype_name(parameter))
-    fields = tuple(ops.zeros_like(parameter, dtype) for dtype in dtypes)
+    fields = tuple(codings.zeros(ops, field, parameter, dtype) for field, dtype in zip(rule.fields, dtypes, strict=True))
     return TensorState(fields, None if kept is None else ops.zeros_like(parameter, kept))
 
 
-def rebiased(ops: ArrayOps, moment: Array, step: Scalar, before: Scalar, after: Scalar) -> Array:
+def rebiased(ops: ArrayOps, moment: Coded, step: Scalar, before: Scalar, after: Scalar) -> Coded:
     r"""Return a moment that is debiased under one beta as debiased under another, before the first update that uses that.
 
         m <- m * (1-before^t)/(1-after^t)
 
     Adam's biased mean m*(1-before^t) stays what it is, so that the next update gives what Adam's does with its new beta. The
-    product is in the compute dtype of the moment, and is rounded to its dtype once. A moment whose beta stays, or that
-    was never updated, stays as it is.
+    product is in the compute dtype of the moment, and is rounded to its dtype once; of a coded moment, the scale is
+    multiplied. A moment whose beta stays, or that was never updated, stays as it is.
 
     Args:
         moment: any shape, in the dtype in which it is stored.
         step: t, the number of updates so far; a Python number, or a 0-d array.
         before, after: beta1 or beta2; Python numbers, or 0-d arrays.
     """
+    if isinstance(moment, EightBit):
+        return EightBit(moment.codes, rebiased(ops, moment.scale, step, before, after))
     dtype = ops.dtype_name(moment)
     compute = compute_dtype(dtype)
     before, after, step = (x if isinstance(x, numbers.Real) else ops.cast(x, compute) for x in (before, after, step))
@@ -82,12 +93,13 @@ def prepared_gradient(
     return prepared
 
 
-def _upcast(ops: ArrayOps, fields: Fields, dtype: str) -> Fields:
-    return tuple(ops.cast(field, dtype) for field in fields)
+def _loaded(ops: ArrayOps, fields: tuple[Coded, ...], dtype: str) -> Fields:
+    return tuple(codings.load(ops, field, dtype) for field in fields)
 
 
-def _rounded(ops: ArrayOps, fields: Fields, state: TensorState) -> Fields:
-    return tuple(ops.cast(new, ops.dtype_name(old)) for new, old in zip(fields, state.fields, strict=True))
+def _stored(ops: ArrayOps, fields: Fields, state: TensorState, bits: Bits | None) -> tuple[Coded, ...]:
+    pairs = zip(fields, state.fields, strict=True)
+    return tuple(codings.store(ops, new, old, bits(n) if bits else None) for n, (new, old) in enumerate(pairs, 1))
 
 
 def _accumulated(
@@ -101,7 +113,7 @@ def _accumulated(
     first: bool,
 ) -> tuple[Fields, Array | float, Entered]:
     """Return the fields and the summed mean square after one more micro-batch, all in the compute dtype, as `parameter` is."""
-    before = _upcast(ops, state.fields, ops.dtype_name(parameter))
+    before = _loaded(ops, state.fields, ops.dtype_name(parameter))
     ready = prepared_gradient(ops, rule, hyperparameters, gradient, parameter, first=first)
     fields = rule.accumulate(hyperparameters, corrections, before, ready, ops.xp, first=first)
     entered = Entered(before, ready)
@@ -151,6 +163,7 @@ def increment(
     *,
     first: bool = True,
     mean_square: Array | None = None,
+    bits: Bits | None = None,
 ) -> tuple[Array, TensorState]:
     """Return what one gradient adds to a parameter, and the new state with the old compensation.
 
@@ -159,7 +172,7 @@ def increment(
         gradient: of the parameter's shape, any floating-point dtype.
         corrections: of this update, from `Rule.corrections`.
         first: no micro-batch of this update is in the fields yet.
-        mean_square: see `update`.
+        mean_square, bits: see `update`.
 
     Returns:
         The increment in the compute dtype, -eta*(direction + decay*p), and the state with rounded fields.
@@ -167,7 +180,7 @@ def increment(
     fields, squares, entered = _accumulated(ops, rule, hyperparameters, corrections, parameter, gradient, state, first)
     squares = squares if mean_square is None else mean_square
     added = _stepped(ops, rule, hyperparameters, corrections, parameter, fields, squares, entered)
-    return added, TensorState(_rounded(ops, fields, state), state.compensation)
+    return added, TensorState(_stored(ops, fields, state, bits), state.compensation)
 
 
 def update(
@@ -182,7 +195,7 @@ def update(
     *,
     first: bool = True,
     mean_square: Array | None = None,
-    bits: Array | None = None,
+    bits: Bits | None = None,
 ) -> tuple[Array, TensorState]:
     r"""One update of one tensor: the gradient of the only, or of the last, micro-batch, and the step.
 
@@ -194,13 +207,13 @@ def update(
         rule: which optimizer.
         hyperparameters: validated.
         corrections: from `Rule.corrections`, for the number of this update.
-        compensation: resolved: "none", "kahan", "split" or "stochastic".
+        compensation: resolved: one of `core.compensation.COMPENSATIONS` but "auto".
         parameter: any shape, any of `core.dtypes.PARAMETER_DTYPES`.
         gradient: of the parameter's shape.
         state: of the parameter.
         first: no micro-batch of this update is in the fields yet.
         mean_square: of the whole tensor, 0-d, if `parameter` is only a part of it; from `accumulate` of all parts.
-        bits: of the parameter's shape, for "stochastic": words of `core.random_bits` for this update.
+        bits: where the parameter or a field is rounded stochastically.
 
     Returns:
         The new parameter, in its dtype, and the new state.
@@ -208,9 +221,9 @@ def update(
     dtype = ops.dtype_name(parameter)
     number = compensations.load(ops, compensation, Stored(parameter, state.compensation))
     added, state = increment(
-        ops, rule, hyperparameters, corrections, number, gradient, state, first=first, mean_square=mean_square
+        ops, rule, hyperparameters, corrections, number, gradient, state, first=first, mean_square=mean_square, bits=bits
     )
-    stored = compensations.store(ops, compensation, number + added, dtype, bits)
+    stored = compensations.store(ops, compensation, number + added, dtype, bits(0) if bits else None)
     return stored.parameter, TensorState(state.fields, stored.compensation)
 
 
@@ -225,11 +238,12 @@ def accumulate(
     state: TensorState,
     *,
     first: bool,
+    bits: Bits | None = None,
 ) -> TensorState:
     """Put one micro-batch into the fields; the parameter does not change. Arguments as in `update`."""
     number = compensations.load(ops, compensation, Stored(parameter, state.compensation))
     fields, squares, _ = _accumulated(ops, rule, hyperparameters, corrections, number, gradient, state, first)
-    return TensorState(_rounded(ops, fields, state), state.compensation, squares)
+    return TensorState(_stored(ops, fields, state, bits), state.compensation, squares)
 
 
 def apply(
@@ -241,12 +255,12 @@ def apply(
     parameter: Array,
     state: TensorState,
     *,
-    bits: Array | None = None,
+    bits: Bits | None = None,
 ) -> tuple[Array, TensorState]:
     """Step from fields that contain all micro-batches of the update. Arguments as in `update`."""
     dtype = ops.dtype_name(parameter)
     number = compensations.load(ops, compensation, Stored(parameter, state.compensation))
-    fields = _upcast(ops, state.fields, compute_dtype(dtype))
+    fields = _loaded(ops, state.fields, compute_dtype(dtype))
     added = _stepped(ops, rule, hyperparameters, corrections, number, fields, state.mean_square, None)
-    stored = compensations.store(ops, compensation, number + added, dtype, bits)
+    stored = compensations.store(ops, compensation, number + added, dtype, bits(0) if bits else None)
     return stored.parameter, TensorState(state.fields, stored.compensation)

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from ..core import compensation as compensations
-from ..core.dtypes import StateDtypes, state_dtypes
+from ..core.codings import StateDtypes, state_dtypes
 from ..core.errors import InvalidArgumentError, PenstockError
 from ..core.hyperparameters import Hyperparameters, Scalar
 from ..core.random_bits import check_seed

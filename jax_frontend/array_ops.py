@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -43,6 +44,15 @@ class JaxOps:
     def zeros_like(self, x: Array, dtype: str) -> Array:
         """Return zeros with the shape and sharding of x."""
         return jnp.zeros_like(x, dtype=dtype)
+
+    def zeros(self, shape: Sequence[int], dtype: str, beside: Array) -> Array:
+        return jnp.zeros(shape, dtype)
+
+    def largest(self, x: Array) -> Array:
+        return jnp.max(x, axis=-1, keepdims=True)
+
+    def padded(self, x: Array, count: int) -> Array:
+        return jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, count)])
 
 
 jax_ops = JaxOps()

@@ -70,10 +70,9 @@ class Leaf(NamedTuple):
         """Those of `core.update`."""
         return self[:-1]
 
-    @property
-    def bits(self) -> Array | None:
-        """The random bits of all elements, uint32; None without stochastic rounding."""
-        return None if self.random is None else bits_like(*self.random, self.parameter)
+    def bits(self, number: int) -> Array | None:
+        """Return the random bits of all elements, uint32, of the parameter (0); None without stochastic rounding."""
+        return None if self.random is None or number else bits_like(*self.random, self.parameter)
 
     def kept(self, compensation: Array | None) -> Array | None:
         """Return what the new state keeps: the new compensation, or the key, which stays."""

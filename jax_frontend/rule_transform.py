@@ -162,7 +162,7 @@ def _update_leaf(rule: Rule, leaf: Leaf, scales_only: bool, *, direct: bool, tur
         )
         if scales_only:
             return jax_ops.cast(-added, jax_ops.dtype_name(p)), None, *state.fields, None
-        stepped = step(compensation, p, value, added, direct=direct, bits=leaf.bits)
+        stepped = step(compensation, p, value, added, direct=direct, bits=leaf.bits(0))
         return stepped.increment, stepped.parameter, *state.fields, stepped.compensation
 
     old = state.compensation, parameter, *state.fields

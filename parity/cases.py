@@ -14,8 +14,9 @@ from collections.abc import Iterable, Iterator, Mapping
 
 import numpy as np
 
+from ..core.codings import StateDtypes, state_dtypes
 from ..core.compensation import possible, resolve
-from ..core.dtypes import LOW_PRECISION, StateDtypes, compute_dtype, state_dtypes
+from ..core.dtypes import LOW_PRECISION, compute_dtype
 from ..core.errors import InvalidArgumentError
 from ..core.rules import Rule
 from ..core.rules.adam_family import AdamHyperparameters

@@ -7,7 +7,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from ..core.dtypes import StateDtypes, compute_dtype
+from ..core.codings import StateDtypes
+from ..core.dtypes import compute_dtype
 from ..core.rules.adam_family import AdamHyperparameters
 from .bounds import (
     ARITHMETIC,

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from ..core.dtypes import StateDtypes
+from ..core.codings import StateDtypes
 from ..core.reference import Change, Gradient, Reference, Settings
 from ..core.rules.adam_family import AdamHyperparameters
 from .bounds import Bound

@@ -5,8 +5,8 @@ from __future__ import annotations
 import dataclasses
 
 from ..core.array_ops import numpy_dtype
+from ..core.codings import state_dtypes
 from ..core.compensation import COMPENSATIONS, compensation_dtype, resolve
-from ..core.dtypes import state_dtypes
 from ..core.errors import InvalidArgumentError
 from ..core.rules import ADAM, ADAMW, ADAN, LION, RADAM, SGD, STABLE_ADAMW
 

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-DTYPES = {name: getattr(torch, name) for name in ("float64", "float32", "bfloat16", "float16", "int16", "int32", "int64")}
+_NAMES = ("float64", "float32", "bfloat16", "float16", "uint8", "int8", "int16", "int32", "int64")
+DTYPES = {name: getattr(torch, name) for name in _NAMES}
 
 
 def dtype_name(dtype: torch.dtype) -> str:
@@ -37,6 +39,15 @@ class TorchOps:
     def zeros_like(self, x: Tensor, dtype: str) -> Tensor:
         """A dense permuted layout is kept, so that state and parameter can be walked side by side."""
         return torch.zeros_like(x, dtype=DTYPES[dtype], memory_format=torch.preserve_format)
+
+    def zeros(self, shape: Sequence[int], dtype: str, beside: Tensor) -> Tensor:
+        return torch.zeros(shape, dtype=DTYPES[dtype], device=beside.device)
+
+    def largest(self, x: Tensor) -> Tensor:
+        return x.amax(-1, keepdim=True)
+
+    def padded(self, x: Tensor, count: int) -> Tensor:
+        return torch.nn.functional.pad(x, (0, count))
 
 
 class CompiledOps(TorchOps):

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn.parameter import is_lazy
 
-from ..core import compensation, dtypes, random_bits
+from ..core import codings, compensation, dtypes, random_bits
 from ..core.errors import InvalidArgumentError, RefusedError, UnsupportedTensorError
 from ..core.hyperparameters import DECAY, Hyperparameters, check_number
 from ..core.portable.state import check_rule
@@ -258,7 +258,7 @@ def check_group(group: Group) -> None:
         name = dtype_name(parameter.dtype)
         if is_stochastic(group, parameter) and is_sharded(parameter):
             first_index(parameter)  # raises
-        moment_dtypes(group, name, checked)
+        field_dtypes(group, parameter, checked)
 
 
 def is_stochastic(group: Mapping[str, Any], parameter: Tensor) -> bool:
@@ -348,8 +348,8 @@ def check_gradient(parameter: Tensor, gradient: Tensor) -> None:
         )
 
 
-def moment_dtypes(group: Mapping[str, Any], parameter_dtype: str, checked: Hyperparameters) -> dtypes.StateDtypes:
-    """Return the dtypes of a parameter's moments in this group."""
-    rule = rule_of(group)
-    asked = None if group["state_dtype"] is None else [dtype_name(group["state_dtype"])] * len(rule.fields)
-    return dtypes.state_dtypes(rule.fields, parameter_dtype, rule.decays(checked), asked)
+def field_dtypes(group: Mapping[str, Any], parameter: Tensor, checked: Hyperparameters) -> codings.StateDtypes:
+    """Return the dtypes of the fields of a parameter of this group."""
+    rule, given = rule_of(group), group["state_dtype"]
+    asked = None if given is None else [given if isinstance(given, str) else dtype_name(given)] * len(rule.fields)
+    return codings.state_dtypes(rule.fields, dtype_name(parameter.dtype), rule.decays(checked), asked, shape=parameter.shape)

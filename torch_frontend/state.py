@@ -16,7 +16,7 @@ from ..core.update import init_state
 from .array_ops import dtype_name, torch_ops
 from .backends.backend import state_keys
 from .communication.shards import is_sharded, placements
-from .groups import check_group, moment_dtypes, rule_of, settings_of
+from .groups import check_group, field_dtypes, rule_of, settings_of
 
 RANDOM_KEY = "random_key"
 """The key in a parameter's state for the one of its random bits (`core.random_bits`), an int."""
@@ -41,7 +41,7 @@ def initial_state(group: Mapping[str, Any], parameter: Tensor, current: Hyperpar
     """
     name = dtype_name(parameter.dtype)
     compensated = compensation.resolve(group["compensation"], name)
-    fresh = init_state(torch_ops, parameter, moment_dtypes(group, name, current), compensated)
+    fresh = init_state(torch_ops, rule_of(group), parameter, field_dtypes(group, parameter, current), compensated)
     place = parameter.device if group["capturable"] else "cpu"
     state = {"step": torch.zeros((), dtype=torch.float32, device=place)}
     state |= zip(state_keys(rule_of(group)), fresh.fields, strict=True)

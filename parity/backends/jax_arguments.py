@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from ...core.dtypes import StateDtypes
+from ...core.codings import StateDtypes
 from ...core.rules import Rule
 from ...core.rules.adam_family import AdamHyperparameters
 from ..cases import Case, Storage

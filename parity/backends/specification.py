@@ -26,7 +26,7 @@ class NumpyRun:
         self.parameters = dict(case.problem.initial_parameters())
         dtypes = case.storage.moments(case.problem)
         self.states: dict[str, TensorState] = {
-            name: init_state(numpy_ops, parameter, dtypes, case.storage.compensation)
+            name: init_state(numpy_ops, case.problem.rule, parameter, dtypes, case.storage.compensation)
             for name, parameter in self.parameters.items()
         }
 

@@ -10,8 +10,8 @@ from types import MappingProxyType
 import numpy as np
 
 from ...core.array_ops import numpy_dtype
+from ...core.codings import StateDtypes
 from ...core.compensation import resolve
-from ...core.dtypes import StateDtypes
 from ...core.rules import Rule
 from ...core.rules.adam_family import AdamHyperparameters
 from ..cases import Problem, Storage

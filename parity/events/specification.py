@@ -28,7 +28,7 @@ class NumpyEvents:
         self.hyperparameters = case.hyperparameters()
         self.parameters = case.initial_parameters()
         self.states: dict[str, TensorState] = {
-            name: init_state(numpy_ops, parameter, case.moments, case.storage.compensation)
+            name: init_state(numpy_ops, case.rule, parameter, case.moments, case.storage.compensation)
             for name, parameter in self.parameters.items()
         }
         self.counts = dict.fromkeys(SHAPES, 0)

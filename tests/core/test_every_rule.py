@@ -18,8 +18,8 @@ from tests.support.rules import reference_settings
 
 from penstock.core import rules
 from penstock.core.array_ops import numpy_dtype, numpy_ops
+from penstock.core.codings import state_dtypes
 from penstock.core.compensation import possible
-from penstock.core.dtypes import state_dtypes
 from penstock.core.errors import RefusedError
 from penstock.core.hyperparameters import DECAY, Hyperparameters
 from penstock.core.reference import Change, Gradient, Reference
@@ -39,7 +39,7 @@ def hyperparameters(rule: Rule, **changed: Any) -> Hyperparameters:
 
 def start(rule: Rule, ops: Any, parameter: Any, compensation: str = "none") -> TensorState:
     dtypes = state_dtypes(rule.fields, ops.dtype_name(parameter), rule.decays(hyperparameters(rule)))
-    return init_state(ops, parameter, dtypes, compensation)
+    return init_state(ops, rule, parameter, dtypes, compensation)
 
 
 def gradients(seed: int = 0) -> list[np.ndarray]:

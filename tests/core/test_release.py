@@ -12,7 +12,7 @@ from penstock.core.array_ops import numpy_ops
 from penstock.core.errors import RefusedError
 from penstock.core.reference import EndOfStep, Gradient, Reference, Settings
 from penstock.core.release import Action, Decision, GradientReady, Ledger, Policy, Status, Step, ZeroGrad, decide
-from penstock.core.rules import STABLE_ADAMW
+from penstock.core.rules import ADAMW, STABLE_ADAMW
 from penstock.core.rules.adam_family import AdamHyperparameters, bias_corrections
 from penstock.core.update import accumulate, apply, init_state, update
 
@@ -29,7 +29,7 @@ class Model:
         generator = np.random.default_rng(0)
         self.parameters = {name: generator.normal(size=4) for name in NAMES}
         wide = ("float64", "float64")
-        self.states = {name: init_state(numpy_ops, p, wide, "none") for name, p in self.parameters.items()}
+        self.states = {name: init_state(numpy_ops, ADAMW, p, wide, "none") for name, p in self.parameters.items()}
         self.steps = dict.fromkeys(NAMES, 0)
         self.status = dict.fromkeys(NAMES, Status.IDLE)
         self.gradients: dict[str, np.ndarray] = {}

@@ -7,7 +7,7 @@ import pytest
 
 from penstock.core import random_bits
 from penstock.core.array_ops import numpy_dtype, numpy_ops
-from penstock.core.dtypes import state_dtypes
+from penstock.core.codings import state_dtypes
 from penstock.core.rules import ADAMW, LION
 from penstock.core.rules.adam_family import AdamHyperparameters
 from penstock.core.rules.lion import LionHyperparameters
@@ -23,12 +23,13 @@ def mean_step(dtype: str, part_of_a_spacing: float, seed: int, *, elements: int 
     current = LionHyperparameters(learning_rate=lr, beta1=0.9, beta2=0.99, weight_decay=0.0)
     parameter = np.linspace(1.5, 1.9, elements).astype(numpy_dtype(dtype))  # it stays within [1, 2)
     start, gradient = parameter.astype(np.float64), np.ones(elements, np.float32)
-    state = init_state(numpy_ops, parameter, ("float32",), "stochastic")
+    state = init_state(numpy_ops, LION, parameter, ("float32",), "stochastic")
     key = random_bits.tensor_key(seed, "w")
     for step in range(1, updates + 1):
-        bits = random_bits.bits(random_bits.stream(key, random_bits.when(step)), np.arange(elements))
+        words = random_bits.bits(random_bits.stream(key, random_bits.when(step)), np.arange(elements))
         corrections = rule.corrections(current, step, np)
-        parameter, state = update(numpy_ops, rule, current, corrections, "stochastic", parameter, gradient, state, bits=bits)
+        given = (current, corrections, "stochastic", parameter, gradient, state)
+        parameter, state = update(numpy_ops, rule, *given, bits=[words, None].__getitem__)
     return float(np.mean(start - parameter.astype(np.float64))) / (updates * lr)
 
 
@@ -52,10 +53,11 @@ def test_a_learning_rate_of_zero_freezes_every_bit(dtype: str) -> None:
     infinity = {"bfloat16": 0x7F80, "float16": 0x7C00}[dtype]
     parameter = patterns[(patterns & 0x7FFF) < infinity].view(numpy_dtype(dtype))
     start, rng = parameter.copy(), np.random.default_rng(0)
-    state = init_state(numpy_ops, parameter, state_dtypes(ADAMW.fields, dtype, (0.9, 0.999)), "stochastic")
+    state = init_state(numpy_ops, ADAMW, parameter, state_dtypes(ADAMW.fields, dtype, (0.9, 0.999)), "stochastic")
     for step in range(1, 4):
         gradient = rng.normal(size=parameter.shape).astype(np.float32)
         words = rng.integers(0, 2**32, parameter.shape)
         corrections = ADAMW.corrections(current, step, np)
-        parameter, state = update(numpy_ops, ADAMW, current, corrections, "stochastic", parameter, gradient, state, bits=words)
+        given = (current, corrections, "stochastic", parameter, gradient, state)
+        parameter, state = update(numpy_ops, ADAMW, *given, bits=[words, None, None].__getitem__)
     assert np.array_equal(parameter.view(np.uint16), start.view(np.uint16))

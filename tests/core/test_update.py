@@ -14,10 +14,9 @@ from tests.support.rules import ADAM_FAMILY
 
 from penstock.core import compensation as compensations
 from penstock.core.array_ops import numpy_dtype, numpy_ops
+from penstock.core.codings import state_dtypes
 from penstock.core.compensation import Stored
 from penstock.core.debiasing import corrected_one_minus_beta
-from penstock.core.dtypes import state_dtypes
-from penstock.core.errors import InvalidArgumentError
 from penstock.core.reference import Change, Gradient, Reference, Settings
 from penstock.core.rules import ADAM, ADAMW, STABLE_ADAMW, Rule
 from penstock.core.rules.adam_family import SMALLEST_NORMAL_FLOAT32, AdamHyperparameters, bias_corrections
@@ -54,7 +53,7 @@ def gradients(shape: tuple[int, ...], steps: int = STEPS, seed: int = 0) -> list
 def run(ops, rule: Rule, parameter, gradient_list, compensation: str = "none", **changed: object):
     current = hyperparameters(rule, **changed)
     dtype = ops.dtype_name(parameter)
-    state = init_state(ops, parameter, state_dtypes(ADAM.fields, dtype, (0.9, current.beta2)), compensation)
+    state = init_state(ops, ADAM, parameter, state_dtypes(ADAM.fields, dtype, (0.9, current.beta2)), compensation)
     for step, gradient in enumerate(gradient_list, 1):
         corrections = bias_corrections(current, step, np)
         parameter, state = update(ops, rule, current, corrections, compensation, parameter, gradient, state)
@@ -164,11 +163,6 @@ def test_the_rules_have_the_defaults_of_their_papers_and_of_torch() -> None:
     assert np.finfo(np.float32).tiny == SMALLEST_NORMAL_FLOAT32
 
 
-def test_the_refusal_of_a_low_second_moment_says_what_beta2_it_needs() -> None:
-    with pytest.raises(InvalidArgumentError, match=r"it needs beta2 <= 0\.9921875"):
-        state_dtypes(ADAM.fields, "bfloat16", (0.9, 0.999), ["bfloat16"] * 2)
-
-
 CASES = [
     ("float64", "none"),
     ("float32", "none"),
@@ -189,7 +183,7 @@ def test_a_constant_gradient_gives_a_direction_of_one(dtype: str, compensation: 
     current = hyperparameters(rule, beta2=beta2, weight_decay=0.0)
     parameter = np.array([1.0, -1.0], numpy_dtype(dtype))
     gradient = np.array([size, -size]).astype(numpy_dtype(dtype))
-    state = init_state(numpy_ops, parameter, state_dtypes(ADAM.fields, dtype, (0.9, beta2)), compensation)
+    state = init_state(numpy_ops, ADAM, parameter, state_dtypes(ADAM.fields, dtype, (0.9, beta2)), compensation)
     for step in range(1, 400):
         corrections = bias_corrections(current, step, np)
         _, state = update(numpy_ops, rule, current, corrections, compensation, parameter, gradient, state)
@@ -203,7 +197,7 @@ def test_a_steady_decay_is_not_lost(dtype: str, compensation: str) -> None:
     current = hyperparameters(STABLE_ADAMW, learning_rate=1e-4)
     parameter = np.ones(3, numpy_dtype(dtype))
     gradient = np.full(3, 1e-20).astype(parameter.dtype)
-    state = init_state(numpy_ops, parameter, state_dtypes(ADAM.fields, dtype, (0.9, current.beta2)), compensation)
+    state = init_state(numpy_ops, ADAM, parameter, state_dtypes(ADAM.fields, dtype, (0.9, current.beta2)), compensation)
     for step in range(1, 2001):
         corrections = bias_corrections(current, step, np)
         parameter, state = update(numpy_ops, STABLE_ADAMW, current, corrections, compensation, parameter, gradient, state)
@@ -247,8 +241,8 @@ def test_parts_of_a_tensor_are_updated_with_the_mean_square_of_the_whole() -> No
     whole = np.linspace(-1, 1, 11)
     parts = [whole[cut] for cut in cuts]
     dtypes = state_dtypes(ADAM.fields, "float64", (0.9, current.beta2))
-    state = init_state(numpy_ops, whole, dtypes, "none")
-    states = [init_state(numpy_ops, part, dtypes, "none") for part in parts]
+    state = init_state(numpy_ops, STABLE_ADAMW, whole, dtypes, "none")
+    states = [init_state(numpy_ops, STABLE_ADAMW, part, dtypes, "none") for part in parts]
     for step, gradient in enumerate(gradients((11,), 17), 1):
         common = (numpy_ops, STABLE_ADAMW, current, bias_corrections(current, step, np), "none")
         here = [gradient[cut] for cut in cuts]
@@ -278,7 +272,7 @@ def test_moments_under_new_betas_give_the_numbers_of_raw_moments(rule: Rule) -> 
     betas = [(0.9, 0.99), (0.5, 0.99), (0.0, 0.9), (0.95, 0.0), (0.0, 0.0), (0.99, 0.999), (0.99, 0.999)]
     reference = Reference(settings(rule), {"p": start})
     parameter, before = start, betas[0]
-    state = init_state(numpy_ops, parameter, state_dtypes(ADAM.fields, "float64", (0.9, 0.99)), "none")
+    state = init_state(numpy_ops, ADAM, parameter, state_dtypes(ADAM.fields, "float64", (0.9, 0.99)), "none")
     for count, gradient in enumerate(given):
         beta1, beta2 = betas[count % len(betas)]
         reference.run(Change({"betas": (beta1, beta2)}))

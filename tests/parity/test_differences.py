@@ -103,7 +103,7 @@ def differing(one, other):
 def count(case):
     rule, kept, given = case.problem.rule, case.storage.compensation, case.problem.hyperparameters
     parameter = case.problem.initial_parameters()["matrix"]
-    state = init_state(numpy_ops, parameter, case.storage.moments(case.problem), kept)
+    state = init_state(numpy_ops, case.problem.rule, parameter, case.storage.moments(case.problem), kept)
 
     @jax.jit
     def step(parameter, gradient, state, corrections, lr, decay):

@@ -6,7 +6,8 @@ import math
 import numpy as np
 import pytest
 
-from penstock.core.dtypes import BFLOAT16_SECOND_MOMENT_LIMIT, compute_dtype
+from penstock.core.codings.selection import LOWEST_DECAY
+from penstock.core.dtypes import compute_dtype
 from penstock.core.rules import adam_family
 from penstock.core.rules.adam_family import Moments, mean_square
 from penstock.parity import Case, register, run, unregister
@@ -68,7 +69,7 @@ def test_a_schedule_warms_up_and_falls_and_its_decay_rises() -> None:
 def test_a_group_leaves_the_state_dtypes_as_they_are(rule) -> None:
     for case in all_cases():
         if case.problem.rule is rule and case.problem.setting.group is not None:
-            sides = {1.0 - given.beta2 >= BFLOAT16_SECOND_MOMENT_LIMIT for given in case.problem.group_hyperparameters()}
+            sides = {1.0 - given.beta2 >= LOWEST_DECAY for given in case.problem.group_hyperparameters()}
             assert len(sides) == 1
 
 

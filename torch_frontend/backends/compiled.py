@@ -205,11 +205,12 @@ def _compiled(
 
     def step(given: tuple[Vectors, Tensor, Tensor | None, Tensor | None]) -> tuple[Tensor | None, Any]:
         (parameter, gradient, stored, *fields), scalars, total, random = given
-        bits = None
+        bits: core_update.Bits | None = None
         if random is not None:
             shift, factor, start = random.unbind()
             low = start + torch.arange(parameter.numel(), device=parameter.device)
-            bits = random_bits.bits(random_bits.Stream(shift, factor), low)
+            words = random_bits.bits(random_bits.Stream(shift, factor), low)
+            bits = (words, *[None] * len(rule.fields)).__getitem__
         *corrections, learning_rate, decay = scalars.unbind()
         current = rule.hyperparameters(learning_rate=learning_rate, weight_decay=decay, **dict(constants))
         state = TensorState(tuple(fields), stored, 0.0 if total is None else total)

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from ...core import compensation as compensations
-from ...core.dtypes import state_dtypes
+from ...core.codings import state_dtypes
 from ...core.errors import InvalidArgumentError, RefusedError
 from ...core.hyperparameters import DECAY, check_number
 from ...core.portable.bias import Decays, Fields, under_decays, with_bias, without_bias
@@ -23,7 +23,7 @@ from ...core.rules import ADAM, ADAMW, Rule
 from ..array_ops import dtype_name
 from ..backends.backend import state_keys
 from ..changing_betas import BETAS_OF_MOMENTS, decays_of, set_betas_of_moments
-from ..groups import NAMES, Group, check_group, check_parameter, hyperparameters, moment_dtypes, rule_of
+from ..groups import NAMES, Group, check_group, check_parameter, field_dtypes, hyperparameters, rule_of
 from ..releasable import ReleasableOptimizer
 from ..state import RANDOM_KEY, initial_state
 from .arrays import laid_out_as
@@ -70,7 +70,7 @@ class OwnLayout:
     def expected(self, group: Group, parameter: Tensor) -> Expected:
         """What is kept for a parameter."""
         name = dtype_name(parameter.dtype)
-        kept = self.named(moment_dtypes(group, name, hyperparameters(group)))
+        kept = self.named(field_dtypes(group, parameter, hyperparameters(group)))
         return Expected(name, tuple(parameter.shape), compensations.resolve(group["compensation"], name), kept)
 
     def named(self, values: Iterable[Any]) -> dict[str, Any]:

@@ -1,0 +1,121 @@
+r"""8 bits for each element, and a float32 scale for each block of 128 in a row of a matrix.
+
+A scale s is the largest magnitude in its block, so that this element is exact. With x/s in [-1, 1] or [0, 1]:
+
+    signed    code = round(127 * 2r/(1+r)) with r = |x|/s, and x's sign     x = s * code/(254 - |code|)
+    squares   y = 255 * (x/s)^(1/4), code = floor(y) or floor(y)+1          x = s * (code/255)^4
+
+Squares are rounded stochastically: to the neighbours a < b with P(b) = (x/s*255^4 - a^4)/(b^4 - a^4), so that the mean is x.
+Rounded to nearest, the code of a mean that changes by less than a step would stay, and follow the scale of its block instead
+of its own gradient. A code is at least 1 where x > 0: m/sqrt(v) would be enormous with v = 0.
+
+A row is what the parameter has behind its first dimension: trailing dimensions are merged, so that the small ones of a
+convolution cost no scales of their own. The last block of a row may be shorter. An infinity or NaN makes its block NaN.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from ..array_ops import Array, ArrayOps
+from ..rules import Field
+
+BLOCK = 128
+"""Elements that share a scale."""
+
+SMALLEST = 4096
+"""Fewest elements of a parameter whose fields are coded."""
+
+_SIGNED, _SQUARES = 127.0, 255.0
+_UNIT = 2.0**-24
+
+
+class EightBit(NamedTuple):
+    """A coded field.
+
+    codes: of the parameter's shape; int8 for signed numbers, uint8 for squares.
+    scale: float32, [rows, blocks of a row]. Of a vector, a part of a row that begins with a block: [blocks].
+    """
+
+    codes: Array
+    scale: Array
+
+
+def is_coded(shape: Sequence[int]) -> bool:
+    """Whether the fields of a parameter of this shape are coded: a matrix with long rows, for which scales cost little.
+
+    Of a stack of layers, it is the shape of one layer.
+    """
+    return len(shape) > 1 and math.prod(shape) >= SMALLEST and math.prod(shape[1:]) >= BLOCK
+
+
+def scale_shape(shape: Sequence[int]) -> tuple[int, int]:
+    """Return the shape of the scales of a parameter."""
+    return shape[0], -(-math.prod(shape[1:]) // BLOCK)
+
+
+def initial(ops: ArrayOps, field: Field, parameter: Array) -> EightBit:
+    """Return the codes of zeros for a parameter."""
+    codes = ops.zeros_like(parameter, "uint8" if field.of_squares else "int8")
+    return EightBit(codes, ops.zeros(scale_shape(parameter.shape), "float32", parameter))
+
+
+def decoded(ops: ArrayOps, stored: EightBit) -> Array:
+    """Return the numbers, float32, of the codes' shape."""
+    codes, scale = stored
+    number, signed = ops.cast(codes, "float32"), ops.dtype_name(codes) == "int8"
+    unit = number / (2 * _SIGNED - ops.xp.abs(number)) if signed else _fourth_power(number / _SQUARES)
+    return _elements(_blocks(ops, unit) * scale[..., None], codes.shape)
+
+
+def encoded(ops: ArrayOps, x: Array, like: EightBit, bits: Array | None) -> EightBit:
+    """Return numbers as codes.
+
+    Args:
+        ops: the framework's casts.
+        x: float32, of the codes' shape; squares are not negative.
+        like: the field as it was stored before.
+        bits: of x's shape, for squares: words of `core.random_bits`, of which the high 24 are used.
+    """
+    xp, dtype = ops.xp, ops.dtype_name(like.codes)
+    blocks = _blocks(ops, x)
+    scale = ops.largest(xp.abs(blocks))
+    usable = (scale > 0) & (scale < math.inf)
+    unit = xp.where(usable, blocks / xp.where(usable, scale, 1.0), 0.0)
+    if dtype == "int8":
+        code = xp.round(_SIGNED * (2.0 * unit / (1.0 + xp.abs(unit))))
+    else:
+        assert bits is not None
+        code = xp.where(blocks > 0, xp.clip(_rounded_squares(ops, unit, _blocks(ops, bits)), 1.0, None), 0.0)
+    return EightBit(_elements(ops.cast(code, dtype), x.shape), xp.where(usable | (scale == 0), scale, math.nan)[..., 0])
+
+
+def _rounded_squares(ops: ArrayOps, unit: Array, bits: Array) -> Array:
+    """Return the codes of numbers in [0, 1], rounded so that the mean of what they decode to is the number."""
+    xp = ops.xp
+    low = xp.clip(xp.floor(_SQUARES * xp.sqrt(xp.sqrt(unit))), 0.0, _SQUARES - 1.0)
+    below, above = _fourth_power(low), _fourth_power(low + 1.0)
+    chance = (unit * _SQUARES**4 - below) / (above - below)
+    return low + ops.cast(ops.cast(bits >> 8, "float32") * _UNIT < chance, "float32")
+
+
+def _fourth_power(x: Array) -> Array:
+    square = x * x
+    return square * square
+
+
+def _blocks(ops: ArrayOps, x: Array) -> Array:
+    """Return x as [..., blocks, BLOCK], with zeros behind the end of a row."""
+    rows = x if x.ndim == 1 else x.reshape(x.shape[0], math.prod(x.shape[1:]))
+    if missing := -rows.shape[-1] % BLOCK:
+        rows = ops.padded(rows, missing)
+    return rows.reshape(*rows.shape[:-1], rows.shape[-1] // BLOCK, BLOCK)
+
+
+def _elements(blocks: Array, shape: Sequence[int]) -> Array:
+    """Return what `_blocks` has cut, in its shape."""
+    columns = shape[0] if len(shape) == 1 else math.prod(shape[1:])
+    rows = blocks.reshape(*blocks.shape[:-2], blocks.shape[-2] * BLOCK)
+    return rows[..., :columns].reshape(shape)
