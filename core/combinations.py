@@ -27,7 +27,8 @@ AXES: dict[str, tuple[str, ...]] = {
     "loss_scaling": ("none", "dynamic"),
     "accumulation": ("none", "hold", "state"),
     "communication": ("local", "process_group", "ddp", "fsdp2"),
-    "compensation": ("none", "kahan", "split", "stochastic"),
+    "compensation": ("none", "kahan", "split", "split8", "stochastic"),
+    "states": ("plain", "stochastic", "8bit"),  # how fields are stored: in a dtype, rounded stochastically or not, or coded
     "backend": ("eager", "compiled", "triton"),
     "rule": ("squares", "linear", "gradient"),  # `Rule.accumulation`
 }
@@ -42,6 +43,7 @@ class Combination:
     accumulation: str = "none"
     communication: str = "local"
     compensation: str = "none"
+    states: str = "plain"
     backend: str = "eager"
     rule: str = "squares"
 
@@ -73,8 +75,9 @@ def _refused(why: str, applies: Callable[[Combination], bool]) -> Clause:
 
 CLAUSES: tuple[Clause, ...] = (
     _refused(
-        "Triton's kernels do not round stochastically; use backend='compiled', 'eager' or 'auto', or another compensation.",
-        lambda c: c.compensation == "stochastic" and c.backend == "triton",
+        "Triton's kernels neither round stochastically nor code states in 8 bits; use backend='compiled', 'eager' or 'auto', "
+        "or another compensation and state_dtype.",
+        lambda c: (c.compensation in ("split8", "stochastic") or c.states != "plain") and c.backend == "triton",
     ),
     _refused(
         "accumulation='state' puts micro-batches into the optimizer's state, and this rule's step needs the whole gradient "
@@ -99,6 +102,14 @@ CLAUSES: tuple[Clause, ...] = (
             c.communication == "ddp"
             and c.accumulation == "none"
             and (c.clipping == "global_norm" or c.loss_scaling == "dynamic")
+        ),
+    ),
+    Clause(
+        lambda c: c.accumulation == "state" and c.rule == "linear" and c.clipping == "none" and c.states == "8bit",
+        Verdict(
+            Kind.APPROXIMATE,
+            "the momentum is linear in the gradient, but in 8 bits it is rounded once a micro-batch; exact with "
+            "state_dtype=torch.float32.",
         ),
     ),
     Clause(

@@ -99,7 +99,7 @@ def _loaded(ops: ArrayOps, fields: tuple[Coded, ...], dtype: str) -> Fields:
 
 def _stored(ops: ArrayOps, fields: Fields, state: TensorState, bits: Bits | None) -> tuple[Coded, ...]:
     pairs = zip(fields, state.fields, strict=True)
-    return tuple(codings.store(ops, new, old, bits(n) if bits else None) for n, (new, old) in enumerate(pairs, 1))
+    return tuple(codings.store(ops, new, old, None if bits is None else bits(n)) for n, (new, old) in enumerate(pairs, 1))
 
 
 def _accumulated(
@@ -223,7 +223,7 @@ def update(
     added, state = increment(
         ops, rule, hyperparameters, corrections, number, gradient, state, first=first, mean_square=mean_square, bits=bits
     )
-    stored = compensations.store(ops, compensation, number + added, dtype, bits(0) if bits else None)
+    stored = compensations.store(ops, compensation, number + added, dtype, None if bits is None else bits(0))
     return stored.parameter, TensorState(state.fields, stored.compensation)
 
 
@@ -262,5 +262,5 @@ def apply(
     number = compensations.load(ops, compensation, Stored(parameter, state.compensation))
     fields = _loaded(ops, state.fields, compute_dtype(dtype))
     added = _stepped(ops, rule, hyperparameters, corrections, number, fields, state.mean_square, None)
-    stored = compensations.store(ops, compensation, number + added, dtype, bits(0) if bits else None)
+    stored = compensations.store(ops, compensation, number + added, dtype, None if bits is None else bits(0))
     return stored.parameter, TensorState(state.fields, stored.compensation)

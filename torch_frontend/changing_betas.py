@@ -16,7 +16,7 @@ from ..core.errors import RefusedError
 from ..core.hyperparameters import Scalar
 from ..core.update import rebiased
 from .array_ops import torch_ops
-from .backends.backend import state_keys
+from .backends.backend import scale_key, state_keys
 from .communication.shards import local
 from .groups import Group, hyperparameters, rule_of
 
@@ -73,7 +73,7 @@ def follow_betas(group: Group, betas: Sequence[Scalar | None], states: Mapping[T
             for key, old, new in zip(state_keys(rule_of(group)), before, betas, strict=True):
                 if new is None:
                     continue
-                moment = local(state[key])
+                moment = local(state[scale_key(key) if scale_key(key) in state else key])  # scales carry the factor
                 if any(isinstance(number, Tensor) for number in (step, old, new)):
                     moment.copy_(rebiased(torch_ops, moment, step, old, new))
                 elif (ratio := debiasing_ratio(old, new, step, torch)) != 1:

@@ -6,7 +6,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Collection, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -225,7 +225,7 @@ def check_group(group: Group) -> None:
     Raises:
         InvalidArgumentError: a hyperparameter, dtype or compensation is out of range or does not fit the others; a parameter
             that is given twice.
-        RefusedError: a parameter that is to be rounded stochastically is sharded otherwise than by rows.
+        RefusedError: a parameter whose storage needs whole rows is sharded otherwise.
         UnsupportedTensorError: a parameter is complex, integer, sparse or a DTensor of partial sums, or its elements share
             memory.
     """
@@ -255,31 +255,54 @@ def check_group(group: Group) -> None:
         )
     for parameter in group["params"]:
         check_parameter(parameter)
-        name = dtype_name(parameter.dtype)
-        if is_stochastic(group, parameter) and is_sharded(parameter):
+        if storage_of(group, parameter, checked) != PLAIN_STORAGE and is_sharded(parameter):
             first_index(parameter)  # raises
-        field_dtypes(group, parameter, checked)
 
 
-def is_stochastic(group: Mapping[str, Any], parameter: Tensor) -> bool:
-    """Whether the parameter, of this group, is rounded stochastically."""
-    return compensation.resolve(group["compensation"], dtype_name(parameter.dtype)) == "stochastic"
+class Storage(NamedTuple):
+    """How a parameter and its fields are stored, as far as not every backend can: values of axes of `core.combinations`."""
+
+    compensation: str
+    states: str
+
+
+PLAIN_STORAGE = Storage("none", "plain")
+
+
+def storage_of(group: Mapping[str, Any], parameter: Tensor, current: Hyperparameters) -> Storage:
+    """Return the storage of a parameter of this group; "none" for a compensation that every backend has.
+
+    Raises:
+        InvalidArgumentError: a dtype or compensation does not fit the parameter.
+    """
+    resolved = compensation.resolve(group["compensation"], dtype_name(parameter.dtype))
+    fields = field_dtypes(group, parameter, current)
+    random = codings.random_fields(rule_of(group).fields, fields, rule_of(group).decays(current))
+    states = "8bit" if codings.EIGHT_BIT in fields else "stochastic" if random else "plain"
+    return Storage(resolved if resolved in compensation.WITH_RANDOM_BITS else "none", states)
+
+
+def storages_of(group: Mapping[str, Any]) -> set[Storage]:
+    """Return the storages of a group's parameters that are not plain."""
+    current = hyperparameters(group)
+    return {storage_of(group, parameter, current) for parameter in group["params"]} - {PLAIN_STORAGE}
 
 
 def first_index(parameter: Tensor) -> int:
     """Return the index of the first element of this process's part in the whole tensor, row by row.
 
     Raises:
-        RefusedError: the part does not consist of neighbouring rows, and so has no random bits yet.
+        RefusedError: the part does not consist of neighbouring rows.
     """
     if not is_sharded(parameter):
         return 0
     rows = rows_before(parameter)
     if rows is None:
         raise RefusedError(
-            f"compensation='stochastic' is not possible for a parameter of shape {tuple(parameter.shape)} with placements "
-            f"{placements(parameter)}: it has random bits for shards along the first dimension only (fully_shard's, if not "
-            "combined with tensor parallelism). Shard it so, or use 'kahan' or 'split'."
+            f"compensation='stochastic' or 'split8', and state_dtype='8bit' or a bfloat16 second moment, are not possible for "
+            f"a parameter of shape {tuple(parameter.shape)} with placements {placements(parameter)}: they have random bits and "
+            "blocks for shards along the first dimension only (fully_shard's, if not combined with tensor parallelism). Shard "
+            "it so, or use 'kahan' or 'split', and state_dtype=torch.float32."
         )
     return rows * (parameter.numel() // max(1, parameter.shape[0])) if parameter.dim() else 0
 
@@ -352,4 +375,5 @@ def field_dtypes(group: Mapping[str, Any], parameter: Tensor, checked: Hyperpara
     """Return the dtypes of the fields of a parameter of this group."""
     rule, given = rule_of(group), group["state_dtype"]
     asked = None if given is None else [given if isinstance(given, str) else dtype_name(given)] * len(rule.fields)
-    return codings.state_dtypes(rule.fields, dtype_name(parameter.dtype), rule.decays(checked), asked, shape=parameter.shape)
+    shape = None if is_lazy(parameter) else parameter.shape
+    return codings.state_dtypes(rule.fields, dtype_name(parameter.dtype), rule.decays(checked), asked, shape=shape)

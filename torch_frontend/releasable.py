@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from ..core.codings import EIGHT_BIT
 from ..core.errors import InvalidArgumentError, NonFiniteGradientError, RefusedError
 from ..core.release import Action
 from ..core.rules import RULES
@@ -19,7 +20,7 @@ from .backends import Backend, select_backend
 from .changing_betas import default_betas_of_moments
 from .finiteness import SkipCount, each_finite
 from .fused_back_pass import FusedBackPass
-from .groups import PLAIN_GRADIENT, Group, check_group, complete_group, hyperparameters, is_stochastic, rule_of
+from .groups import PLAIN_GRADIENT, Group, check_group, complete_group, hyperparameters, rule_of, storages_of
 from .signatures import signature_of
 
 if TYPE_CHECKING:
@@ -59,8 +60,10 @@ class ReleasableOptimizer(FusedBackPass):
             raise InvalidArgumentError(
                 f"on_nonfinite={on_nonfinite!r} is not known; it must be one of {', '.join(ON_NONFINITE)}."
             )
-        if state_dtype is not None and not isinstance(state_dtype, torch.dtype):
-            raise InvalidArgumentError(f"state_dtype={state_dtype!r} is not a dtype; give for instance torch.float32, or None.")
+        if state_dtype not in (None, EIGHT_BIT) and not isinstance(state_dtype, torch.dtype):
+            raise InvalidArgumentError(
+                f"state_dtype={state_dtype!r} is not a dtype; give for instance torch.float32, '8bit', or None."
+            )
         if not isinstance(gradient_release, bool):
             raise InvalidArgumentError(f"gradient_release={gradient_release!r} must be True or False.")
         if RULES.get(self.rule.name) is not self.rule:
@@ -84,9 +87,9 @@ class ReleasableOptimizer(FusedBackPass):
         return self._backend.name
 
     def _selected(self, backend: str) -> Backend:
-        stochastic = any(is_stochastic(group, parameter) for group in self.param_groups for parameter in group["params"])
         self._rules = frozenset(map(rule_of, self.param_groups))
-        return select_backend(backend, self._parameters(), self._rules, stochastic=stochastic)
+        storages = set().union(*map(storages_of, self.param_groups))
+        return select_backend(backend, self._parameters(), self._rules, storages)
 
     @property
     def on_nonfinite(self) -> str:
@@ -135,8 +138,7 @@ class ReleasableOptimizer(FusedBackPass):
             complete_group(group, given, self.rule)
             check_group(group)
             default_betas_of_moments(group)
-            if any(is_stochastic(group, parameter) for parameter in group["params"]):
-                self._check_stochastic()
+            self._check_storages(storages_of(group))
             self._check_kernels()
             if self.release is not None:
                 self.release._check_group(group)

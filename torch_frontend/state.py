@@ -9,13 +9,15 @@ import torch
 from torch import Tensor
 
 from ..core import compensation
+from ..core.codings import EightBit
+from ..core.codings.eight_bit import scale_shape
 from ..core.errors import InvalidArgumentError, RefusedError
 from ..core.hyperparameters import Hyperparameters
 from ..core.rules import RULES, Rule, adam_family
 from ..core.update import init_state
 from .array_ops import dtype_name, torch_ops
-from .backends.backend import state_keys
-from .communication.shards import is_sharded, placements
+from .backends.backend import scale_key, state_keys
+from .communication.shards import is_sharded, placements, with_rows_of
 from .groups import check_group, field_dtypes, rule_of, settings_of
 
 RANDOM_KEY = "random_key"
@@ -32,6 +34,11 @@ def keys_per_element(rule: Rule) -> tuple[str, ...]:
     return (*state_keys(rule), "compensation")
 
 
+def keys_of_tensors(rule: Rule) -> tuple[str, ...]:
+    """Return the keys of a parameter's state that `restore_tensors` restores: `keys_per_element`, and those of scales."""
+    return (*keys_per_element(rule), *map(scale_key, state_keys(rule)))
+
+
 def initial_state(group: Mapping[str, Any], parameter: Tensor, current: Hyperparameters) -> dict[str, Tensor]:
     """Return the state of a parameter before its first update: zeros with the parameter's memory layout.
 
@@ -44,7 +51,11 @@ def initial_state(group: Mapping[str, Any], parameter: Tensor, current: Hyperpar
     fresh = init_state(torch_ops, rule_of(group), parameter, field_dtypes(group, parameter, current), compensated)
     place = parameter.device if group["capturable"] else "cpu"
     state = {"step": torch.zeros((), dtype=torch.float32, device=place)}
-    state |= zip(state_keys(rule_of(group)), fresh.fields, strict=True)
+    for key, field in zip(state_keys(rule_of(group)), fresh.fields, strict=True):
+        if isinstance(field, EightBit):
+            state |= {key: field.codes, scale_key(key): with_rows_of(parameter, field.scale)}
+        else:
+            state[key] = field
     return state if fresh.compensation is None else {**state, "compensation": fresh.compensation}
 
 
@@ -181,6 +192,13 @@ def _check_tensor_state(rule: Rule, state: Mapping[str, Any], parameter: Tensor,
         )
     for key in keys_per_element(rule):
         value: Tensor | None = state.get(key)
+        coded = value is not None and key != "compensation" and value.dtype in (torch.int8, torch.uint8)
+        if coded != (scale_key(key) in state) or (coded and state[scale_key(key)].shape != scale_shape(parameter.shape)):
+            raise InvalidArgumentError(
+                f"{key} of {described} has dtype {value.dtype if value is not None else None} in state_dict, which does not go "
+                f"with its scales (of 8 bits) under {scale_key(key)}: they are missing, too many or of another shape. The file "
+                "is damaged."
+            )
         if value is not None and value.shape != parameter.shape:
             raise InvalidArgumentError(
                 f"{key} of {described} has shape {tuple(value.shape)} in state_dict, the parameter has "
@@ -205,11 +223,12 @@ def restore_tensors(saved: Mapping[str, Any], groups: list[dict[str, Any]], stat
             if step is not None and not isinstance(step, Tensor):  # as torch's optimizers accept it
                 place = parameter.device if group["capturable"] else "cpu"
                 state[parameter]["step"] = torch.tensor(float(step), dtype=torch.float32, device=place)
-            for key in keys_per_element(rule_of(group)):
+            for key in keys_of_tensors(rule_of(group)):
                 value = saved["state"].get(index, {}).get(key)
                 if not isinstance(value, Tensor):
                     continue
                 dtype = _saved_dtype(key, value)
                 if state[parameter][key].dtype != dtype:
-                    layout = torch.empty_like(parameter, dtype=dtype, memory_format=torch.preserve_format)
+                    like = parameter if value.shape == parameter.shape else state[parameter][key]
+                    layout = torch.empty_like(like, dtype=dtype, memory_format=torch.preserve_format)
                     state[parameter][key] = layout.copy_(value)

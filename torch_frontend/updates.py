@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from ..core import codings, random_bits
 from ..core import compensation as compensations
-from ..core import random_bits
 from ..core.combinations import Combination, require
 from ..core.errors import RefusedError
 from ..core.release import Action
@@ -48,10 +48,11 @@ class TensorUpdates(Optimizer):
         if others and hasattr(self, "_backend") and self._backend.name == "triton":
             select_backend("triton", (), others)
 
-    def _check_stochastic(self) -> None:
-        """Raise `RefusedError` if the backend, once it is chosen, does not round stochastically."""
+    def _check_storages(self, storages: Iterable[tuple[str, str]]) -> None:
+        """Raise `RefusedError` if the backend, once it is chosen, does not have these: (compensation, states)."""
         if hasattr(self, "_backend"):
-            require(Combination(compensation="stochastic", backend=self._backend.name))
+            for compensation, states in storages:
+                require(Combination(compensation=compensation, states=states, backend=self._backend.name))
 
     def _forget_groups(self) -> None:
         """Drop what is cached of the groups."""
@@ -279,6 +280,9 @@ class TensorUpdates(Optimizer):
             check_between_updates(entry.group, groups.index(entry), self.state)
         for entry in changed:
             entry.follow_betas(self.state)
+            for key in entry.ids:  # a higher beta may need stochastic rounding
+                if key in self._slots and "bfloat16" in self._slots[key].dtypes:
+                    del self._slots[key]
 
     def _known_slot(self, parameter: Tensor) -> TensorSlot:
         """Return the parameter's slot: what its update reads and writes. The groups must be up to date (`_refresh`)."""
@@ -302,9 +306,12 @@ class TensorUpdates(Optimizer):
         here = state if shard is None else LocalState(state)
         slot = TensorSlot(local(parameter), here, compensation, entry.settings.rule, entry.settings, group["capturable"], shard)
         slot.kind = type(parameter), parameter.dtype, parameter.device, parameter.shape
-        if compensation == "stochastic":
-            self._check_stochastic()
+        random = codings.random_fields(slot.rule.fields, slot.dtypes, slot.rule.decays(current))
+        slot.random = (*((0,) if compensation in compensations.WITH_RANDOM_BITS else ()), *random)
+        if slot.random or slot.coded:
+            self._check_storages([(compensation, "8bit" if slot.coded else "stochastic" if random else "plain")])
             slot.first_index = first_index(parameter)
+        if slot.random:
             if saved_state.RANDOM_KEY not in state:
                 name = self._name(group, parameter)
                 state[saved_state.RANDOM_KEY] = random_bits.tensor_key(group.get("seed", 0), name)

@@ -6,6 +6,8 @@ and does not know of codings.
 
 from __future__ import annotations
 
+from typing import Any
+
 from ..array_ops import Array, ArrayOps
 from ..rules import Field
 from ..stochastic_rounding import stochastically_rounded
@@ -14,8 +16,8 @@ from .selection import EIGHT_BIT, StateDtypes, random_fields, state_dtypes
 
 __all__ = ["EIGHT_BIT", "Coded", "EightBit", "StateDtypes", "load", "random_fields", "state_dtypes", "store", "zeros"]
 
-Coded = Array | EightBit
-"""A field as it is stored."""
+Coded = Any
+"""A field as it is stored: an array, or an `EightBit`."""
 
 
 def zeros(ops: ArrayOps, field: Field, parameter: Array, dtype: str) -> Coded:

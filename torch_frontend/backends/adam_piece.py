@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ...core.codings import EightBit
 from ...core.hyperparameters import is_zero
 from ...core.rules import Rule, adam_family
 from .numbers import UpdateNumbers
@@ -29,6 +30,9 @@ class AdamPiece(Piece):
 
     def load_fields(self) -> None:
         exp_avg, exp_avg_sq = self.fields
+        if exp_avg.__class__ is EightBit or exp_avg_sq.__class__ is EightBit:
+            super().load_fields()
+            return
         dtype = self.dtype
         self.upcast = (
             exp_avg if exp_avg.dtype is dtype else exp_avg.to(dtype),
@@ -54,10 +58,8 @@ class AdamPiece(Piece):
             exp_avg.add_(change)
             exp_avg_sq.add_(square.mul_(c2))
         stored, stored_sq = self.fields
-        if exp_avg is not stored:
-            stored.copy_(exp_avg)
-        if exp_avg_sq is not stored_sq:
-            stored_sq.copy_(exp_avg_sq)
+        if exp_avg is not stored or exp_avg_sq is not stored_sq:
+            self.store_fields(self.upcast)
 
     def enter(self, numbers: UpdateNumbers, first: bool, squares: list[Tensor] | None) -> Tensor:
         """Put the square of the gradient that enters the moments into `a`, and return that gradient: upcast, or bounded in `b`.

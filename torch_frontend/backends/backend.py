@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from operator import itemgetter
 from typing import Any, Protocol, runtime_checkable
 
@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from ...core import random_bits
+from ...core.codings import EIGHT_BIT, Coded, EightBit, StateDtypes
 from ...core.dtypes import compute_dtype
 from ...core.hyperparameters import Hyperparameters
 from ...core.rules import ADAM, Rule
@@ -32,6 +33,21 @@ def state_keys(rule: Rule) -> tuple[str, ...]:
     return tuple(field.name if field.beta is None else f"debiased_{field.name}" for field in rule.fields)
 
 
+def scale_key(key: str) -> str:
+    """Return the key of the scales of a field that is kept in 8 bits, whose codes have the key of the field."""
+    return f"{key}_scale"
+
+
+def dtypes_in(keys: Iterable[str], state: Mapping[str, Any]) -> StateDtypes:
+    """Return the dtypes of the fields with these keys in a parameter's state."""
+    return tuple(EIGHT_BIT if scale_key(key) in state else dtype_name(state[key].dtype) for key in keys)
+
+
+def _field(key: str, state: Mapping[str, Any]) -> Coded:
+    scale = state.get(scale_key(key))
+    return state[key] if scale is None else EightBit(state[key], scale)
+
+
 EXP_AVG, EXP_AVG_SQ = state_keys(ADAM)
 """Those of the rules that keep two moments, for which the eager backend and Triton have arithmetic of their own."""
 
@@ -45,18 +61,21 @@ class TensorSlot:
 
     parameter: updated in place; any dense shape. For a parameter that is sharded over processes, the local shard.
     state: the optimizer's state of the parameter: "step", 0-d, the number of updates so far; the rule's fields (`state_keys`)
-        and, with compensation, "compensation", all of the parameter's shape; "mean_square", 0-d, only while micro-batches are
-        in the fields.
-    compensation: resolved: "none", "kahan", "split" or "stochastic".
+        and, with compensation, "compensation", all of the parameter's shape; the scales of fields in 8 bits (`scale_key`);
+        "mean_square", 0-d, and with random bits "microbatches", their number, only while micro-batches are in the fields.
+    compensation: resolved, of `core.compensation`.
     settings: the current settings of the parameter's group.
     shard: the location of the local shard in the whole parameter; None if it is not sharded.
     capturable: "step" is on the parameter's device, and the host must not wait for it.
-    random_key: of the tensor's random bits (`core.random_bits`); None without stochastic rounding.
+    random_key: of the tensor's random bits (`core.random_bits`); None where nothing is rounded stochastically.
+    random: the numbers of what is rounded stochastically: 0 for the parameter, n for the nth field.
+    coded: whether a field is kept in 8 bits.
     first_index: of the parameter's first element in the whole tensor, row by row; for the random bits alone.
     kind: class, dtype, device and shape of the parameter when the slot was made.
     plan: what a backend caches for this tensor. dataclasses.replace() does not copy it.
     compute_dtype: the dtype of the arithmetic.
     keys: of the rule's fields in the state.
+    dtypes: of the fields.
     fields_of: returns the rule's fields in a state, as a tuple.
     step, step_address: "step" when the slot was made, and its address; 0 if it is not on a CPU.
     counter: `step`; on a CPU its memory as a numpy array, which reads and writes a number in a tenth of the time.
@@ -70,12 +89,15 @@ class TensorSlot:
     capturable: bool = False
     shard: Shard | None = None
     random_key: int | None = None
+    random: tuple[int, ...] = ()
     first_index: int = 0
     kind: Any = dataclasses.field(default=None, repr=False)
     plan: Any = dataclasses.field(default=None, init=False, repr=False)
     compute_dtype: torch.dtype = dataclasses.field(init=False, repr=False)
     keys: tuple[str, ...] = dataclasses.field(init=False, repr=False)
-    fields_of: Callable[[Any], tuple[Tensor, ...]] = dataclasses.field(init=False, repr=False)
+    dtypes: StateDtypes = dataclasses.field(init=False, repr=False)
+    coded: bool = dataclasses.field(init=False, repr=False)
+    fields_of: Callable[[Any], tuple[Any, ...]] = dataclasses.field(init=False, repr=False)
     step: Tensor = dataclasses.field(init=False, repr=False)
     step_address: int = dataclasses.field(init=False, repr=False)
     counter: Any = dataclasses.field(init=False, repr=False)
@@ -88,8 +110,11 @@ class TensorSlot:
     def __post_init__(self) -> None:
         self.compute_dtype = DTYPES[compute_dtype(dtype_name(self.parameter.dtype))]
         self.keys = keys = state_keys(self.rule)
+        self.dtypes = dtypes_in(keys, self.state)
+        self.coded = EIGHT_BIT in self.dtypes
         # itemgetter takes a fifth of the time of a loop, and returns no tuple for one key
-        self.fields_of = itemgetter(*keys) if len(keys) > 1 else lambda state: tuple(map(state.__getitem__, keys))
+        plain = len(keys) > 1 and not self.coded
+        self.fields_of = itemgetter(*keys) if plain else lambda state: tuple(_field(key, state) for key in keys)
         self.step = step = self.state["step"]
         on_host = type(step) is Tensor and step.device.type == "cpu"
         self.step_address, self.counter = (step.data_ptr(), step.numpy()) if on_host else (0, step)
@@ -106,14 +131,31 @@ class TensorSlot:
         """Number t of the next update, starting at 1. Synchronises when capturable."""
         return self.counter.item() + 1
 
-    def when(self) -> Any:
-        """Return `core.random_bits.when` of this update: a number, or a 0-d tensor on the device when capturable."""
-        return random_bits.when(self.step.to(torch.int64) + 1 if self.capturable else int(self.step_number))
+    def when(self, number: int) -> Any:
+        """Return `core.random_bits.when` of this update: a number, or a 0-d tensor on the device when capturable.
+
+        number: 0 for the parameter, n for the nth field.
+        """
+        update = self.step.to(torch.int64) + 1 if self.capturable else int(self.step_number)
+        return random_bits.when(update, number, self.state.get("microbatches", 0) if number else 0)
+
+    def keep_open(self, mean_square: Tensor | float) -> None:
+        """Note that one more micro-batch of this update is in the fields."""
+        self.state["mean_square"] = mean_square
+        if self.random:
+            self.state["microbatches"] = self.state.get("microbatches", 0) + 1
+
+    def close(self) -> None:
+        """Note that the fields contain whole updates only."""
+        self.state.pop("mean_square", None)
+        if self.random:
+            self.state.pop("microbatches", None)
 
     def tensors(self, gradient: Tensor | None) -> dict[str, Tensor]:
-        """Return parameter, gradient and state of the parameter's shape by name, without those that are absent."""
+        """Return parameter, gradient and what is kept of its rows by name, without those that are absent."""
         named = {"parameter": self.parameter, "gradient": gradient}
-        named |= {name: self.state.get(name) for name in (*self.keys, "compensation")}
+        scales = map(scale_key, self.keys) if self.coded else ()
+        named |= {name: self.state.get(name) for name in (*self.keys, "compensation", *scales)}
         return {name: tensor for name, tensor in named.items() if tensor is not None}
 
     def numbers(self) -> UpdateNumbers:

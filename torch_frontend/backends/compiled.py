@@ -12,20 +12,24 @@ from __future__ import annotations
 import dataclasses
 import functools
 import itertools
+import math
 import types
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_leaves
 
 from ...core import random_bits
 from ...core import update as core_update
+from ...core.codings import EightBit
+from ...core.codings.eight_bit import BLOCK
 from ...core.hyperparameters import DECAY, Hyperparameters, is_zero
 from ...core.rules import RULES
 from ...core.update import TensorState
 from ..array_ops import compiled_ops, torch_ops
-from .backend import TensorSlot
+from .backend import TensorSlot, scale_key
 from .compiler import KEEP_CASTS, keeps_casts, skip_vector_isa_search
 from .eager import EagerBackend
 from .memory_order import along_memory
@@ -53,7 +57,7 @@ class CompiledBackend(EagerBackend):
             results = [_run("write", slot, first, piece, total, measure) for piece in pieces]
         else:
             results = [_run("update", slot, first, piece, total, measure) for piece in pieces]
-        slot.state.pop("mean_square", None)
+        slot.close()
         return sum_of([squares for squares, _ in results if squares is not None]) if measure else None
 
     def write(self, slot: TensorSlot, gradient: Tensor, first: bool, total: Tensor) -> None:
@@ -76,7 +80,7 @@ class CompiledBackend(EagerBackend):
             super().accumulate(slot, gradient, first=first)
             return
         sums = [_run("accumulate", slot, first, piece)[1] * piece[0].numel() for piece in pieces]
-        slot.state["mean_square"] = self._total(slot, gradient, sums, first) if slot.rule.clips_update else 0.0
+        slot.keep_open(self._total(slot, gradient, sums, first) if slot.rule.clips_update else 0.0)
 
     def apply(self, slot: TensorSlot) -> None:
         pieces = list(_pieces(slot, None, self.small))
@@ -86,26 +90,33 @@ class CompiledBackend(EagerBackend):
         total = slot.state["mean_square"] if slot.rule.clips_update else None
         for piece in pieces:
             _run("apply", slot, False, piece, total)
-        slot.state.pop("mean_square")
+        slot.close()
 
 
 def _pieces(slot: TensorSlot, gradient: Tensor | None, small: int) -> Iterator[Vectors]:
     """Yield (parameter, gradient, compensation, *fields) piece by piece, None for those that are absent.
 
-    Yields nothing for tensors that are updated eagerly: small ones, those without a common dense layout, and those whose random
-    bits have another order than their memory or two high words in a piece.
+    Yields nothing for tensors that are updated eagerly: small ones, those without a common dense layout, those whose random
+    bits have another order than their memory or two high words in a piece, and those with 8-bit blocks that end with a row.
     """
-    if slot.parameter.numel() <= small or (slot.random_key is not None and not _has_plain_indices(slot)):
+    parameter, state = slot.parameter, slot.state
+    if parameter.numel() <= small or (slot.random and not _has_plain_indices(slot)):
         return
-    state = slot.state
-    vectors = along_memory([slot.parameter, gradient, state.get("compensation"), *slot.fields_of(state)])
+    if slot.coded and (not parameter.is_contiguous() or math.prod(parameter.shape[1:]) % BLOCK):
+        return
+    vectors = along_memory([parameter, gradient, state.get("compensation"), *map(state.get, slot.keys)])
     if vectors is None:
         return
-    if slot.parameter.numel() <= PIECE:
-        yield tuple(vectors)
-        return
-    for start in range(0, slot.parameter.numel(), PIECE):
-        yield tuple(None if vector is None else vector[start : start + PIECE].detach() for vector in vectors)
+    scales = [state.get(scale_key(key)) for key in slot.keys] if slot.coded else [None] * len(slot.keys)
+    for start in range(0, parameter.numel(), PIECE):
+        parts = vectors
+        if parameter.numel() > PIECE:
+            parts = [None if vector is None else vector[start : start + PIECE].detach() for vector in vectors]
+        if slot.coded:
+            blocks = slice(start // BLOCK, (start + PIECE) // BLOCK)
+            pairs = zip(parts[3:], scales, strict=True)
+            parts[3:] = [codes if s is None else EightBit(codes, s.view(-1)[blocks].detach()) for codes, s in pairs]
+        yield tuple(parts)
 
 
 def _run(
@@ -121,12 +132,12 @@ def _run(
 
     total: the mean square of the whole tensor for "write", otherwise that of earlier micro-batches.
     """
-    parameter, dtypes = slot.parameter, tuple([field.dtype for field in slot.fields_of(slot.state)])
-    chosen = kind, first, measured, slot.rule.name, slot.compensation, slot.settings.derived(_constants)
-    graph = _compiled(*chosen, (parameter.dtype, *dtypes), parameter.device)
+    parameter = slot.parameter
+    chosen = kind, first, measured, slot.rule.name, slot.compensation, slot.random, slot.settings.derived(_constants)
+    graph = _compiled(*chosen, (parameter.dtype, *slot.dtypes), parameter.device)
     if total is not None:
         total = torch.as_tensor(total, dtype=slot.compute_dtype, device=slot.parameter.device)
-    random = None if slot.random_key is None else _random(slot, piece[0].storage_offset() - parameter.storage_offset())
+    random = _random(slot, piece[0].storage_offset() - parameter.storage_offset()) if slot.random else None
     return graph((piece, slot.vector(), total, random))
 
 
@@ -145,8 +156,9 @@ class Graph:
     def __call__(self, given: tuple[Vectors, Tensor, Tensor | None, Tensor | None]) -> tuple[Tensor | None, Any]:
         if self._is_new:
             self._is_new = False
-            for vector in filter(lambda vector: vector is not None, given[0]):
-                torch._dynamo.maybe_mark_dynamic(vector, 0)
+            for vector in tree_leaves(given[0]):
+                if vector is not None:
+                    torch._dynamo.maybe_mark_dynamic(vector, 0)
             if hasattr(self._compiled, "aot_compile"):
                 self._program = self._compiled.aot_compile(((given,), {}))
                 self._program.disable_guard_check()  # checked below, where something else can be done
@@ -162,14 +174,15 @@ def _has_plain_indices(slot: TensorSlot) -> bool:
 
 
 def _random(slot: TensorSlot, start: int) -> Tensor:
-    """Return the shift and the factor of a piece's random bits, and the low word of its first element's index, int64, [3].
+    """Return what a piece's random bits are made of, int64, [numbers, 3]: for each of what is rounded stochastically the
+    shift and the factor, and the low word of its first element's index.
 
     start: of the piece in the parameter.
     """
     start += slot.first_index
-    stream = random_bits.stream(slot.random_key, slot.when(), start >> 32)
-    numbers = [torch.as_tensor(number) for number in (*stream, start & random_bits.WORD)]
-    return torch.stack([number.to(slot.parameter.device, non_blocking=True) for number in numbers])
+    streams = [random_bits.stream(slot.random_key, slot.when(number), start >> 32) for number in slot.random]
+    columns = [torch.as_tensor(number) for stream in streams for number in (*stream, start & random_bits.WORD)]
+    return torch.stack([number.to(slot.parameter.device, non_blocking=True) for number in columns]).view(-1, 3)
 
 
 def _constants(current: Hyperparameters) -> tuple[tuple[str, Any], ...]:
@@ -188,8 +201,9 @@ def _compiled(
     measured: bool,
     rule_name: str,
     compensation: str,
+    random_numbers: tuple[int, ...],
     constants: tuple[tuple[str, Any], ...],
-    dtypes: tuple[torch.dtype, ...],
+    dtypes: tuple[Any, ...],
     device: torch.device,
 ) -> Graph:
     """Return one graph.
@@ -205,12 +219,15 @@ def _compiled(
 
     def step(given: tuple[Vectors, Tensor, Tensor | None, Tensor | None]) -> tuple[Tensor | None, Any]:
         (parameter, gradient, stored, *fields), scalars, total, random = given
-        bits: core_update.Bits | None = None
+        words: dict[int, Tensor] = {}
         if random is not None:
-            shift, factor, start = random.unbind()
-            low = start + torch.arange(parameter.numel(), device=parameter.device)
-            words = random_bits.bits(random_bits.Stream(shift, factor), low)
-            bits = (words, *[None] * len(rule.fields)).__getitem__
+            for number, (shift, factor, start) in zip(random_numbers, random.unbind(), strict=True):
+                low = start + torch.arange(parameter.numel(), device=parameter.device)
+                words[number] = random_bits.bits(random_bits.Stream(shift, factor), low)
+
+        def bits(number: int) -> Tensor | None:
+            return words.get(number)
+
         *corrections, learning_rate, decay = scalars.unbind()
         current = rule.hyperparameters(learning_rate=learning_rate, weight_decay=decay, **dict(constants))
         state = TensorState(tuple(fields), stored, 0.0 if total is None else total)
@@ -222,7 +239,7 @@ def _compiled(
         elif kind in ("update", "write") and rule.clips_update:
             whole: Any = total
             if kind == "update":
-                whole = core_update.accumulate(ops, rule, current, *arrays, first=first).mean_square
+                whole = core_update.accumulate(ops, rule, current, *arrays, first=first, bits=bits).mean_square
             eta = core_update.clipped_learning_rate(learning_rate, whole, torch)
             clipped = rule.hyperparameters(learning_rate=eta, weight_decay=decay, **dict(constants))
             new, after = core_update.update(ops, unclipped, clipped, *arrays, first=first, bits=bits)
@@ -231,7 +248,7 @@ def _compiled(
         elif kind in ("update", "write"):
             new, after = core_update.update(ops, rule, current, *arrays, first=first, bits=bits)
         else:
-            after = core_update.accumulate(ops, rule, current, *arrays, first=first)
+            after = core_update.accumulate(ops, rule, current, *arrays, first=first, bits=bits)
             if kind == "measure":
                 return squares, after.mean_square
         if kind != "accumulate":
@@ -239,7 +256,7 @@ def _compiled(
             if stored is not None and after.compensation is not None:
                 stored.copy_(after.compensation)
         if kind != "apply":
-            for field, new_field in zip(fields, after.fields, strict=True):
+            for field, new_field in zip(tree_leaves(fields), tree_leaves(after.fields), strict=True):
                 field.copy_(new_field)
         return squares, after.mean_square
 

@@ -25,7 +25,7 @@ PIECE_ON_ACCELERATORS = 2**24
 """Elements of a piece on an accelerator: 64 MiB of float32, for few launches."""
 
 PIECE_WITH_RANDOM_BITS = 2**21
-"""The same where it is rounded stochastically: random bits take up to 32 bytes an element while they are made."""
+"""The same where numbers are coded: random bits take up to 32 bytes an element while they are made."""
 
 
 class EagerBackend:
@@ -63,7 +63,7 @@ class EagerBackend:
                 piece.descend(numbers, eta)
         else:  # the step needs the moments before they are rounded to the state's dtype
             self.write(slot, gradient, first, self.mean_square(slot, gradient, first, squares if measure else None))
-        slot.state.pop("mean_square", None)
+        slot.close()
         return sum_of(squares) if measure else None
 
     def update_all(self, pairs: Sequence[tuple[TensorSlot, Tensor]], *, over_shards: OverShards | None = None) -> None:
@@ -86,7 +86,7 @@ class EagerBackend:
             self.write(slot, gradient, True, totals[id(slot)])
 
     def accumulate(self, slot: TensorSlot, gradient: Tensor, *, first: bool) -> None:
-        slot.state["mean_square"] = self._accumulate(slot, gradient, first)
+        slot.keep_open(self._accumulate(slot, gradient, first))
 
     def apply(self, slot: TensorSlot) -> None:
         numbers = slot.numbers()
@@ -98,7 +98,7 @@ class EagerBackend:
             with piece:
                 piece.load_fields()
                 piece.descend(numbers, eta)
-        slot.state.pop("mean_square")
+        slot.close()
 
     def write(self, slot: TensorSlot, gradient: Tensor, first: bool, total: Tensor) -> None:
         """Update a tensor of a rule that clips. total: the summed mean square of the whole tensor, 0-d."""
@@ -144,7 +144,7 @@ class EagerBackend:
         piece = slot.plan
         if piece is None:
             parameter = slot.parameter
-            most = piece_elements(parameter) if slot.random_key is None else piece_elements_with_random_bits(parameter)
+            most = most_elements(slot)
             if not 0 < parameter.numel() <= most:
                 return None
             piece = piece_class(slot.rule)(slot, *self._scratch_like(parameter, slot.compute_dtype))
@@ -154,27 +154,25 @@ class EagerBackend:
         piece.parameter, piece.gradient = slot.parameter, gradient
         piece.fields = slot.fields_of(state)
         piece.compensation = state.get("compensation")
-        if slot.random_key is not None:
-            piece.random = slot.random_key, slot.when(), slot.first_index
+        piece.first_index = slot.first_index
         return piece
 
     def _pieces(self, slot: TensorSlot, gradient: Tensor | None) -> Iterator[Piece]:
         """Yield the tensor in pieces: in memory order if parameter, gradient and state have the same layout, else by rows.
 
-        Random bits are those of rows, so that a stochastically rounded parameter in another order is taken by rows, too.
+        Random bits and 8-bit codes are those of rows.
         """
         tensors = slot.tensors(gradient)
-        by_rows = slot.random_key is not None and not slot.parameter.is_contiguous()
+        by_rows = slot.coded or (bool(slot.random) and not slot.parameter.is_contiguous())
         vectors = None if by_rows else along_memory(list(tensors.values()))
         vectors = vectors or [tensor.detach() for tensor in tensors.values()]
         flat = dict(zip(tensors, vectors, strict=True))
         lead = flat["parameter"]
         if not lead.numel():
             return
-        most = piece_elements(lead) if slot.random_key is None else piece_elements_with_random_bits(lead)
+        most = most_elements(slot)
         rows = max(1, most * lead.shape[0] // lead.numel())
         scratch: tuple[Tensor, Tensor] | None = None
-        when = None if slot.random_key is None else slot.when()
         for start in range(0, lead.shape[0], rows):
             part = {name: tensor[start : start + rows] for name, tensor in flat.items()}
             if scratch is None or part["parameter"].shape != scratch[0].shape:
@@ -183,9 +181,7 @@ class EagerBackend:
             piece.parameter, piece.gradient = part["parameter"], part.get("gradient")
             piece.fields = slot.fields_of(part)
             piece.compensation = part.get("compensation")
-            if slot.random_key is not None:
-                first = slot.first_index + start * (lead.numel() // lead.shape[0])
-                piece.random = slot.random_key, when, first
+            piece.first_index = slot.first_index + start * (lead.numel() // lead.shape[0])
             yield piece
 
     def _scratch_like(self, part: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
@@ -206,9 +202,10 @@ def piece_elements(tensor: Tensor) -> int:
     return PIECE * torch.get_num_threads() if tensor.device.type == "cpu" else PIECE_ON_ACCELERATORS
 
 
-def piece_elements_with_random_bits(tensor: Tensor) -> int:
-    """Return the number of elements of a piece that is rounded stochastically."""
-    return piece_elements(tensor) if tensor.device.type == "cpu" else PIECE_WITH_RANDOM_BITS
+def most_elements(slot: TensorSlot) -> int:
+    """Return the number of elements of a piece of this tensor."""
+    most = piece_elements(slot.parameter)
+    return min(most, PIECE_WITH_RANDOM_BITS) if slot.random or slot.coded else most
 
 
 def fields_in_compute_dtype(slot: TensorSlot) -> bool:

@@ -8,8 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ...core import codings, random_bits
 from ...core import compensation as compensations
-from ...core import random_bits
+from ...core.codings import EightBit
 from ...core.compensation import Stored
 from ...core.hyperparameters import is_zero
 from ...core.rules import Entered
@@ -22,8 +23,7 @@ class Piece:
     """A part of a parameter with the same part of its gradient and state, and two scratch tensors of that size.
 
     parameter, gradient, fields, compensation: as stored; gradient and compensation may be None.
-    random: the tensor's key, the time (`core.random_bits.when`), and the index of the first element in the whole tensor in
-        row-major order; None without stochastic rounding.
+    first_index: of the first element in the whole tensor in row-major order, for the random bits.
     upcast_gradient, upcast: the gradient and the fields in the compute dtype; the stored tensor itself if it has that dtype.
     """
 
@@ -35,26 +35,27 @@ class Piece:
         "dtype",
         "entered",
         "fields",
+        "first_index",
         "gradient",
         "parameter",
-        "random",
         "rule",
         "settings",
+        "slot",
         "upcast",
         "upcast_gradient",
     )  # fmt: skip
     parameter: Tensor
     gradient: Tensor | None
-    fields: Sequence[Tensor]
+    fields: Sequence[Any]
     compensation: Tensor | None
-    random: tuple[int, Any, int] | None
+    first_index: int
     upcast_gradient: Any
     upcast: Any
     entered: Entered | None
 
     def __init__(self, slot: TensorSlot, a: Tensor, b: Tensor) -> None:
-        self.rule, self.settings, self.coding = slot.rule, slot.settings, slot.compensation
-        self.a, self.b, self.dtype, self.random = a, b, a.dtype, None
+        self.slot, self.rule, self.settings, self.coding = slot, slot.rule, slot.settings, slot.compensation
+        self.a, self.b, self.dtype, self.first_index = a, b, a.dtype, 0
 
     def __enter__(self) -> None:
         """Free the gradient and the upcast fields at the end of the context."""
@@ -70,16 +71,36 @@ class Piece:
 
     def store_parameter(self, parameter: Tensor) -> None:
         """Store the parameter, in the compute dtype, with its compensation."""
-        bits = None if self.random is None else _bits(*self.random, parameter)
-        stored = compensations.store(torch_ops, self.coding, parameter, dtype_name(self.parameter.dtype), bits)
+        stored = compensations.store(torch_ops, self.coding, parameter, dtype_name(self.parameter.dtype), self.bits(0))
         self.parameter.copy_(stored.parameter)
         if stored.compensation is not None:
             assert self.compensation is not None
             self.compensation.copy_(stored.compensation)
 
+    def bits(self, number: int) -> Tensor | None:
+        """Return the random bits of the parameter (0) or of the nth field; None where that is rounded to nearest."""
+        slot = self.slot
+        if number not in slot.random:
+            return None
+        assert slot.random_key is not None
+        return _bits(slot.random_key, slot.when(number), self.first_index, self.parameter)
+
     def load_fields(self) -> None:
         """Set the upcast fields."""
-        self.upcast = [field if field.dtype is self.dtype else field.to(self.dtype) for field in self.fields]
+        name = dtype_name(self.dtype)
+        self.upcast = [codings.load(torch_ops, field, name) for field in self.fields]
+
+    def store_fields(self, fields: Sequence[Tensor]) -> None:
+        """Store fields in the compute dtype: `core.codings.store`."""
+        for number, (stored, new) in enumerate(zip(self.fields, fields, strict=True), 1):
+            if isinstance(stored, EightBit):
+                codes, scale = codings.store(torch_ops, new, stored, self.bits(number))
+                stored.codes.copy_(codes)
+                stored.scale.copy_(scale)
+            elif number in self.slot.random:
+                stored.copy_(codings.store(torch_ops, new, stored, self.bits(number)))
+            elif new is not stored:
+                stored.copy_(new)
 
     def prepare(self, first: bool, squares: list[Tensor] | None) -> None:
         """Set the upcast gradient: `core.update.prepared_gradient`. The given gradient is not changed.
@@ -118,8 +139,7 @@ class Piece:
             before = tuple(old.clone() if old is stored else old for old, stored in zip(before, self.fields, strict=True))
         after = rule.accumulate(current, numbers.corrections, before, self.upcast_gradient, torch, first=first)
         self.entered = Entered(before, self.upcast_gradient) if rule.needs_gradient else None
-        for stored, new in zip(self.fields, after, strict=True):
-            stored.copy_(new)
+        self.store_fields(after)
         self.upcast = after
 
     def ratios(self) -> Tensor:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 
 from torch import Tensor
 
@@ -18,13 +18,15 @@ from .triton import availability as triton
 BACKENDS = ("auto", "triton", "compiled", "eager")
 
 
-def select_backend(name: str, parameters: Iterable[Tensor], rules: Iterable[Rule], *, stochastic: bool = False) -> Backend:
+def select_backend(
+    name: str, parameters: Iterable[Tensor], rules: Iterable[Rule], storages: Collection[tuple[str, str]] = ()
+) -> Backend:
     """Return the backend of this name. "auto": Triton's kernels on CUDA devices, elsewhere "eager", which compiles nothing.
 
     Args:
         name: "auto", "triton", "compiled" or "eager".
         parameters, rules: that it is to update, and how.
-        stochastic: some of the parameters are rounded stochastically.
+        storages: (compensation, states), values of axes of `core.combinations`, of parameters whose storage is not plain.
 
     Raises:
         InvalidArgumentError: the name is not known.
@@ -33,9 +35,10 @@ def select_backend(name: str, parameters: Iterable[Tensor], rules: Iterable[Rule
     if name not in BACKENDS:
         raise InvalidArgumentError(f"backend={name!r} is not known; it must be one of {', '.join(BACKENDS)}.")
     given = list(parameters)
-    if stochastic and name == "triton":
-        require(Combination(compensation="stochastic", backend="triton"))
-    if name == "triton" or (name == "auto" and not stochastic and _on_cuda(given)):
+    if name == "triton":
+        for compensation, states in storages:
+            require(Combination(compensation=compensation, states=states, backend="triton"))
+    if name == "triton" or (name == "auto" and not storages and _on_cuda(given)):
         reason = next((why for rule in rules if (why := triton.why_not(given, rule)) is not None), None)
         if name == "triton" and reason is not None:
             raise RefusedError(f"backend='triton': {reason}")

@@ -84,6 +84,15 @@ def distribute_like(like: Any, here: Tensor) -> Tensor:
     return distributed
 
 
+def with_rows_of(parameter: Any, whole: Tensor) -> Any:
+    """Return zeros, 2-d with as many rows as a parameter, as a DTensor with its shards if it is one, otherwise as they are."""
+    if not is_sharded(parameter):
+        return whole
+    here = whole.new_zeros((local(parameter).shape[0], whole.shape[1]))
+    layout = {"run_check": False, "shape": whole.shape, "stride": whole.stride()}
+    return type(parameter).from_local(here, parameter.device_mesh, parameter.placements, **layout)
+
+
 class LocalState(MutableMapping[str, Any]):
     """View of a parameter's state that shows a backend the local part of every tensor.
 

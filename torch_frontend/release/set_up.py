@@ -17,7 +17,7 @@ from ..array_ops import dtype_name
 from ..autograd.donated import compile_without_donation
 from ..autograd.retained import note_retained
 from ..communication import communication_name, select_communication
-from ..groups import rule_of
+from ..groups import hyperparameters, rule_of, storage_of
 from ..releasable import ReleasableOptimizer
 from .hooks import check_ownership
 from .pipeline import Pipeline
@@ -236,11 +236,11 @@ def _check_setup(
         if getattr(module, "sparse", False) and any(parameter in set(optimized) for parameter in module.parameters()):
             raise UnsupportedTensorError(f"module {name!r} gives sparse gradients; construct it with sparse=False.")
     kinds = {
-        (rule_of(group).accumulation, group["compensation"], dtype_name(p.dtype))
-        for group in optimizer.param_groups
+        (rule_of(group).accumulation, group["compensation"], dtype_name(p.dtype), storage_of(group, p, current).states)
+        for group, current in zip(optimizer.param_groups, map(hyperparameters, optimizer.param_groups), strict=True)
         for p in group["params"]
     }
     loss_scaling, communication = "none" if scaler is None else "dynamic", communication_name(model, process_group)
-    for rule, *coding in kinds:
-        compensation = compensations.resolve(*coding)
-        require(Combination(clipping, loss_scaling, accumulation, communication, compensation, optimizer.backend, rule))
+    for rule, compensation, dtype, states in kinds:
+        kept = compensations.resolve(compensation, dtype), states
+        require(Combination(clipping, loss_scaling, accumulation, communication, *kept, optimizer.backend, rule))

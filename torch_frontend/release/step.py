@@ -287,6 +287,7 @@ class Step:
     def abandon(self) -> None:
         """Forget a step that an exception has cut short."""
         for member in self.with_status(Status.ACCUMULATED):
-            self.optimizer.state[member.parameter].pop("mean_square", None)
+            for key in ("mean_square", "microbatches"):
+                self.optimizer.state[member.parameter].pop(key, None)
         self._status.clear()
         self.released.clear()
