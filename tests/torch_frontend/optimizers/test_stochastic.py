@@ -81,7 +81,7 @@ def test_elements_beyond_2_to_the_32_have_bits_of_their_own() -> None:
         parts = []
         for start in starts:
             piece = Piece(slot_of(optimizer, parameter), *torch.zeros(2, count))
-            piece.parameter, piece.compensation, piece.random = torch.zeros(count, dtype=DTYPE), None, (1, 2, start)
+            piece.parameter, piece.compensation, piece.first_index = torch.zeros(count, dtype=DTYPE), None, start
             piece.store_parameter(torch.full((count,), 1 + 2.0**-9))
             parts.append(piece.parameter)
         return torch.cat(parts)
@@ -239,7 +239,7 @@ def test_a_seed_out_of_range_is_refused_and_changes_nothing(seed: Any) -> None:
 
 
 def test_what_does_not_round_stochastically_refuses_it_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(RefusedError, match=r"Triton's kernels do not round stochastically; use backend='compiled'"):
+    with pytest.raises(RefusedError, match=r"Triton's kernels neither round stochastically nor .*; use backend='compiled'"):
         stochastic([nn.Parameter(start_of(3))], backend="triton")
     optimizer = stochastic([nn.Parameter(start_of(3))], compensation="none")
     monkeypatch.setattr(type(backend_of(optimizer)), "name", "triton")
