@@ -26,7 +26,7 @@ from ..debiasing import one_minus_power
 from ..errors import InvalidArgumentError
 from ..rules import RULES, Rule
 from ..update import rebiased
-from .state import ParameterState, PortableState
+from .state import ParameterState, PortableState, scale_name
 
 Decays = tuple[float | None, ...]
 """The beta that each field of a rule is debiased by; None for one that is not."""
@@ -85,10 +85,13 @@ def with_bias(
 
 def under_decays(fields: Fields, step: int, before: Decays, after: Decays) -> dict[str, np.ndarray]:
     """Return fields, debiased by `before`, as debiased by `after`; bit for bit where these are equal."""
-    return {
-        name: array if old is None else rebiased(numpy_ops, array, step, old, new)
-        for (name, array), old, new in zip(fields.items(), before, after, strict=True)
-    }
+    found = dict(fields)
+    names = [name for name in fields if name not in set(map(scale_name, fields))]
+    for name, old, new in zip(names, before, after, strict=True):
+        carrier = scale_name(name) if scale_name(name) in fields else name  # scales carry the factor
+        if old is not None:
+            found[carrier] = rebiased(numpy_ops, fields[carrier], step, old, new)
+    return found
 
 
 def decays_in(state: PortableState, name: str) -> Decays | None:

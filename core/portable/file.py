@@ -1,8 +1,8 @@
 """The file of a portable state: `save`, `load`, and `describe`, which reads no arrays.
 
 Of every parameter NAME the file has the tensors FIELD/NAME for each field of its rule ("exp_avg/NAME"), "step/NAME" (int64,
-0-d), and where there are any "compensation/NAME" and "parameter/NAME". The document says the rest: the rule, the groups, and
-each parameter's dtype, shape and compensation. `core.portable.safetensors` has the bytes.
+0-d), and where there are any "compensation/NAME", "parameter/NAME" and FIELD_scale/NAME, the scales of codes. The document says
+the rest: the rule, the groups, and each parameter's dtype, shape and compensation. `core.portable.safetensors` has the bytes.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 
+from ..compensation import WITH_RANDOM_BITS
 from ..errors import PenstockError
 from ..rules import RULES, Rule
 from .safetensors import Path, Reader, shown, write
@@ -27,7 +28,7 @@ class ParameterDescription:
     Args:
         dtype: of the parameter.
         shape: of the parameter.
-        compensated: "none", "kahan", "split" or "stochastic".
+        compensated: resolved, of `core.compensation`.
         step: updates so far.
         dtypes: of those arrays that the file has.
         random_keys: as in `ParameterState`.
@@ -88,7 +89,11 @@ def save(path: Path, state: PortableState) -> None:
             "dtype": parameter.dtype,
             "shape": list(parameter.shape),
             "compensated": parameter.compensated,
-            **({"random_keys": list(parameter.random_keys)} if parameter.compensated == "stochastic" else {}),
+            **(
+                {"random_keys": list(parameter.random_keys)}
+                if parameter.random_keys or parameter.compensated in WITH_RANDOM_BITS
+                else {}
+            ),
         }
         for name, parameter in state.parameters.items()
     }
@@ -196,7 +201,7 @@ def _layout(reader: Reader, rule: Rule, name: str, row: Any) -> Layout:
     """Return the dtypes and shapes of a parameter and of its arrays in the file."""
     what = f"parameter {shown(name)}"
     kinds = {"dtype": str, "shape": list, "compensated": str}
-    if type(row) is dict and row.get("compensated") == "stochastic":
+    if type(row) is dict and ("random_keys" in row or row.get("compensated") in WITH_RANDOM_BITS):
         kinds["random_keys"] = list
     dtype, shape, compensated, *keys = _record(reader, what, row, **kinds)
     for length in shape:

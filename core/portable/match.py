@@ -12,11 +12,12 @@ from types import MappingProxyType
 import numpy as np
 
 from ..array_ops import numpy_dtype
+from ..codings import EIGHT_BIT
 from ..compensation import compensation_dtype
 from ..errors import InvalidArgumentError
-from ..rules import RULES
+from ..rules import RULES, Rule
 from .rename import is_square
-from .state import ParameterState, PortableState, listed
+from .state import ParameterState, PortableState, decoded_field, listed, may_have_random_keys, scale_name
 
 WIDER = {
     "bfloat16": ("bfloat16", "float32", "float64"),
@@ -33,8 +34,9 @@ class Expected:
 
     Args:
         dtype, shape: of the parameter.
-        compensated: resolved: "none", "kahan", "split" or "stochastic".
-        fields: dtypes of its rule's fields by name; None where the caller rounds them himself.
+        compensated: resolved, of `core.compensation`.
+        fields: dtypes of its rule's fields by name, as `core.codings.state_dtypes` has them; None where the caller rounds them
+            himself.
     """
 
     dtype: str
@@ -53,8 +55,8 @@ def matched(
 ) -> dict[str, ParameterState]:
     """Return the parameters of a state with arrays in the optimizer's dtypes.
 
-    Moments of a lower dtype are upcast, which is exact; a parameter that was not compensated and now is begins with k = 0,
-    which is exact, too. Nothing else is converted.
+    Moments of a lower dtype are upcast and codes decoded, which is exact; a parameter that was not compensated and now is
+    begins with k = 0, which is exact, too. Nothing else is converted.
 
     Args:
         state: renamed already.
@@ -73,7 +75,7 @@ def matched(
             "parameters=True needs a file that holds the parameters, and this one does not; export it with parameters=True, or "
             "load the model's own checkpoint."
         )
-    return {name: _matched(name, state.parameters[name], expected[name], arguments) for name in expected}
+    return {name: _matched(name, RULES[rule], state.parameters[name], expected[name], arguments) for name in expected}
 
 
 def check_same_rule(state: PortableState, rule: str) -> None:
@@ -133,7 +135,7 @@ def _check_names(found: Collection[str], expected: Collection[str]) -> None:
         )
 
 
-def _matched(name: str, entry: ParameterState, expected: Expected, arguments: Mapping[str, str]) -> ParameterState:
+def _matched(name: str, rule: Rule, entry: ParameterState, expected: Expected, arguments: Mapping[str, str]) -> ParameterState:
     if entry.shape != expected.shape:
         raise InvalidArgumentError(
             f"parameter {name!r} has shape {entry.shape} in the state and {expected.shape} in the model; if it is transposed, "
@@ -143,28 +145,34 @@ def _matched(name: str, entry: ParameterState, expected: Expected, arguments: Ma
         raise InvalidArgumentError(
             f"parameter {name!r} is {entry.dtype} in the state and {expected.dtype} in the model; make the model {entry.dtype}."
         )
+    fields: dict[str, np.ndarray] = {}
+    for field, dtype in expected.fields.items():
+        fields |= _widened(name, field, entry, dtype, arguments.get(field, "state_dtype"))
+    random = may_have_random_keys(rule, expected.compensated, expected.fields)
     return dataclasses.replace(
         entry,
-        fields={
-            field: _widened(name, field, entry.fields[field], dtype, arguments.get(field, "state_dtype"))
-            for field, dtype in expected.fields.items()
-        },
+        fields=fields,
         compensated=expected.compensated,
         compensation=_compensation(name, entry, expected.compensated),
-        random_keys=entry.random_keys if expected.compensated == "stochastic" else (),
+        random_keys=entry.random_keys if random else (),
     )
 
 
-def _widened(name: str, field: str, array: np.ndarray, dtype: str | None, argument: str) -> np.ndarray:
+def _widened(name: str, field: str, entry: ParameterState, dtype: str | None, argument: str) -> dict[str, np.ndarray]:
+    """Return a field in this dtype, under its name, and with its scales where it is of codes."""
+    scale = scale_name(field)
+    if dtype == EIGHT_BIT and scale in entry.fields:
+        return {field: entry.fields[field], scale: entry.fields[scale]}
+    array = decoded_field(entry, field)
     there = array.dtype.name
     if dtype is None or dtype == there:
-        return array
+        return {field: array}
     if dtype not in WIDER[there]:
         raise InvalidArgumentError(
             f"{field} of {name!r} is {there} in the state, and the optimizer keeps it in {dtype}, which would round it; "
             f"construct the optimizer with {argument}={there}."
         )
-    return array.astype(numpy_dtype(dtype))
+    return {field: array.astype(numpy_dtype(dtype))}
 
 
 def _compensation(name: str, entry: ParameterState, compensated: str) -> np.ndarray | None:

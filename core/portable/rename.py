@@ -12,7 +12,7 @@ from ..errors import InvalidArgumentError
 from ..random_bits import layer_keys
 from ..rules import RULES
 from .names import Line, Table, check, each, inverted
-from .state import ParameterState, PortableGroup, PortableState, array_names, listed
+from .state import CODES, ParameterState, PortableGroup, PortableState, array_names, listed
 
 CONVENTIONS = (("kernel", "weight"), ("weight", "kernel"))
 """Last parts of names of which one side's array is transposed: flax has kernels [in, out], torch weights [out, in]."""
@@ -152,6 +152,12 @@ def _transposed(parameter: ParameterState, line: Line, usual: Mapping[tuple[str,
         )
     if line.axes == ():
         return parameter
+    if any(array.dtype.name in CODES for array in parameter.fields.values()) and len(parameter.shape) > 1:
+        raise InvalidArgumentError(
+            f"{own!r} becomes {file!r} transposed, and its state is in 8 bits, in blocks along its rows: transposed it would "
+            "have other codes. Decode it first, into float32, with: penstock convert --decode, and import it into an optimizer "
+            "with that state_dtype."
+        )
     if line.axes is not None and len(line.axes) != len(parameter.shape):
         raise InvalidArgumentError(f"axes={line.axes} cannot be those of {own!r}, of shape {parameter.shape} (without layers).")
     return _changed(parameter, lambda array: array.transpose(line.axes))

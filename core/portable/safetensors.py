@@ -28,7 +28,8 @@ from .state import listed
 VERSION = 1
 """Of the document and of the arrays' names."""
 
-DTYPES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16", "I64": "int64", "I16": "int16"}
+_FLOATS = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
+DTYPES = {**_FLOATS, "I64": "int64", "I16": "int16", "I8": "int8", "U8": "uint8"}
 """The dtypes that a file may have, by their names in it."""
 
 Path = str | os.PathLike[str]

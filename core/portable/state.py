@@ -2,9 +2,10 @@ r"""Portable state: everything that a run needs to continue, as named numpy arra
 
 Every parameter has an entry of its own, whatever the framework's grouping or stacking of them:
 
-    exp_avg and so on     the fields of its rule (debiased where the rule keeps them so), in the dtype in which they are kept
+    exp_avg and so on     the fields of its rule (debiased where the rule keeps them so), in the dtype in which they are kept;
+                          int8 or uint8 codes of 8 bits have their scales beside them, exp_avg_scale and so on
     compensation          the bits that a low-precision parameter cannot hold, or None
-    random_keys           the keys of its random bits (`core.random_bits`) where it is rounded stochastically
+    random_keys           the keys of its random bits (`core.random_bits`) where something is rounded stochastically
     step                  the number of updates applied to it
     parameter             the parameter itself, or None where the state was exported without
 
@@ -22,7 +23,10 @@ from typing import Any
 
 import numpy as np
 
-from ..compensation import compensation_dtype, resolve
+from ..array_ops import numpy_ops
+from ..codings import EIGHT_BIT, EightBit
+from ..codings.eight_bit import decoded, scale_shape
+from ..compensation import WITH_RANDOM_BITS, compensation_dtype, resolve
 from ..dtypes import PARAMETER_DTYPES, check_parameter_dtype
 from ..errors import InvalidArgumentError
 from ..random_bits import WORD
@@ -32,9 +36,25 @@ BESIDES = ("compensation", "parameter")
 """The arrays of a `ParameterState` beside the fields of its rule; all have the parameter's shape."""
 
 
+CODES = ("int8", "uint8")
+"""The dtypes of codes of 8 bits (`core.codings.eight_bit`)."""
+
+
+def scale_name(field: str) -> str:
+    """Return the name of the scales of a field whose array is codes."""
+    return f"{field}_scale"
+
+
 def array_names(rule: Rule) -> tuple[str, ...]:
     """Return the names of the arrays that a parameter of this rule may have."""
-    return (*(field.name for field in rule.fields), *BESIDES)
+    fields = [field.name for field in rule.fields]
+    return (*fields, *map(scale_name, fields), *BESIDES)
+
+
+def may_have_random_keys(rule: Rule, compensated: str, dtypes: Mapping[str, str | None]) -> bool:
+    """Whether something of a parameter may be rounded stochastically. dtypes: of its arrays."""
+    squares = [dtypes.get(field.name) for field in rule.fields if field.of_squares]
+    return compensated in WITH_RANDOM_BITS or any(dtype in ("bfloat16", "uint8", EIGHT_BIT) for dtype in squares)
 
 
 def listed(names: Sequence[str], most: int = 5) -> str:
@@ -50,7 +70,7 @@ class Layout:
     Args:
         dtype: of the parameter, one of `core.dtypes.PARAMETER_DTYPES`.
         shape: of the parameter.
-        compensated: "none", "kahan", "split" or "stochastic".
+        compensated: resolved, of `core.compensation`.
         arrays: dtype and shape of those of `array_names` that there are.
         random_keys: as in `ParameterState`.
     """
@@ -67,7 +87,8 @@ class Layout:
         if self.compensated == "auto" or resolve(self.compensated, self.dtype) != self.compensated:
             raise InvalidArgumentError(f"the compensation of parameter {name!r}, {self.dtype}, cannot be {self.compensated!r}.")
         count = len(self.random_keys)
-        if (count and self.compensated != "stochastic") or count not in (0, 1, *self.shape[:1]):
+        random = may_have_random_keys(rule, self.compensated, {array: dtype for array, (dtype, _) in self.arrays.items()})
+        if (count and not random) or count not in (0, 1, *self.shape[:1]):
             raise InvalidArgumentError(
                 f"parameter {name!r}, {self.compensated!r} of shape {self.shape}, has {count} random_keys; one that is rounded "
                 "stochastically has one, or one for each layer of its leading axis."
@@ -81,19 +102,34 @@ class Layout:
             raise InvalidArgumentError(
                 f"the compensation of parameter {name!r} is {self.compensated!r}, but as an array it {there}."
             )
+        possible: dict[str, tuple[str | None, ...]] = {"compensation": (compensation,), "parameter": (self.dtype,)}
         for field in rule.fields:
             if field.name not in self.arrays:
                 raise InvalidArgumentError(f"parameter {name!r} has no {field.name}.")
-        possible: dict[str, tuple[str | None, ...]] = {field.name: PARAMETER_DTYPES for field in rule.fields}
-        possible |= {"compensation": (compensation,), "parameter": (self.dtype,)}
+            possible[field.name] = (*PARAMETER_DTYPES, CODES[field.of_squares])
+            dtype, scale = self.arrays[field.name][0], scale_name(field.name)
+            coded = dtype in CODES
+            if coded != (scale in self.arrays):
+                raise InvalidArgumentError(
+                    f"{field.name} of {name!r} is {dtype} {'without' if coded else 'with'} {scale}; codes of 8 bits have one, "
+                    "and nothing else has."
+                )
+            if coded:
+                possible[scale] = ("float32",)
+        scales = {scale_name(field.name) for field in rule.fields}
         if odd := sorted(self.arrays.keys() - possible.keys()):
             raise InvalidArgumentError(f"parameter {name!r} has {listed(odd)}, which {rule.name} does not keep.")
         for array, (dtype, shape) in self.arrays.items():
-            if shape != self.shape:
+            if shape not in (self._scale_shapes() if array in scales else [self.shape]):
                 raise InvalidArgumentError(f"{array} of {name!r} has shape {shape}, the parameter has {self.shape}.")
             if dtype not in possible[array]:
                 allowed = " or ".join(str(one) for one in possible[array])
                 raise InvalidArgumentError(f"{array} of {name!r} has dtype {dtype}; it must be {allowed}.")
+
+    def _scale_shapes(self) -> list[tuple[int, ...]]:
+        """The shapes that scales can have: of a matrix, and of a stack of layers, each a matrix."""
+        layered = [(self.shape[0], *scale_shape(self.shape[1:]))] if len(self.shape) > 2 else []
+        return [*([scale_shape(self.shape)] if len(self.shape) > 1 else []), *layered]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -103,12 +139,13 @@ class ParameterState:
     Args:
         dtype: of the parameter, one of `core.dtypes.PARAMETER_DTYPES`.
         shape: of the parameter.
-        compensated: "none", "kahan" or "split": what `compensation` is; "stochastic" has none.
+        compensated: what `compensation` is: resolved, of `core.compensation`.
         step: updates so far, from 0 on.
-        fields: those of its rule by name, floating-point arrays of the shape.
-        compensation: int16 (split) or `dtype` (kahan), or None.
+        fields: those of its rule by name, floating-point arrays or codes of the shape; and the scales of codes (`scale_name`).
+        compensation: int16 (split), int8 (split8) or `dtype` (kahan), or None.
         parameter: in `dtype`, or None where the parameters are kept elsewhere.
-        random_keys: of "stochastic": one, or one for each layer of a stack; none before the first update.
+        random_keys: one, or one for each layer of a stack, where something is rounded stochastically; none before the first
+            update.
     """
 
     dtype: str
@@ -138,11 +175,14 @@ class ParameterState:
         if not isinstance(self.step, int) or not 0 <= self.step < 2**63:
             raise InvalidArgumentError(f"step of parameter {name!r} is {self.step}; it must be an int, 0 or more.")
         for kind, array in self.arrays().items():
-            if array.dtype.kind != "i" and not np.isfinite(array).all():
+            if array.dtype.kind not in "iu" and not np.isfinite(array).all():
                 raise InvalidArgumentError(f"{kind} of {name!r} holds an infinity or a NaN: no run can go on from there.")
         for field in rule.fields:
+            scale = self.fields.get(scale_name(field.name))
             if field.of_squares and (np.asarray(self.fields[field.name]) < 0).any():
                 raise InvalidArgumentError(f"{field.name} of {name!r} holds a negative number; a mean of squares has none.")
+            if scale is not None and (scale < 0).any():
+                raise InvalidArgumentError(f"{scale_name(field.name)} of {name!r} holds a negative number; a scale is none.")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -234,14 +274,37 @@ def with_rule(state: PortableState, rule: str) -> PortableState:
 
 def without_compensation(state: PortableState) -> PortableState:
     """Return the state without compensation: each parameter loses up to half a spacing."""
-    return _changed(state, compensated="none", compensation=None, random_keys=())
+    rule, parameters = RULES[state.rule], {}
+    for name, parameter in state.parameters.items():
+        dtypes = {field: array.dtype.name for field, array in parameter.fields.items()}
+        keys = parameter.random_keys if may_have_random_keys(rule, "none", dtypes) else ()
+        parameters[name] = dataclasses.replace(parameter, compensated="none", compensation=None, random_keys=keys)
+    return dataclasses.replace(state, parameters=parameters)
+
+
+def without_codes(state: PortableState) -> PortableState:
+    """Return the state with the numbers that codes of 8 bits stand for, in float32: nothing is lost."""
+    rule, parameters = RULES[state.rule], {}
+    for name, parameter in state.parameters.items():
+        new = dataclasses.replace(parameter, fields={field.name: decoded_field(parameter, field.name) for field in rule.fields})
+        dtypes = {field: array.dtype.name for field, array in new.fields.items()}
+        keys = new.random_keys if may_have_random_keys(rule, new.compensated, dtypes) else ()
+        parameters[name] = dataclasses.replace(new, random_keys=keys)
+    return dataclasses.replace(state, parameters=parameters)
+
+
+def decoded_field(parameter: ParameterState, field: str) -> np.ndarray:
+    """Return a field as numbers: codes of 8 bits as float32, other arrays as they are."""
+    codes, scale = parameter.fields[field], parameter.fields.get(scale_name(field))
+    if scale is None:
+        return codes
+    layered = len(scale.shape) == 3
+    pairs = zip(codes, scale, strict=True) if layered else [(codes, scale)]
+    numbers = [decoded(numpy_ops, EightBit(*pair)) for pair in pairs]
+    return np.stack(numbers) if layered else numbers[0]
 
 
 def without_parameters(state: PortableState) -> PortableState:
     """Return the state without parameters."""
-    return _changed(state, parameter=None)
-
-
-def _changed(state: PortableState, **changes: Any) -> PortableState:
-    parameters = {name: dataclasses.replace(parameter, **changes) for name, parameter in state.parameters.items()}
+    parameters = {name: dataclasses.replace(parameter, parameter=None) for name, parameter in state.parameters.items()}
     return dataclasses.replace(state, parameters=parameters)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ...core.array_ops import numpy_dtype
-from ..communication.shards import is_sharded, local
+from ..communication.shards import is_sharded, local, with_rows_of
 
 
 def to_array(tensor: Tensor) -> np.ndarray:
@@ -56,6 +56,13 @@ def _part(array: np.ndarray, like: Any) -> Tensor:
     mesh = like.device_mesh
     replicated = DTensor.from_local(source.to(like.device), mesh, [Replicate()] * mesh.ndim, run_check=False)
     return replicated.redistribute(placements=like.placements).to_local()
+
+
+def rows_like(parameter: Tensor, array: np.ndarray) -> Tensor:
+    """A new tensor of an array with as many rows as the parameter, placed as that is."""
+    made = with_rows_of(parameter, torch.empty(array.shape, dtype=_to_tensor(array).dtype, device=parameter.device))
+    fill(made, array)
+    return made
 
 
 def laid_out_as(parameter: Tensor, array: np.ndarray) -> Tensor:

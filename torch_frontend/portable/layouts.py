@@ -18,15 +18,15 @@ from ...core.errors import InvalidArgumentError, RefusedError
 from ...core.hyperparameters import DECAY, check_number
 from ...core.portable.bias import Decays, Fields, under_decays, with_bias, without_bias
 from ...core.portable.match import Expected
-from ...core.portable.state import ParameterState, listed
+from ...core.portable.state import ParameterState, listed, scale_name
 from ...core.rules import ADAM, ADAMW, Rule
 from ..array_ops import dtype_name
-from ..backends.backend import state_keys
+from ..backends.backend import scale_key, state_keys
 from ..changing_betas import BETAS_OF_MOMENTS, decays_of, set_betas_of_moments
 from ..groups import NAMES, Group, check_group, check_parameter, field_dtypes, hyperparameters, rule_of
 from ..releasable import ReleasableOptimizer
 from ..state import RANDOM_KEY, initial_state
-from .arrays import laid_out_as
+from .arrays import laid_out_as, rows_like
 
 MOST_STEPS = 2**24
 """torch counts steps in float32: the next one would not be counted."""
@@ -106,12 +106,17 @@ class OwnLayout:
         if entry.step > MOST_STEPS:
             raise InvalidArgumentError(f"step of {name!r} is {entry.step}; torch's optimizers count to {MOST_STEPS}.")
         entry = self.kept(group, name, entry)
-        fields = (entry.fields[field.name] for field in self.rule.fields)
-        arrays: dict[str, np.ndarray] = dict(zip(self.keys, fields, strict=True))
+        arrays: dict[str, np.ndarray] = {}
+        scales: dict[str, np.ndarray] = {}
+        for key, field in zip(self.keys, self.rule.fields, strict=True):
+            arrays[key] = entry.fields[field.name]
+            if scale_name(field.name) in entry.fields:
+                scales[scale_key(key)] = entry.fields[scale_name(field.name)]
         if entry.compensation is not None:
             arrays["compensation"] = entry.compensation
         step = torch.tensor(float(entry.step), dtype=torch.float32, device=self.step_place(group, parameter))
         state: dict[str, Any] = {"step": step, **{key: laid_out_as(parameter, array) for key, array in arrays.items()}}
+        state |= {key: rows_like(parameter, array) for key, array in scales.items()}
         if entry.random_keys:  # of layers that are one tensor here, the first's
             state[RANDOM_KEY] = entry.random_keys[0]
         return state

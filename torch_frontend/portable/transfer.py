@@ -17,7 +17,8 @@ from ...core.portable.bias import decays_in, for_decays
 from ...core.portable.match import check_own, check_same_rule, matched
 from ...core.portable.names import Names, table_of
 from ...core.portable.rename import rename, rename_back
-from ...core.portable.state import ParameterState, PortableGroup, PortableState, listed
+from ...core.portable.state import ParameterState, PortableGroup, PortableState, listed, scale_name
+from ..backends.backend import scale_key
 from ..communication.shards import is_sharded
 from ..groups import Group
 from ..state import RANDOM_KEY
@@ -69,7 +70,8 @@ def export_state(
     for group, members in zip(optimizer.param_groups, named, strict=True):
         for name, parameter in members.items():
             state = optimizer.state.get(parameter) or layout.initial(group, parameter)
-            arrays = {key: to_array(state[key]) for key in (*layout.keys, "compensation") if key in state}
+            kept = (*layout.keys, *map(scale_key, layout.keys), "compensation")
+            arrays = {key: to_array(state[key]) for key in kept if key in state}
             if parameters:
                 arrays["parameter"] = to_array(parameter)
             if alone:
@@ -196,13 +198,17 @@ def _entry(
     layout: OwnLayout, group: Group, parameter: Tensor, step: int, arrays: dict[str, np.ndarray], keys: tuple[int, ...]
 ) -> ParameterState:
     expected = layout.expected(group, parameter)
-    fields = layout.debiased(group, parameter, layout.named(arrays.pop(key) for key in layout.keys), step)
+    fields = layout.named(arrays.pop(key) for key in layout.keys)
+    for key, name in zip(layout.keys, list(fields), strict=True):
+        if scale_key(key) in arrays:
+            fields[scale_name(name)] = arrays.pop(scale_key(key))
+    debiased = layout.debiased(group, parameter, fields, step)
     return ParameterState(
         dtype=expected.dtype,
         shape=expected.shape,
         compensated=expected.compensated,
         step=step,
-        fields=fields,
-        random_keys=keys if expected.compensated == "stochastic" else (),
+        fields=debiased,
+        random_keys=keys,
         **arrays,
     )

@@ -31,12 +31,14 @@ def add_parser(subparsers: Any) -> None:
     parser.add_argument(
         "--drop-compensation", action="store_true", help="forget the digits that low-precision parameters cannot hold"
     )
+    parser.add_argument("--decode", action="store_true", help="write states of 8 bits as the float32 numbers that they are")
     parser.add_argument("--without-parameters", action="store_true", help="leave the parameters out")
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Show or convert; 0, or 2 if that cannot be done."""
-    changes = [name for name in ("names", "rule", "drop_compensation", "without_parameters") if getattr(arguments, name)]
+    possible = ("names", "rule", "drop_compensation", "decode", "without_parameters")
+    changes = [name for name in possible if getattr(arguments, name)]
     if arguments.inverse and arguments.names is None:
         return refuse("convert", "--inverse needs the table of --names.")
     if arguments.output is None and changes:
@@ -55,6 +57,8 @@ def _convert(arguments: argparse.Namespace) -> int:
 
     table = [] if arguments.names is None else _table(arguments.names)
     state = portable_file.load(arguments.input)
+    if arguments.decode:
+        state = portable_state.without_codes(state)
     state = rename(state, inverted(table) if arguments.inverse else table)
     if arguments.rule is not None:
         state = portable_state.with_rule(state, arguments.rule)
