@@ -18,6 +18,7 @@ from penstock.core.portable.state import (
     PortableGroup,
     PortableState,
     array_names,
+    scale_name,
     with_rule,
     without_compensation,
     without_parameters,

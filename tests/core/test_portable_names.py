@@ -13,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.support.portable_states import KINDS, changed, contents, parameter, state
 
+from penstock.core.compensation import WITH_RANDOM_BITS
 from penstock.core.errors import InvalidArgumentError
 from penstock.core.portable.names import Line, Names, Target, Transposed, inverted, parse_table, table_of
 from penstock.core.portable.rename import rename as renamed
@@ -78,7 +79,7 @@ def test_every_array_of_every_layer_is_where_it_should_be(kind: tuple[str, str])
     there = rename(made, {"layers.w": Transposed(h(3))})
     assert there.groups[0].parameters == ("h.0.weight", "h.1.weight", "h.2.weight")
     keys = [key for one in there.parameters.values() for key in one.random_keys]
-    assert len(set(keys)) == len(keys) == (3 if kind[1] == "stochastic" else 0)  # the layers' random bits are others
+    assert len(set(keys)) == len(keys) == (3 if kind[1] in WITH_RANDOM_BITS else 0)  # the layers' random bits are others
     together = rename(there, {tuple(h(3)): Transposed("layers.w")})
     assert together.parameters["layers.w"].random_keys == tuple(keys)
     assert rename(together, {"layers.w": Transposed(h(3))}).parameters["h.2.weight"].random_keys == tuple(keys[2:])

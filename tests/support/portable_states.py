@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from penstock.core.array_ops import numpy_dtype
-from penstock.core.compensation import compensation_dtype
+from penstock.core.compensation import WITH_RANDOM_BITS, compensation_dtype
 from penstock.core.portable.state import ParameterState, PortableGroup, PortableState
 
 KINDS = [
@@ -24,6 +24,7 @@ KINDS = [
     ("float16", "kahan"),
     ("bfloat16", "stochastic"),
     ("float16", "stochastic"),
+    ("bfloat16", "split8"),
 ]
 """Every dtype with every compensation that it can have."""
 
@@ -54,7 +55,7 @@ def parameter(
         {"exp_avg": normal(dtype), "exp_avg_sq": np.abs(normal(second))},
         k,
         normal(dtype) if held else None,
-        (1000 + seed,) if compensated == "stochastic" else (),
+        (1000 + seed,) if compensated in WITH_RANDOM_BITS else (),
     )
 
 

@@ -1,0 +1,90 @@
+"""States in 8 bits over ranks: shards of rows have the codes of the whole tensor, in every checkpoint."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from tests.support.rank_models import assert_bitwise, assert_ranks_equal, ddp, everything, mesh, parameters_of
+from tests.support.ranks import Ranks
+from tests.torch_frontend.communication.test_checkpoints import load, save
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import Shard, distribute_tensor
+
+from penstock.core.errors import RefusedError
+from penstock.torch_frontend import AdamW, export_state, import_state, release_gradients
+
+pytestmark = [
+    pytest.mark.xdist_group("distributed"),
+    # torch's own, when it saves and loads in one process
+    pytest.mark.filterwarnings("ignore:torch.distributed is .*:UserWarning"),
+]
+STORAGES = {
+    "smallest": {"compensation": "stochastic", "state_dtype": "8bit"},
+    "compact": {"compensation": "split8", "state_dtype": "8bit"},
+    "bfloat16": {"compensation": "split", "state_dtype": torch.bfloat16},
+}
+
+
+def build(engine: str, storage: str, seed: int = 0) -> tuple[nn.Module, Any]:
+    """Uneven shards, of which two are coded, and their optimizer."""
+    torch.manual_seed(seed)
+    model: Any = nn.Sequential(nn.Linear(200, 33), nn.Tanh(), nn.Linear(33, 160), nn.Tanh(), nn.Linear(160, 31)).bfloat16()
+    if engine == "fsdp2":
+        for layer in model:
+            fully_shard(layer, mesh=mesh())
+        model = fully_shard(model, mesh=mesh())
+    elif engine == "ddp":
+        model = ddp(model)
+    return model, AdamW(model.parameters(), lr=1e-2, betas=(0.9, 0.999), seed=seed, **STORAGES[storage])
+
+
+def train(model: nn.Module, optimizer: Any, steps: range) -> None:
+    rank = dist.get_rank() if dist.is_initialized() else 0
+    for step in steps:
+        batch = torch.randn(4, 200, generator=torch.Generator().manual_seed(10 * step + rank)).bfloat16()
+        model(batch).float().square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def codes_follow_the_whole_tensor(storage: str, where: str) -> None:
+    whole, of_whole = build("ddp", storage)
+    train(whole, of_whole, range(3))
+    model, optimizer = build("fsdp2", storage)
+    release_gradients(model, optimizer)
+    train(model, optimizer, range(3))
+    assert_bitwise(everything(model, optimizer), everything(whole, of_whole), "FSDP2 against DDP")
+    assert_ranks_equal(parameters_of(model), "FSDP2")
+
+    save(model, optimizer, f"{where}/dcp")
+    export_state(f"{where}/portable", optimizer, model, parameters=True)
+    expected = everything(model, optimizer)
+    train(model, optimizer, range(3, 5))
+    for kind in ("dcp", "portable"):
+        again, fresh = build("fsdp2", storage, seed=1)
+        release_gradients(again, fresh)
+        if kind == "dcp":
+            load(again, fresh, f"{where}/dcp")
+        else:
+            import_state(f"{where}/portable", fresh, again, parameters=True)
+        assert_bitwise(everything(again, fresh), expected, kind)
+        train(again, fresh, range(3, 5))
+        assert_bitwise(everything(again, fresh), everything(model, optimizer), f"{kind}, going on")
+    columns = nn.Parameter(distribute_tensor(torch.ones(64, 256, dtype=torch.bfloat16), mesh(), [Shard(1)]))
+    with pytest.raises(RefusedError, match=r"state_dtype='8bit'.* shape \(64, 256\) .*along the first dimension only"):
+        AdamW([columns], state_dtype="8bit")
+
+
+@pytest.mark.parametrize("storage", STORAGES)
+def test_shards_of_rows_have_the_codes_of_the_whole_tensor(ranks: Ranks, tmp_path: Path, storage: str) -> None:
+    ranks.run(codes_follow_the_whole_tensor, storage, str(tmp_path))
+    single, alone = build("single", storage, seed=1)
+    load(single, alone, str(tmp_path / "dcp"))
+    found = everything(single, alone)
+    import_state(tmp_path / "portable", alone, single, parameters=True)
+    assert_bitwise(found, everything(single, alone), "two ranks to one, by both files")
