@@ -69,6 +69,9 @@ class Change:
 
 Recorded = Gradient | EndOfStep | Change
 
+RAW = {"exp_avg": "m", "momentum_buffer": "m", "exp_avg_sq": "v", "exp_avg_diff": "d", "prev_grad": "previous"}
+"""The attribute of `ReferenceTensor` that holds a rule's field, not debiased, by the field's name."""
+
 
 @dataclasses.dataclass
 class ReferenceTensor:

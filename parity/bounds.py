@@ -7,45 +7,57 @@ reference's, with e = x - r:
     element ratio       max_i |e_i| / bound_i, a bound for every element; also told in units in the last place
 
 **First-order propagation.** A backend computes what the reference computes, and rounds. Every rounding is a perturbation
-rho; along the reference's trajectory the perturbations obey, to first order,
+rho; along the reference's trajectory the perturbations of a rule's fields f and of the parameter obey, to first order,
 
-    dm_t = (1-c1) dm_{t-1} + rho_m          dv_t = (1-c2) dv_{t-1} + rho_v
-    e_t  = e_{t-1} - eta*(dm_t/q - (m/q)*(sqrt(v)/q)*dv_t/(2v)) - d_eta*(...) + rho_x         q = sqrt(v) + eps
+    df_t = A df_{t-1} + A_g dg + rho_f          e_t = e_{t-1} - eta*(D df_t + D_g dg) - d_eta*(...) + rho_x
 
-The factor 1 - eta*weight_decay of e_{t-1} is at most 1 and left out. Adam's L2 term feeds e back through the gradient
-with the sign that shrinks it (mean/rms increases with the mean), and is left out, too. The square root is not linearised
-where dv/v can be large (bfloat16, underflow): the worst q over v-|dv| ... v+|dv| is taken. In the bounds of Adam's
-moments themselves e does appear. Spacings are taken where the perturbed number may be, which can be the wider side of a
-power of two.
+A, A_g, D and D_g are the derivatives of the rule's own `accumulate` and `direction`, element by element: the two run on arrays
+that carry them (`parity.tracked`), so that no rule has a line here. Of Adam's m, A = 1-c1; where two fields enter one
+(Adan's previous gradient and its mean difference) the standard deviations of their errors are added, as they may depend on
+each other. What is not linear in a step (root, quotient) is not linearised, as dv/v can be large (bfloat16, underflow): the
+worst value over v-|dv| ... v+|dv| is taken.
+
+A **sign** that the errors of its argument leave undecided (Lion: |beta1*m + (1-beta1)*g| within its own bound) may be another
+one, which moves the parameter by 2*lr: so much is added linearly for each such element and step, and every one is counted
+(`Bound.undecided`, and `undecided` in the report). A selection by a scalar (RAdam's rho > 5) is treated alike.
+
+The factor 1 - eta*weight_decay of e_{t-1} is at most 1 and left out. An L2 term feeds e back through the gradient with the sign
+that shrinks it (mean/rms increases with the mean; a momentum of it is overdamped where lr*weight_decay < (1-sqrt(momentum))^2),
+and is left out, too. In the bounds of the fields themselves e does appear (`echo`). Spacings are taken where the perturbed
+number may be, which can be the wider side of a power of two.
 
 **Roundings of one step** (h: half a spacing of the rounded value in its dtype; u: unit roundoff of the compute dtype):
 
-    m       g-m, its product with c1, the sum; Adam: two more for g + weight_decay*p;  h of the state dtype
-    v       g*g, g*g-v, its product with c2, the sum; Adam: as for m, doubled by the square;  h of the state dtype
-    eta     the sum of n squares, each one rounded (n + 4 roundings at most, whatever the order), halved by the root
-    step    sqrt, + eps, quotient, decay product, sum, product with eta: ARITHMETIC = 8, as a root may be off by a unit
+    fields  u of the result of each operation in `accumulate` (of m: g-m, its product with c1, the sum; of an L2 term two more),
+            times its way into the field;  h of the state dtype, but no more than the field moves: it could have stayed
+    eta     the sum of n squares, each one rounded (n + 4 roundings at most, whatever the order), halved by the root;
+            lr/(1 + lr*decay), where decay is implicit: IMPLICIT = 3
+    step    u of each operation in `direction`, a root being off by 2 u; decay product, sum, product with eta. At least
+            ARITHMETIC = 8 of the step, as quotients and roots of some devices are off by more than a unit
     p       the sum with the increment (h of the compute dtype), and then
             none   h of p's dtype, but never more than the increment itself: p was representable, so it could stay
             split  nothing: the pair is the float32 number
             kahan  another of the compute dtype (reading p+k), and h of k, where |k| <= half a spacing of p. A kahan k in
                    bfloat16 has 8 bits, so that every step rounds p+k by up to 2^-17 of p's binade
     scalars lr, weight_decay in the compute dtype: u each, the same at every step, or DECAY_RATE = 3 u for weight_decay/max_lr
-            on the device (two casts and the quotient). c1 and c2: CORRECTION = 6 u, where they are computed on the device:
-            1-beta, log(beta), its product with t, expm1 (off by a unit: two), the quotient
-    betas   where they change, both moments times (1-b^t)/(1-b'^t), which multiplies their errors, too: 2*CORRECTION u of the
+            on the device (two casts and the quotient). Those of `Rule.corrections` as a device computes them by itself:
+            u of each operation, of an exponential 2 u (of c1: 1-beta, log(beta), its product with t, expm1, the quotient)
+    betas   where they change, debiased fields times (1-b^t)/(1-b'^t), which multiplies their errors, too: 2*CORRECTION u of the
             ratio, one of the product; h of the state dtype, added linearly
 
 **Underflow.** Below the smallest normal number N of a dtype its spacing is the smallest one, s: a number that is rounded there
 is off by half of s, and by no fraction of itself. Sums are exact there. A product or quotient may be off by s/2 beyond its
 rounding: for m the product with c1 and the L2 term's, for v g*g, the product with c2 and the L2 term's, for the step the
-quotient, the decay product and the product with eta: PRODUCTS = 3 each. Like any rounding of a moment they live on with the
+quotient, the decay product and the product with eta: PRODUCTS = 3 each, and as many times more as a rule has more than two
+fields. Like any rounding of a moment they live on with the
 factor 1-c, so that m of subnormal gradients is known to a few s. What is stored is off by half the spacing of its own dtype.
 
 **Flushing to zero** is a case of its own (`flushes`): what a device flushes, as XLA does on a CPU, is lost where it is read or
 written. So each operand and each result of m and v may be off by another N: g, m, g-m, its product, the sum, the cast to the
 state dtype, and two more with an L2 term: FLUSHED = 8 (for v: g, g*g, g*g-v, the product, v, the sum, the cast, and the L2
-term's; an error N of g is one of 2|g|N in g*g, which is below N or below a rounding). Then m/q by N/q, and a flushed v counts
-as an error N of v: q is off by sqrt(N) at most, which for eps = 1e-8 is less than a rounding. A product c1*(g-m) may be
+term's; an error N of g is one of 2|g|N in g*g, which is below N or below a rounding), and more with more than two fields. Then
+m/q by N/q, and a flushed v counts as an error N of v: q is off by sqrt(N) at most, for eps = 1e-8 less than a rounding.
+A product c1*(g-m) may be
 flushed for ever, so that m stays 0: of m and v below N nothing can be told on such a device. float16 moments keep their
 subnormal numbers, whatever the device does in float32. Where nothing comes near N, these bounds serve every device.
 
@@ -77,14 +89,16 @@ from __future__ import annotations
 import dataclasses
 import fnmatch
 import math
+from collections.abc import Sequence
 
 import numpy as np
 
 RISK = 1e-9
 INDEPENDENT_FROM = 4.0  # spacings
 MEMORY = 0.9
-ARITHMETIC = 8  # roundings in the increment of a parameter
-CORRECTION = 6  # roundings in c1 and in c2
+ARITHMETIC = 8  # roundings in the increment of a parameter, at least
+IMPLICIT = 3  # roundings in lr / (1 + lr*decay)
+CORRECTION = 6  # roundings in a bias correction (1-beta)/(1-beta^t), at most
 SIDES = {"float32": 1, "float64": 2}  # who rounds: in float64 the reference does, too
 DECAY_RATE = 3  # roundings in weight_decay / max_lr, where it is computed on the device; one of weight_decay alone
 PRODUCTS = 3  # products and quotients in a step that may be off by half the smallest spacing, for each of m, v and p
@@ -145,10 +159,15 @@ def stored_spacing(dtype: str, compensation: str, x: np.ndarray) -> np.ndarray:
 
 @dataclasses.dataclass(frozen=True)
 class Bound:
-    """The largest permitted error of a quantity: `norm` in the 2-norm over all elements, `elements` for each element."""
+    """The largest permitted error of a quantity.
+
+    norm: in the 2-norm over all elements. elements: for each element. undecided: how many signs and selections of a rule the
+    errors so far leave open; `elements` has all of what each may change.
+    """
 
     norm: float
     elements: np.ndarray
+    undecided: int = 0
 
 
 class Scatter:
@@ -184,6 +203,22 @@ class RoundingErrors:
         self.echo = np.zeros(n)  # of a moment: the parameter's own error, back through an L2 gradient
         self.passing: np.ndarray | float = 0.0  # of the last step only
         self._scatter = Scatter()
+
+    @classmethod
+    def joined(cls, parts: Sequence[RoundingErrors], order: np.ndarray) -> RoundingErrors:
+        """Those of several groups of elements, put one after another and then in this order."""
+        if len(parts) == 1:
+            return parts[0]
+        made = cls(order.size)
+        for kind in ("variance", "persistent", "shared", "worst", "linear", "echo", "passing"):
+            values = [np.broadcast_to(getattr(part, kind), part.linear.shape) for part in parts]
+            setattr(made, kind, np.concatenate(values)[order])
+        return made
+
+    def forget(self, lost: np.ndarray) -> None:
+        """Drop the errors of elements whose true number is not finite, and has no bound."""
+        for errors in (self.variance, self.persistent, self.shared, self.worst, self.linear, self.echo):
+            errors[lost] = 0.0
 
     def decay(self, factor: float | np.ndarray) -> None:
         """Multiply all errors so far by a factor, a number or one for each element."""

@@ -1,19 +1,27 @@
-"""Carries the recursions of `parity.bounds`, where they are derived, along the reference's trajectory."""
+"""Carries the recursions of `parity.bounds`, where they are derived, along the reference's trajectory.
+
+How errors go through a rule, and what its operations round, its own functions say, on `parity.tracked` arrays; here is what all
+rules have in common: weight decay, the step, storage, changing betas, and StableAdamW's mean over a tensor.
+"""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+import functools
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import numpy as np
 
 from ..core.codings import StateDtypes
 from ..core.dtypes import compute_dtype
-from ..core.rules.adam_family import AdamHyperparameters
+from ..core.hyperparameters import Hyperparameters, is_zero
+from ..core.rules import Entered, Rule
 from .bounds import (
     ARITHMETIC,
     CORRECTION,
     DECAY_RATE,
+    IMPLICIT,
     INDEPENDENT_FROM,
     SIDES,
     Bound,
@@ -27,235 +35,249 @@ from .bounds import (
     unit_roundoff,
 )
 from .cases import Problem, Storage
+from .tracked import NONE, Input, Namespace, Tracked
 
-Number = float | np.ndarray
-"""One for all elements, or one for each."""
-
-
-@dataclasses.dataclass(frozen=True)
-class Coefficients:
-    """The hyperparameters of one update, each a number for all elements or a flat array with one for each.
-
-    decay_rate: what multiplies the parameter inside the step; of a rule with an L2 term, inside the gradient.
-    """
-
-    learning_rate: Number
-    decay_rate: Number
-    beta1: Number
-    beta2: Number
-
-    @classmethod
-    def of(cls, groups: Sequence[AdamHyperparameters], numbers: np.ndarray) -> Coefficients:
-        """From the hyperparameters of groups, and the number of the group of every element."""
-
-        def each(values: list[float]) -> Number:
-            return values[0] if len(values) == 1 else np.array(values)[numbers]
-
-        return cls(
-            each([given.learning_rate for given in groups]),
-            each([given.decay_rate for given in groups]),
-            each([given.beta1 for given in groups]),
-            each([given.beta2 for given in groups]),
-        )
+Values = Mapping[str, np.ndarray]
+"""Flat float64 arrays: "parameter", and the rule's fields by name, as backends keep them."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Point:
-    """The reference around update number `step`: flat float64 arrays; `before` and `after` it.
+    """The reference around one micro-batch, the only one of an update unless said otherwise.
 
-    coefficients: None: those of the problem, which has neither schedule nor groups.
-    previous: of the update before, if betas have changed since; the moments `before` are debiased under the new ones.
+    step: number of the update. given: its hyperparameters. gradient: flat, without an L2 term. before, after: what the
+    reference holds; of several micro-batches the parameter changes after the last. error: what a backend's gradient is off by.
+    first: no micro-batch of the update came before.
+    previous: of the update before, if betas have changed since; the fields `before` are debiased under the new ones.
     """
 
     step: int
-    gradient: np.ndarray  # as the moments take it: with Adam's L2 term
-    exp_avg_before: np.ndarray
-    exp_avg_sq_before: np.ndarray
-    parameter_before: np.ndarray
-    exp_avg: np.ndarray
-    exp_avg_sq: np.ndarray
-    parameter: np.ndarray
-    coefficients: Coefficients | None = None
-    previous: Coefficients | None = None
-
-    def coefficients_of(self, problem: Problem) -> Coefficients:
-        """The hyperparameters of this update."""
-        return self.coefficients or Coefficients.of([problem.hyperparameters], np.zeros(0))
+    given: Hyperparameters
+    gradient: np.ndarray
+    before: Values
+    after: Values
+    error: np.ndarray | None = None
+    first: bool = True
+    previous: Hyperparameters | None = None
 
 
-_TINY = 1e-300  # keeps 0/0 away
+@functools.lru_cache(maxsize=8)
+def corrections(rule: Rule, given: Hyperparameters, step: int, dtype: str) -> Any:
+    """The scalars of `Rule.corrections`, as far off as a device has them that computes them by itself in this dtype."""
+    xp = Namespace(dtype)
+    own = {name: xp.tracked(getattr(given, name)) for name in rule.own_hyperparameters if name in rule.hyperparameters.RANGES}
+    found = rule.corrections(dataclasses.replace(given, **own), xp.tracked(float(step)), xp)
+    return type(found)(*map(xp.stored, found))
 
 
-class MomentErrors:
-    """The rounding errors of exp_avg and exp_avg_sq. Without an L2 term they do not depend on the compensation."""
+class FieldErrors:
+    """The rounding errors of a rule's fields. Without an L2 term they do not depend on the compensation."""
 
     def __init__(self, problem: Problem, dtypes: StateDtypes, n: int, *, flushes: bool) -> None:
-        self.problem, self.flushes = problem, flushes
-        self.dtypes = {field.name: dtype for field, dtype in zip(problem.rule.fields, dtypes, strict=True)}
+        self.rule, self.flushes, self.n = problem.rule, flushes, n
+        self.names = [field.name for field in problem.rule.fields]
+        self.dtypes = dict(zip(self.names, dtypes, strict=True))
         self.compute = compute_dtype(problem.dtype)
-        self.exp_avg, self.exp_avg_sq = RoundingErrors(n), RoundingErrors(n)
-        self.step = 0
+        self.xp = Namespace(self.compute)
+        self.errors = {name: RoundingErrors(n) for name in self.names}
+        self.underflow = max(1.0, len(self.names) / 2.0) * underflow(self.compute, flushes=flushes)
+        self.entered: Entered | None = None
+        self._point: Point | None = None
 
     def advance(self, point: Point, parameter_error: np.ndarray | None) -> None:
-        """One update; `parameter_error` bounds the parameter's error before it, where it enters the gradient (L2)."""
-        if self.step == point.step:  # shared with another storage
+        """One micro-batch; `parameter_error` bounds the parameter's error before it, where it enters the gradient (L2)."""
+        if self._point is point:  # shared with another storage
             return
-        self.step = point.step
-        given, gradient = point.coefficients_of(self.problem), np.abs(point.gradient)
+        self._point = point
         if point.previous is not None:
-            self._change_beta(self.exp_avg, "exp_avg", point, point.previous.beta1, given.beta1)
-            self._change_beta(self.exp_avg_sq, "exp_avg_sq", point, point.previous.beta2, given.beta2)
-        decay = given.decay_rate
-        square = gradient**2
-        first, second = np.abs(point.gradient - point.exp_avg_before), np.abs(square - point.exp_avg_sq_before)
-        firsts, seconds = [first, first], [second, second, square]
-        echoes: tuple[Number, Number] = (0.0, 0.0)
-        remainder: Number = 0.0
-        if parameter_error is not None:
-            l2 = gradient + decay * np.abs(point.parameter_before)
-            firsts += [l2, l2]
-            seconds += [2.0 * gradient * l2] * 2
-            rounding = 2.0 * SIDES[self.compute] * unit_roundoff(self.compute) * l2  # where g + decay*p all but cancels, ...
-            remainder = rounding**2  # ... its square counts
-            echo = decay * parameter_error
-            echoes = (echo, echo * (2.0 * gradient + echo))
-        self._add(self.exp_avg, "exp_avg", given.beta1, point, firsts, echoes[0], 0.0)
-        self._add(self.exp_avg_sq, "exp_avg_sq", given.beta2, point, seconds, echoes[1], remainder)
+            self._change_betas(point, point.previous)
+        xp, given = self.xp, point.given
+        gradient = xp.tracked(point.gradient) if point.error is None else xp.given(point.gradient, Input(linear=point.error))
+        if parameter_error is not None and point.first and not is_zero(given.weight_decay):
+            gradient = gradient + xp.stored(given.weight_decay) * xp.given(
+                point.before["parameter"], Input(echo=parameter_error)
+            )
+        before = tuple(self._input(name, point.before[name]) for name in self.names)
+        if self.rule.needs_gradient:
+            self.entered = Entered(self._read(point.before), gradient)
+        found = self.rule.accumulate(
+            given, corrections(self.rule, given, point.step, self.compute), before, gradient, xp, first=point.first
+        )
+        for name, old, new in zip(self.names, before, found, strict=True):
+            self._enter(name, point, *old.slopes, new)
 
-    def _change_beta(self, errors: RoundingErrors, name: str, point: Point, before: Number, after: Number) -> None:
-        """A moment times (1-before^t)/(1-after^t), with the errors so far; roundings of the ratio, product and storage."""
-        updates, dtype = point.step - 1, self.dtypes[name]
-        errors.decay(np.expm1(updates * np.log(before)) / np.expm1(updates * np.log(after)))
-        value = np.abs(getattr(point, f"{name}_before"))
-        errors.linear += (2 * CORRECTION + 1) * SIDES[self.compute] * unit_roundoff(self.compute) * value
-        errors.linear += underflow(self.compute, flushes=self.flushes)
-        if self.compute == "float64":
-            errors.linear += value * (reference_debiasing(before, updates) + reference_debiasing(after, updates))
-        if dtype != self.compute:
-            stored = spacing(dtype, value + errors.linear + errors.worst)
-            errors.linear += spacing(dtype, value + errors.linear + errors.worst + stored / 2.0) / 2.0
+    def direction(self, after: Values, given: Hyperparameters, step: int) -> Tracked:
+        """That of an update, from the fields after it."""
+        scalars = corrections(self.rule, given, step, self.compute)
+        return self.rule.direction(given, scalars, self._read(after), self.entered, self.xp)
 
-    def _add(
-        self,
-        errors: RoundingErrors,
-        name: str,
-        beta: Number,
-        point: Point,
-        magnitudes: list[np.ndarray],
-        echo: Number,
-        remainder: Number,
-    ) -> None:
-        """Roundings of a moment: u times the correction times `magnitudes`; the sum's; the storage's."""
-        correction = (1.0 - beta) / -np.expm1(point.step * np.log(beta))
-        value, dtype = getattr(point, name), self.dtypes[name]
-        unit, sides = unit_roundoff(self.compute), SIDES[self.compute]
-        increment = value - getattr(point, f"{name}_before")
-        spread = errors.spread(increment)
-        moved = np.abs(increment) + correction * (errors.linear + errors.worst + errors.echo + echo)
-        errors.decay(1.0 - correction)
-        errors.echo += correction * echo
-        errors.linear += correction * (CORRECTION * sides * unit * magnitudes[0] + remainder)
-        errors.linear += underflow(self.compute, flushes=self.flushes)
+    def _input(self, name: str, value: np.ndarray, more: Any = 0.0) -> Tracked:
+        errors = self.errors[name]
+        return self.xp.given(value, Input(np.sqrt(errors.variance), errors.worst, errors.linear + more, errors.echo))
+
+    def _read(self, values: Values) -> tuple[Tracked, ...]:
+        """The fields where the step reads them: off by what is flushed there, and by the reference's own debiasing."""
+        flushed = smallest_normal(self.compute) if self.flushes else 0.0
+        return tuple(self._input(name, values[name], self.errors[name].passing + flushed) for name in self.names)
+
+    def _enter(self, name: str, point: Point, old: Input, new: Tracked) -> None:
+        """The errors of a field after a micro-batch: those it had, what comes in, its roundings, and its storage's."""
+        errors, value, dtype, unit = self.errors[name], point.after[name], self.dtypes[name], unit_roundoff(self.compute)
+        increment = value - point.before[name]
+        spread = errors.spread(increment) if point.first else np.zeros_like(value)
+        noise = new.whole
+        way = {**new.slopes, old: new.slopes.get(old, 0.0) - 1.0}  # from where the stored number was
+        moved = np.abs(increment) + Tracked(self.xp, value, way, new.noise._replace(halves=NONE)).most
+        zeros = np.zeros(self.n)
+        errors.variance = zeros + noise.deviation**2
+        errors.worst, errors.linear, errors.echo = zeros + noise.worst.most, zeros + noise.linear.most, zeros + noise.echo
+        errors.linear += self.underflow
         # where a rounding may have carried the number across a power of two, its spacing is the wider one
         reach = np.abs(value) + errors.linear + errors.echo
-        halves = np.abs(value) + correction * sum(magnitudes)
-        squares = value**2 + correction**2 * sum(magnitude**2 for magnitude in magnitudes)
         if self.compute == "float64":
-            errors.passing = np.abs(value) * reference_debiasing(beta, point.step)
+            errors.passing = np.abs(value) * self._lost(name, point)
         independent = spread >= INDEPENDENT_FROM * 2.0 * unit * reach
-        errors.add_sums(sides * unit * halves, sides * unit**2 * squares, independent)
+        errors.add_sums(zeros + noise.halves, zeros + noise.squares, independent)
         if dtype != self.compute:
             stored = spacing(dtype, reach)
             stored = spacing(dtype, reach + stored / 2.0)
+            half = np.minimum(stored / 2.0, moved) if point.first else stored / 2.0
             # the stored number could have stayed: it never rounds by more than it was to move
-            errors.add(np.minimum(stored / 2.0, moved), spread >= INDEPENDENT_FROM * stored)
+            errors.add(half, spread >= INDEPENDENT_FROM * stored)
+
+    def _lost(self, name: str, point: Point) -> float:
+        """The relative error of the reference's own debiasing."""
+        beta = dict(zip(self.names, self.rule.decays(point.given), strict=True))[name]
+        return 0.0 if beta is None else reference_debiasing(beta, point.step)
+
+    def _change_betas(self, point: Point, previous: Hyperparameters) -> None:
+        """A field times (1-before^t)/(1-after^t), with the errors so far; roundings of the ratio, product and storage."""
+        updates = point.step - 1
+        decays = zip(self.names, self.rule.decays(previous), self.rule.decays(point.given), strict=True)
+        for name, before, after in decays:
+            if before is None or after is None:
+                continue
+            errors, dtype, value = self.errors[name], self.dtypes[name], np.abs(point.before[name])
+            errors.decay(np.expm1(updates * np.log(before)) / np.expm1(updates * np.log(after)))
+            errors.linear += (2 * CORRECTION + 1) * SIDES[self.compute] * unit_roundoff(self.compute) * value
+            errors.linear += underflow(self.compute, flushes=self.flushes)
+            if self.compute == "float64":
+                errors.linear += value * (reference_debiasing(before, updates) + reference_debiasing(after, updates))
+            if dtype != self.compute:
+                stored = spacing(dtype, value + errors.linear + errors.worst)
+                errors.linear += spacing(dtype, value + errors.linear + errors.worst + stored / 2.0) / 2.0
 
 
 class Propagation:
-    """Carries the rounding errors of one case along the reference's trajectory.
+    """Carries the rounding errors of tensors with equal hyperparameters along the reference's trajectory.
 
     Args:
         problem: rule, hyperparameters, dtype.
         storage: compensation and state dtype.
-        n: elements of the case.
-        moments: of another propagation of the problem with the same state dtypes; shared unless an L2 term forbids it.
+        numbers: for every element, the number of its tensor, from 0 on.
+        fields: of another propagation of the problem with the same state dtypes; shared unless an L2 term forbids it.
         flushes: whether the device may flush subnormal numbers to zero.
     """
 
     def __init__(
-        self, problem: Problem, storage: Storage, n: int, moments: MomentErrors | None = None, *, flushes: bool = True
+        self,
+        problem: Problem,
+        storage: Storage,
+        numbers: np.ndarray,
+        fields: FieldErrors | None = None,
+        *,
+        flushes: bool = True,
     ) -> None:
-        self.problem, self.flushes = problem, flushes
+        self.rule, self.dtype, self.flushes, self.numbers = problem.rule, problem.dtype, flushes, numbers
         self.compensation = storage.compensation
         self.compute = compute_dtype(problem.dtype)
-        if moments is None or problem.rule.l2:
-            moments = MomentErrors(problem, storage.moments(problem), n, flushes=flushes)
-        self.moments = moments
-        self.parameter = RoundingErrors(n)
+        if fields is None or problem.rule.l2:
+            fields = FieldErrors(problem, storage.moments(problem), numbers.size, flushes=flushes)
+        self.fields = fields
+        self.parameter = RoundingErrors(numbers.size)
         self.sums_of_reference = (Scatter(), Scatter())
+        self.undecided = 0
 
     def advance(self, point: Point) -> None:
-        """One update."""
-        l2 = self.problem.rule.l2
-        # an error of the parameter that comes back through the gradient shrinks; only the moments themselves show it
-        self.moments.advance(point, self.parameter.bound().elements if l2 else None)
-        increment = point.parameter - point.parameter_before
+        """One update of one micro-batch."""
+        self.accumulate(point)
+        self.step(point)
+
+    def accumulate(self, point: Point) -> None:
+        """One micro-batch."""
+        # an error of the parameter that comes back through the gradient shrinks; only the fields themselves show it
+        self.fields.advance(point, self.parameter.bound().elements if self.rule.l2 else None)
+
+    def step(self, point: Point, clipped_by: np.ndarray | None = None) -> None:
+        """The step after the last micro-batch; `clipped_by`: the gradient whose squares a mean square is of, if another one."""
+        increment = point.after["parameter"] - point.before["parameter"]
         before = self.parameter.linear + self.parameter.worst
-        step = self._step(point)
+        step, halves, squares = self._step(point, point.gradient if clipped_by is None else clipped_by)
         moved = np.abs(increment) + self.parameter.linear + self.parameter.worst - before
-        self._store(point.parameter, increment, step, moved)
+        self._store(point.after["parameter"], increment, step, halves, squares, moved)
 
-    def bounds(self) -> dict[str, Bound]:
-        """The bounds on parameter, exp_avg and exp_avg_sq after the last update."""
-        return {
-            "parameter": self.parameter.bound(),
-            "exp_avg": self.moments.exp_avg.bound(),
-            "exp_avg_sq": self.moments.exp_avg_sq.bound(),
-        }
+    def forget(self, lost: np.ndarray) -> None:
+        """Drop the errors of elements whose true numbers are not finite."""
+        for errors in self.errors.values():
+            errors.forget(lost)
 
-    def _step(self, point: Point) -> np.ndarray:
-        """Return the error of this step from the moments, the scalars and its own arithmetic, and its magnitude."""
-        rule, unit, sides = self.problem.rule, unit_roundoff(self.compute), SIDES[self.compute]
-        given = point.coefficients_of(self.problem)
-        lr = given.learning_rate
-        parameter, root = np.abs(point.parameter_before), np.sqrt(point.exp_avg_sq)
-        q = root + rule.defaults["eps"]
-        direction = np.abs(point.exp_avg) / q
+    @property
+    def errors(self) -> dict[str, RoundingErrors]:
+        """By quantity."""
+        return {"parameter": self.parameter, **self.fields.errors}
+
+    def _step(self, point: Point, gradient: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Add the errors of this step from the fields and the scalars.
+
+        Returns:
+            Its magnitude; its roundings: the sum of all, and that of their squares.
+        """
+        rule, unit, given = self.rule, SIDES[self.compute] * unit_roundoff(self.compute), point.given
+        lr, parameter = given.learning_rate, np.abs(point.before["parameter"])
+        open_before = self.fields.xp.undecided
+        direction = self.fields.direction(point.after, given, point.step)
+        self.undecided += self.fields.xp.undecided - open_before
         decay = 0.0 if rule.l2 else given.decay_rate
-        step = lr * (direction + decay * parameter)
-        errors, exp_avg, exp_avg_sq = self.parameter, self.moments.exp_avg, self.moments.exp_avg_sq
-
-        lowest = smallest_normal(self.compute)
-        flushed = lowest if self.flushes else 0.0  # where it is read
-        linear = exp_avg_sq.linear + flushed
-        of_linear = _of_root(point.exp_avg_sq, root, linear, rule.defaults["eps"])
-        of_worst = _of_root(point.exp_avg_sq, root, linear + exp_avg_sq.worst, rule.defaults["eps"]) - of_linear
-        deviation = np.sqrt(exp_avg_sq.variance) / (2.0 * np.maximum(root, lowest))
-        errors.persistent += lr * (np.sqrt(exp_avg.variance) + direction * deviation) / q
-        errors.worst += lr * (exp_avg.worst / q + direction * of_worst)
-        errors.linear += lr * ((exp_avg.linear + flushed) / q * (1.0 + of_linear) + direction * of_linear)
-        errors.linear += underflow(self.compute, flushes=self.flushes)
+        step = lr * (np.abs(direction.value) + decay * parameter)
+        errors, noise = self.parameter, direction.whole.times(lr)
+        errors.persistent += noise.deviation
+        errors.worst += noise.worst.most
+        errors.linear += noise.linear.most
+        errors.linear += self.fields.underflow
         if rule.clips_update:
-            self._clip(point, step)
-
-        errors.linear += sides * unit * (step + DECAY_RATE * lr * decay * parameter)  # lr and decay rate
-        if self.compute == "float64":  # the reference's own 1 - beta^t
-            lost = reference_debiasing(given.beta1, point.step) + reference_debiasing(given.beta2, point.step)
-            errors.linear += lr * direction * lost
-            self._sums_of_reference(point, lr * np.copysign(direction, point.exp_avg), lr * decay * point.parameter_before)
-        return step
+            self._clip(point, gradient, step)
+        errors.linear += unit * (step + DECAY_RATE * lr * decay * parameter)  # lr and decay rate
+        if rule.implicit_decay:
+            errors.linear += IMPLICIT * unit * step
+        if self.compute == "float64":
+            if rule.implicit_decay:  # the reference divides by 1 + lr*decay, which is rounded alike at every step
+                errors.linear += unit * parameter
+            self._sums_of_reference(point, lr * direction.value, lr * decay * point.before["parameter"])
+        # the decay's product, the sum, the product with lr; and what some devices have off by more than a unit
+        halves = np.maximum(ARITHMETIC * unit * step, noise.halves + 3.0 * unit * step)
+        squares = np.maximum(ARITHMETIC * SIDES[self.compute] * (unit / SIDES[self.compute] * step) ** 2, noise.squares)
+        return step, halves, squares
 
     def _sums_of_reference(self, point: Point, *increments: np.ndarray) -> None:
         """The roundings of the two sums in which the reference changes a parameter."""
-        computed = spacing(self.compute, np.abs(point.parameter) + self.parameter.linear)
+        computed = spacing(self.compute, np.abs(point.after["parameter"]) + self.parameter.linear)
         for scatter, increment in zip(self.sums_of_reference, increments, strict=True):
             self.parameter.add(computed / 2.0, scatter.after(increment) >= INDEPENDENT_FROM * computed)
 
-    def _store(self, parameter: np.ndarray, increment: np.ndarray, step: np.ndarray, moved: np.ndarray) -> None:
+    def _store(
+        self,
+        parameter: np.ndarray,
+        increment: np.ndarray,
+        step: np.ndarray,
+        halves: np.ndarray,
+        squares: np.ndarray,
+        moved: np.ndarray,
+    ) -> None:
         """The roundings of the step's arithmetic, of the sum, and of the storage."""
-        errors, dtype, unit = self.parameter, self.problem.dtype, unit_roundoff(self.compute)
+        errors, dtype, unit = self.parameter, self.dtype, unit_roundoff(self.compute)
         spread = errors.spread(increment)
-        errors.add(unit * step, spread >= INDEPENDENT_FROM * 2.0 * unit * step, ARITHMETIC * SIDES[self.compute])
+        size = np.maximum(unit * step, halves / (ARITHMETIC * SIDES[self.compute]))
+        errors.add_sums(halves, squares, spread >= INDEPENDENT_FROM * 2.0 * size)
         reach = np.abs(parameter) + errors.linear
         computed = spacing(self.compute, reach)
         errors.add(computed / 2.0, spread >= INDEPENDENT_FROM * computed, 1 + (self.compensation == "kahan"))
@@ -266,19 +288,19 @@ class Propagation:
         half = np.minimum(stored / 2.0, moved) if self.compensation == "none" else stored / 2.0
         errors.add(half, spread >= INDEPENDENT_FROM * stored)
 
-    def _clip(self, point: Point, step: np.ndarray) -> None:
+    def _clip(self, point: Point, gradient: np.ndarray, step: np.ndarray) -> None:
         """What the errors of v do to eta of StableAdamW: a weighted mean over the elements of the tensor, halved."""
-        numbers, eps, unit = self.problem.tensor_numbers(), self.problem.rule.defaults["eps"], unit_roundoff(self.compute)
-        ratio = point.gradient**2 / np.maximum(point.exp_avg_sq, eps**2)
+        numbers, eps, unit = self.numbers, point.given.eps, unit_roundoff(self.compute)  # type: ignore[attr-defined]
+        exp_avg_sq, errors, of_square = point.after["exp_avg_sq"], self.parameter, self.fields.errors["exp_avg_sq"]
+        ratio = gradient**2 / np.maximum(exp_avg_sq, eps**2)
         sizes = np.maximum(np.bincount(numbers), 1)
         total = np.bincount(numbers, ratio)
         clipping = total > 0.25 * sizes  # below, no error of v can bring the mean above 1
         scale = np.where(clipping, 1.0 / np.where(total > 0.0, total, 1.0), 0.0)
-        ratio = np.where(point.exp_avg_sq > eps**2, ratio, 0.0)
-        errors, exp_avg_sq = self.parameter, self.moments.exp_avg_sq
-        inverse = 1.0 / np.maximum(point.exp_avg_sq, eps**2)  # below, the ratio is 0
-        deviation = np.sqrt(exp_avg_sq.variance) * inverse / 2.0
-        worst, linear = _of_inverse_root(exp_avg_sq.worst * inverse), _of_inverse_root(exp_avg_sq.linear * inverse)
+        ratio = np.where(exp_avg_sq > eps**2, ratio, 0.0)
+        inverse = 1.0 / np.maximum(exp_avg_sq, eps**2)  # below, the ratio is 0
+        deviation = np.sqrt(of_square.variance) * inverse / 2.0
+        worst, linear = _of_inverse_root(of_square.worst * inverse), _of_inverse_root(of_square.linear * inverse)
 
         def mean(values: np.ndarray) -> np.ndarray:
             return (scale * np.bincount(numbers, ratio * values))[numbers]
@@ -290,13 +312,20 @@ class Propagation:
         errors.linear += step * mean(linear)
 
 
-def _of_root(v: np.ndarray, root: np.ndarray, error: np.ndarray, eps: float) -> np.ndarray:
-    """max |q/q' - 1| for q = root + eps, where root = sqrt(v), and q' that of any number from v-error to v+error."""
-    low, high = np.sqrt(np.maximum(v - error, 0.0)), np.sqrt(v + error)
-    # without the differences of nearly equal roots; an error is never zero
-    below = np.minimum(error, v) / (root + low + _TINY)
-    above = error / (root + high)
-    return np.maximum(below / (low + eps), above / (high + eps))
+def bounds_of(parts: Sequence[Propagation], places: Sequence[np.ndarray]) -> dict[str, Bound]:
+    """The bounds on everything after the last update.
+
+    Args:
+        parts: propagations of all tensors.
+        places: of the elements of each part among those of the case.
+    """
+    order = np.argsort(np.concatenate(places), kind="stable")
+    undecided = sum(part.undecided for part in parts)
+    found = {}
+    for name in parts[0].errors:
+        bound = RoundingErrors.joined([part.errors[name] for part in parts], order).bound()
+        found[name] = dataclasses.replace(bound, undecided=undecided) if name == "parameter" else bound
+    return found
 
 
 def _of_inverse_root(relative: np.ndarray) -> np.ndarray:

@@ -7,23 +7,25 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import numpy as np
 
 from ..core.codings import StateDtypes
-from ..core.reference import Change, Gradient, Reference, Settings
-from ..core.rules.adam_family import AdamHyperparameters
+from ..core.hyperparameters import Hyperparameters
+from ..core.reference import RAW, Gradient, Reference, ReferenceTensor, Settings
+from ..core.rules import Rule
 from .bounds import Bound
 from .cases import Problem, Storage
-from .propagation import Coefficients, MomentErrors, Point, Propagation
+from .propagation import FieldErrors, Point, Propagation, bounds_of
 
 
 @dataclasses.dataclass(frozen=True)
 class Truth:
     """The reference after `steps` updates.
 
-    values: "parameter", "exp_avg" and "exp_avg_sq", debiased; flat float64 arrays over all tensors of the case.
-    bounds: for every storage, what each of the three may be off by on any device.
+    values: "parameter" and the rule's fields, debiased; flat float64 arrays over all tensors of the case.
+    bounds: for every storage, what each of them may be off by on any device.
     gradual: the same on a device that does not flush subnormal numbers to zero; `bounds` itself where nothing is so small.
     """
 
@@ -48,49 +50,58 @@ def truths(problem: Problem, storages: Sequence[Storage], step_counts: Sequence[
         storages: those whose bounds are wanted.
         step_counts: numbers of updates, from 1 on; those that the problem is not run for are left out.
     """
-    rule, group_numbers = problem.rule, _group_numbers(problem)
-    reference = _References(problem)
-    now = reference.values()
-    size = now["parameter"].size
-    kinds = [_propagations(problem, storages, size, flushes=True)]
+    references = _References(problem)
+    now = references.values()
+    kinds = [_propagations(problem, storages, flushes=True)]
     if problem.setting.subnormal:
-        kinds.append(_propagations(problem, storages, size, flushes=False))
+        kinds.append(_propagations(problem, storages, flushes=False))
+    places = _places(problem)
     found = {}
-    coefficients: Coefficients | None = None
+    given: Sequence[Hyperparameters] = ()
     step_counts = problem.step_counts(step_counts)
     for step in range(1, max(step_counts, default=0) + 1):
-        before, tensors, given = now, problem.gradients(step), problem.group_hyperparameters(step)
-        reference.change(given)
-        previous, coefficients = coefficients, Coefficients.of(given, group_numbers)
-        of_moments = None
-        if problem.changes_betas and step > 1:
-            before, of_moments = reference.values(), previous
-        reference.step(tensors)
-        now = reference.values()
-        gradient = problem.flatten(tensors)
-        if rule.l2:
-            gradient = gradient + coefficients.decay_rate * before["parameter"]
-        gradient, first, first_now, second, second_now = _finite(
-            gradient, before["exp_avg"], now["exp_avg"], before["exp_avg_sq"], now["exp_avg_sq"]
-        )
-        start, end = _finite(before["parameter"], now["parameter"])
-        point = Point(step, gradient, first, second, start, first_now, second_now, end, coefficients, of_moments)
-        for kind in kinds:
-            for propagation in kind.values():
-                propagation.advance(point)
+        before, tensors = now, problem.gradients(step)
+        previous, given = given, problem.group_hyperparameters(step)
+        references.change(given)
+        changed = problem.changes_betas and step > 1
+        if changed:
+            before = references.values()
+        references.step(tensors)
+        now = references.values()
+        gradient, start, end, lost = _finite(problem.flatten(tensors), before, now)
+        for group, (place, current) in enumerate(zip(places, given, strict=True)):
+            of_group = [{name: array[place] for name, array in values.items()} for values in (start, end)]
+            earlier = previous[group] if changed else None
+            point = Point(step, current, gradient[place], *of_group, previous=earlier)
+            for kind in kinds:
+                for parts in kind.values():
+                    parts[group].advance(point)
+                    if lost.any():
+                        parts[group].forget(lost[place])
         if step in step_counts:
-            bounds = [{storage: each.bounds() for storage, each in kind.items()} for kind in kinds]
+            bounds = [{storage: bounds_of(parts, places) for storage, parts in kind.items()} for kind in kinds]
             found[step] = Truth(step, now, bounds[0], bounds[-1])
     return found
 
 
-def _propagations(problem: Problem, storages: Sequence[Storage], n: int, *, flushes: bool) -> dict[Storage, Propagation]:
-    moments: dict[StateDtypes, MomentErrors] = {}
-    found = {}
+def _places(problem: Problem) -> list[np.ndarray]:
+    """Of each group the places of its elements in the flat array."""
+    setting, numbers = problem.setting, problem.tensor_numbers()
+    names = list(setting.shapes)
+    return [np.flatnonzero(np.isin(numbers, [names.index(name) for name in group])) for group in setting.groups]
+
+
+def _propagations(problem: Problem, storages: Sequence[Storage], *, flushes: bool) -> dict[Storage, list[Propagation]]:
+    """Of each storage one for every group."""
+    fields: dict[tuple[int, StateDtypes], FieldErrors] = {}
+    found: dict[Storage, list[Propagation]] = {}
     for storage in storages:
         dtypes = storage.moments(problem)
-        found[storage] = Propagation(problem, storage, n, moments.get(dtypes), flushes=flushes)
-        moments[dtypes] = found[storage].moments
+        for group, place in enumerate(_places(problem)):
+            numbers = np.unique(problem.tensor_numbers()[place], return_inverse=True)[1]
+            made = Propagation(problem, storage, numbers, fields.get((group, dtypes)), flushes=flushes)
+            fields[group, dtypes] = made.fields
+            found.setdefault(storage, []).append(made)
     return found
 
 
@@ -101,15 +112,14 @@ class _References:
         self.problem = problem
         start = problem.initial_parameters()
         self.members = [
-            (names, Reference(_settings(problem, given), {name: start[name] for name in names}))
+            (names, Reference(settings_of(problem.rule, given), {name: start[name] for name in names}))
             for names, given in zip(problem.setting.groups, problem.group_hyperparameters(), strict=True)
         ]
 
-    def change(self, given: Sequence[AdamHyperparameters]) -> None:
+    def change(self, given: Sequence[Hyperparameters]) -> None:
         """Take over the hyperparameters of the next update, by group."""
         for (_, reference), current in zip(self.members, given, strict=True):
-            rates = {"lr": current.learning_rate, "weight_decay": current.weight_decay}
-            reference.run(Change({**rates, "betas": (current.beta1, current.beta2)}))
+            reference.settings = settings_of(self.problem.rule, current)
 
     def step(self, gradients: Mapping[str, np.ndarray]) -> None:
         """One update of every tensor."""
@@ -119,36 +129,42 @@ class _References:
                     reference.run(Gradient(name, gradients[name]))
 
     def values(self) -> dict[str, np.ndarray]:
-        """The parameters, and the raw moments debiased, as a backend keeps them."""
-        parameter, exp_avg, exp_avg_sq = {}, {}, {}
-        for _, reference in self.members:
-            for name, tensor in reference.tensors.items():
-                first, second = (1.0 - beta**tensor.t if tensor.t else 1.0 for beta in reference.settings.betas)
-                parameter[name], exp_avg[name], exp_avg_sq[name] = tensor.parameter, tensor.m / first, tensor.v / second
-        flatten = self.problem.flatten
-        return {"parameter": flatten(parameter), "exp_avg": flatten(exp_avg), "exp_avg_sq": flatten(exp_avg_sq)}
+        """The parameters, and the rule's fields as a backend keeps them."""
+        tensors = {name: (reference, tensor) for _, reference in self.members for name, tensor in reference.tensors.items()}
+        held = {name: held_by(self.problem.rule, *given) for name, given in tensors.items()}
+        return {
+            quantity: self.problem.flatten({name: values[quantity] for name, values in held.items()})
+            for quantity in next(iter(held.values()))
+        }
 
 
-def _settings(problem: Problem, given: AdamHyperparameters) -> Settings:
+def settings_of(rule: Rule, given: Hyperparameters, accumulation: str | None = None) -> Settings:
+    """The reference's settings for the hyperparameters of a rule."""
+    known = {field.name for field in dataclasses.fields(Settings)}
+    same = {name: value for name, value in vars(given).items() if name in known}
+    betas = tuple(getattr(given, name) for name in rule.own_hyperparameters if name.startswith("beta"))
+    eps = getattr(given, "eps", 0.0)
     return Settings(
-        problem.rule.name,
-        given.learning_rate,
-        (given.beta1, given.beta2),
-        given.eps,
-        given.weight_decay,
-        decouple_lr=given.decouple_lr,
-        max_lr=given.max_lr,
+        **{**same, "rule": rule.name, "lr": given.learning_rate, "betas": betas, "eps": eps}, accumulation=accumulation
     )
 
 
-def _group_numbers(problem: Problem) -> np.ndarray:
-    """For every element of the flat array, the number of its group."""
-    setting = problem.setting
-    number = {name: index for index, names in enumerate(setting.groups) for name in names}
-    return np.array([number[name] for name in setting.shapes])[problem.tensor_numbers()]
+def held_by(rule: Rule, reference: Reference, tensor: ReferenceTensor, step: int | None = None) -> dict[str, np.ndarray]:
+    """The parameter, and a rule's fields as backends keep them: debiased, for update number `step` (None: the last one)."""
+    count = tensor.t if step is None else step
+    found = {"parameter": tensor.parameter}
+    for field in rule.fields:
+        raw = getattr(tensor, RAW[field.name])
+        value = np.zeros_like(tensor.parameter) if raw is None else raw + np.zeros_like(tensor.parameter)
+        beta = 0.0 if field.beta is None else reference.settings.betas[int(field.beta.removeprefix("beta")) - 1]
+        found[field.name] = value / (1.0 - beta**count if count else 1.0)
+    return found
 
 
-def _finite(*arrays: np.ndarray) -> tuple[np.ndarray, ...]:
-    """The arrays with zeros in all of them where one is not finite: what is to be NaN has no bound."""
-    finite = np.logical_and.reduce([np.isfinite(array) for array in arrays])
-    return arrays if finite.all() else tuple(np.where(finite, array, 0.0) for array in arrays)
+def _finite(gradient: np.ndarray, *values: dict[str, np.ndarray]) -> tuple[Any, ...]:
+    """The arrays with zeros in all of them where one is not finite, and these places: what is to be NaN has no bound."""
+    lost = ~np.logical_and.reduce([np.isfinite(array) for array in (gradient, *(x for of in values for x in of.values()))])
+    if not lost.any():
+        return gradient, *values, lost
+    kept = [{name: np.where(lost, 0.0, array) for name, array in of.items()} for of in values]
+    return np.where(lost, 0.0, gradient), *kept, lost

@@ -14,9 +14,11 @@ import numpy as np
 
 from ...core.array_ops import numpy_dtype
 from ...core.dtypes import compute_dtype
-from ...core.reference import Gradient, Reference, ReferenceTensor, Settings
+from ...core.reference import Gradient, Reference
 from ..bounds import SIDES, Bound, spacing, unit_roundoff
-from .bounds import MicroBatch, TensorErrors
+from ..propagation import Point
+from ..truth import held_by, settings_of
+from .bounds import TensorErrors
 from .recorded import SHAPES, Backward, Discard, EventCase, LearningRate, Step
 
 
@@ -24,7 +26,7 @@ from .recorded import SHAPES, Backward, Discard, EventCase, LearningRate, Step
 class EventTruth:
     """The expected numbers after the last event.
 
-    values, bounds: of "parameter", "exp_avg" and "exp_avg_sq"; flat float64 arrays over all tensors.
+    values, bounds: of "parameter" and the rule's fields; flat float64 arrays over all tensors.
     updates: how many each tensor has had.
     live_bytes: of gradient, after each event.
     """
@@ -53,23 +55,18 @@ def truth(case: EventCase, norm_eps: float = 0.0) -> EventTruth:
     Args:
         norm_eps: what clipping adds to the norm before it divides by it; 0 by the definition of clipping.
     """
-    rule = case.rule
-    current = case.hyperparameters()
-    settings = Settings(
-        rule.name, current.learning_rate, rule.betas, rule.defaults["eps"], current.weight_decay, accumulation="state"
-    )
-    reference = Reference(settings, case.initial_parameters())
+    reference = Reference(settings_of(case.rule, case.hyperparameters(), "state"), case.initial_parameters())
     errors = {name: TensorErrors(case, name) for name in SHAPES}
     for rate, passes, stepped in case.sequence.groups():
         reference.settings.lr = rate
         for name, micro in used_in_step(case, passes, stepped, norm_eps).items():
-            _update(reference, name, micro, errors[name], rate)
-    tensors = reference.tensors
-    bounds = {name: each.bounds() for name, each in errors.items()}
+            _update(case, reference, name, micro, errors[name], rate)
+    held = {name: held_by(case.rule, reference, tensor) for name, tensor in reference.tensors.items()}
+    quantities, flatten = list(next(iter(held.values()))), case.problem().flatten
     return EventTruth(
-        _values(case, tensors),
-        {quantity: _joined([bounds[name][quantity] for name in SHAPES]) for quantity in ("parameter", "exp_avg", "exp_avg_sq")},
-        {name: tensor.t for name, tensor in tensors.items()},
+        {quantity: flatten({name: values[quantity] for name, values in held.items()}) for quantity in quantities},
+        {quantity: _joined([errors[name].errors[quantity].bound() for name in SHAPES]) for quantity in quantities},
+        {name: tensor.t for name, tensor in reference.tensors.items()},
         tuple(live_bytes(case)),
     )
 
@@ -166,41 +163,22 @@ def _clipped(case: EventCase, whole: Micro, max_norm: float, norm_eps: float) ->
     return {name: [clipped(gradient) for gradient in each] for name, each in whole.items()}
 
 
-def _update(reference: Reference, name: str, used: list[Used], errors: TensorErrors, rate: float) -> None:
+def _update(case: EventCase, reference: Reference, name: str, used: list[Used], errors: TensorErrors, rate: float) -> None:
     """One update of one tensor: its micro-batches in the reference, and the roundings of each."""
     tensor = reference.tensors[name]
-    before, step = tensor.snapshot(), tensor.t + 1
-    rule = reference.settings.rule
-    micro_batches = []
+    step, points = tensor.t + 1, []
+
+    def held(count: int) -> dict[str, np.ndarray]:
+        return {name: value.reshape(-1) for name, value in held_by(case.rule, reference, tensor, count).items()}
+
+    after = held(tensor.t)
     for number, gradient in enumerate(used):
-        value = gradient.value
-        reference.run(Gradient(name, value, last=number == len(used) - 1))
-        if rule == "adam" and number == 0:
-            value = value + reference.settings.weight_decay * before.parameter
-        first, second = _debiased(reference, tensor, step)
-        micro_batches.append(MicroBatch(value.reshape(-1), gradient.error.reshape(-1), first, second))
-    errors.advance(
-        step,
-        rate,
-        micro_batches,
-        before=(*_debiased(reference, before, before.t), before.parameter.reshape(-1)),
-        parameter=tensor.parameter.reshape(-1),
-    )
-
-
-def _debiased(reference: Reference, tensor: ReferenceTensor, step: int) -> tuple[np.ndarray, np.ndarray]:
-    """The reference's raw moments as backends keep them, flat."""
-    first, second = (1.0 - beta**step if step else 1.0 for beta in reference.settings.betas)
-    return tensor.m.reshape(-1) / first, tensor.v.reshape(-1) / second
-
-
-def _values(case: EventCase, tensors: Mapping[str, ReferenceTensor]) -> dict[str, np.ndarray]:
-    flatten = case.problem().flatten
-    found = {"parameter": flatten({name: tensor.parameter for name, tensor in tensors.items()})}
-    for quantity, raw, beta in zip(("exp_avg", "exp_avg_sq"), ("m", "v"), case.rule.betas, strict=True):
-        kept = {name: getattr(tensor, raw) / (1.0 - beta**tensor.t if tensor.t else 1.0) for name, tensor in tensors.items()}
-        found[quantity] = flatten(kept)
-    return found
+        before = after
+        reference.run(Gradient(name, gradient.value, last=number == len(used) - 1))
+        after = held(step)
+        value, error = gradient.value.reshape(-1), gradient.error.reshape(-1)
+        points.append(Point(step, case.hyperparameters(rate), value, before, after, error, first=number == 0))
+    errors.advance(points)
 
 
 def _joined(bounds: list[Bound]) -> Bound:
