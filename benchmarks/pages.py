@@ -185,6 +185,7 @@ def parity_page() -> str:
             rows.append([f"**{section['name']}** {section['title']}", *cells])
         peers += [[name, section["name"], _within(each)] for name, each in verdicts.items() if name not in own]
     missing = [f"- {name} did not run: {reason}" for name, reason in content["not_available"].items()]
+    missing += [f"- {name} is not covered: {reason}" for name, reason in content.get("not_covered", {}).items()]
     return (
         "\n\n".join(
             [

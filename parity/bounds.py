@@ -67,7 +67,9 @@ theorem: increments with standard deviation s leave a mean error of at most h*(2
 normal). Such errors have variance h^2/3, a uniform variable is sub-Gaussian with just that variance, and they add up as
 martingale differences, with the square root of the number of steps (Higham and Mary, 2019,
 https://doi.org/10.1137/18M1226312). Each rounding of each element is judged for itself: it counts as independent where
-the increment has lately changed by `INDEPENDENT_FROM` spacings a step in the mean; otherwise it is added linearly. So
+the increment has lately changed by `INDEPENDENT_FROM` spacings a step in the mean (of a parameter, by INDEPENDENT_FROM/TYPICAL
+in the geometric mean, too: one large change is no scatter of the small ones after it); otherwise it is added linearly, and so
+are all roundings of a parameter whose steps are signs (Lion): few sizes of a step round alike again and again. So
 float32 under noise is a random walk, while bfloat16 parameters, bfloat16 second moments (their increments are not normal,
 and move them by one to three spacings) and everything under a constant gradient get the worst case. Errors of m and v act
 on p for as long as they live: their standard deviations are added linearly over the steps (triangle inequality).
@@ -96,6 +98,7 @@ import numpy as np
 RISK = 1e-9
 INDEPENDENT_FROM = 4.0  # spacings
 MEMORY = 0.9
+TYPICAL = 64.0
 ARITHMETIC = 8  # roundings in the increment of a parameter, at least
 IMPLICIT = 3  # roundings in lr / (1 + lr*decay)
 CORRECTION = 6  # roundings in a bias correction (1-beta)/(1-beta^t), at most
@@ -105,11 +108,13 @@ PRODUCTS = 3  # products and quotients in a step that may be off by half the sma
 FLUSHED = 8  # numbers read or written in a step that may be flushed to zero, for each of m, v and p
 
 PROMISES = (
-    ("B/*/float32/*", 1.5e-6),
+    ("B/[!l]*/float32/*", 1.5e-6),
     ("decay/*adamw/bfloat16/split/*", 1e-3),
 )
 """Relative errors of parameters that the project promises up to 2000 steps, by pattern of cases. Not derived: they hold,
-too, where the derivation allows more."""
+too, where the derivation allows more. Not Lion's: steps of one size round alike."""
+
+_TINY = 1e-300  # keeps the logarithm of 0 away
 
 # digits of the significand, exponent of the smallest spacing
 _FORMATS = {"float64": (53, -1074), "float32": (24, -149), "bfloat16": (8, -133), "float16": (11, -24)}
@@ -171,12 +176,18 @@ class Bound:
 
 
 class Scatter:
-    """How much the increment of a number changes from step to step, a mean over about 1/(1-MEMORY) steps."""
+    """How much the increment of a number changes from step to step, a mean over about 1/(1-MEMORY) steps.
 
-    def __init__(self) -> None:
+    Args:
+        typical: one large change among small ones is no scatter: the mean is never above TYPICAL times the geometric mean.
+    """
+
+    def __init__(self, *, typical: bool = False) -> None:
+        self._typical = typical
         self._steps, self._weight = 0, 0.0
         self._last: np.ndarray | float = 0.0
         self._mean: np.ndarray | float = 0.0
+        self._mean_log: np.ndarray | float = 0.0
 
     def after(self, increment: np.ndarray) -> np.ndarray:
         """The mean after one more step.
@@ -186,15 +197,20 @@ class Scatter:
         self._steps += 1
         if self._steps > 2:
             self._weight = MEMORY * self._weight + 1.0 - MEMORY
-            self._mean = MEMORY * self._mean + (1.0 - MEMORY) * np.abs(increment - self._last)
+            change = np.abs(increment - self._last)
+            self._mean = MEMORY * self._mean + (1.0 - MEMORY) * change
+            if self._typical:
+                self._mean_log = MEMORY * self._mean_log + (1.0 - MEMORY) * np.log2(np.maximum(change, _TINY))
         self._last = increment
-        return np.zeros_like(increment) + self._mean / max(self._weight, 1.0 - MEMORY)
+        weight = max(self._weight, 1.0 - MEMORY)
+        mean = np.zeros_like(increment) + self._mean / weight
+        return np.minimum(mean, TYPICAL * np.exp2(self._mean_log / weight)) if self._typical else mean
 
 
 class RoundingErrors:
     """Sums of rounding errors of n elements, by the model of the module's docstring."""
 
-    def __init__(self, n: int) -> None:
+    def __init__(self, n: int, *, typical: bool = False) -> None:
         self.variance = np.zeros(n)  # independent ones
         self.persistent = np.zeros(n)  # a standard deviation: random, but alive for many steps
         self.shared = np.zeros(n)  # a standard deviation: random, but the same for all elements of a tensor
@@ -202,7 +218,7 @@ class RoundingErrors:
         self.linear = np.zeros(n)  # not random
         self.echo = np.zeros(n)  # of a moment: the parameter's own error, back through an L2 gradient
         self.passing: np.ndarray | float = 0.0  # of the last step only
-        self._scatter = Scatter()
+        self._scatter = Scatter(typical=typical)
 
     @classmethod
     def joined(cls, parts: Sequence[RoundingErrors], order: np.ndarray) -> RoundingErrors:

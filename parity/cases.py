@@ -18,10 +18,10 @@ from ..core.codings import StateDtypes, state_dtypes
 from ..core.compensation import possible, resolve
 from ..core.dtypes import LOW_PRECISION, compute_dtype
 from ..core.errors import InvalidArgumentError
+from ..core.hyperparameters import Hyperparameters
 from ..core.rules import Rule
-from ..core.rules.adam_family import AdamHyperparameters
 from .gradients import gradients, parameters
-from .rules import RULES
+from .rules import FAMILY, RULES, hyperparameters_of
 from .settings import QUICK_STEP_COUNTS, SETTINGS, STEP_COUNTS, Setting
 
 __all__ = ["QUICK_STEP_COUNTS", "STEP_COUNTS", "Case", "Problem", "Storage", "all_cases", "matches", "select", "storages"]
@@ -36,17 +36,13 @@ class Problem:
     dtype: str
 
     @property
-    def hyperparameters(self) -> AdamHyperparameters:
+    def hyperparameters(self) -> Hyperparameters:
         """The rule's defaults with the setting's learning rate and decay; before any schedule, of tensors in no group."""
         setting = self.setting
-        return AdamHyperparameters(
-            **{**self.rule.defaults, "weight_decay": setting.weight_decay},
-            learning_rate=setting.lr,
-            decouple_lr=setting.decouple_lr,
-            max_lr=setting.lr if setting.decouple_lr else None,
-        )
+        more = {"decouple_lr": True, "max_lr": setting.lr} if setting.decouple_lr else {}
+        return hyperparameters_of(self.rule, setting.lr, setting.weight_decay, **more)
 
-    def group_hyperparameters(self, step: int | None = None) -> tuple[AdamHyperparameters, ...]:
+    def group_hyperparameters(self, step: int | None = None) -> tuple[Hyperparameters, ...]:
         """The hyperparameters of each of the setting's `groups` at update number `step`, from 1 on; None: before a schedule."""
         usual, group, schedule = self.hyperparameters, self.setting.group, self.setting.schedule
         found = (usual,) if group is None else (usual, group.of(usual))
@@ -55,9 +51,8 @@ class Problem:
         lr, decay = schedule.learning_rate(step), schedule.weight_decay(step)
         changed = []
         for given in found:
-            beta1, beta2 = schedule.betas(step, given.beta1, given.beta2)
             rates = {"learning_rate": given.learning_rate * lr, "weight_decay": given.weight_decay * decay}
-            changed.append(dataclasses.replace(given, **rates, beta1=beta1, beta2=beta2))
+            changed.append(dataclasses.replace(given, **rates, **schedule.betas(step, given)))
         return tuple(changed)
 
     @property
@@ -65,7 +60,7 @@ class Problem:
         """Whether betas differ from step to step."""
         return self.setting.schedule is not None and self.setting.schedule.betas_cycle
 
-    def hyperparameters_at(self, step: int) -> dict[str, AdamHyperparameters]:
+    def hyperparameters_at(self, step: int) -> dict[str, Hyperparameters]:
         """The hyperparameters of update number `step`, from 1 on, by tensor."""
         found = zip(self.setting.groups, self.group_hyperparameters(step), strict=True)
         return {name: given for names, given in found for name in names}
@@ -80,7 +75,8 @@ class Problem:
 
     def step_counts(self, asked: Iterable[int]) -> list[int]:
         """The numbers of steps that this problem is run for: those asked for, cut to its longest run."""
-        return sorted({min(steps, self.setting.longest) for steps in asked})
+        longest = self.setting.longest if self.rule.name in FAMILY else min(self.setting.longest, LONGEST_OF_OTHERS)
+        return sorted({min(steps, longest) for steps in asked})
 
     def initial_parameters(self) -> dict[str, np.ndarray]:
         """The parameters before the first step, in `dtype`, by tensor."""
@@ -117,8 +113,10 @@ class Storage:
     state_dtype: str | None
 
     def moments(self, problem: Problem) -> StateDtypes:
-        """The dtypes of exp_avg and exp_avg_sq."""
-        return state_dtypes(problem.rule.fields, problem.dtype, problem.rule.betas, [self.state_dtype] * 2)
+        """The dtypes of the rule's fields."""
+        rule = problem.rule
+        asked = [self.state_dtype] * len(rule.fields)
+        return state_dtypes(rule.fields, problem.dtype, rule.decays(problem.hyperparameters), asked)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -146,6 +144,12 @@ class Case:
         """
         problem, storage = self.problem, self.storage
         setting = problem.setting
+        if problem.rule.name not in FAMILY:
+            return (
+                setting.name == "B"
+                and problem.dtype in ("float32", "bfloat16")
+                and storage in storages(problem.dtype, "default")
+            )
         if setting.name in ("B", "decay"):
             return storage.state_dtype is None or (problem.rule.clips_update and storage.compensation == "none")
         if setting.name in ("A", "groups", "schedule") or storage not in storages(problem.dtype, "default"):
@@ -170,11 +174,35 @@ def all_cases() -> Iterator[Case]:
     for setting in SETTINGS:
         for dtype in setting.dtypes:
             for rule in RULES.values():
-                if setting.decouple_lr and rule.l2:
-                    continue
-                problem = Problem(setting, rule, dtype)
-                for storage in storages(dtype, setting.storages):
-                    yield Case(problem, storage)
+                if is_taken(setting, rule, dtype):
+                    problem = Problem(setting, rule, dtype)
+                    kept = setting.storages if rule.name in FAMILY else "default"
+                    for storage in storages(
+                        dtype, "compensations" if kept == "default" and setting.name == EVERY_DTYPE else kept
+                    ):
+                        yield Case(problem, storage)
+
+
+LONGEST_OF_OTHERS = 100
+"""Steps of a rule that is not of Adam's family."""
+
+EVERY_DTYPE = "B"
+"""The setting that such a rule has in every dtype, with every compensation."""
+
+
+def is_taken(setting: Setting, rule: Rule, dtype: str) -> bool:
+    """Whether there are cases of a rule in a setting.
+
+    Adam and its relatives have every one. What does not depend on a rule needs no others to be seen, so that these have B in
+    every dtype and all other settings in float32.
+    """
+    if setting.decouple_lr and rule.l2:
+        return False
+    if rule.name in FAMILY:
+        return True
+    if setting.schedule is not None and setting.schedule.betas_cycle and not any(field.beta for field in rule.fields):
+        return False  # nothing is debiased
+    return setting.name == EVERY_DTYPE or (dtype == "float32" and setting.name not in ("A", "groups", "schedule", "large"))
 
 
 def matches(name: str, pattern: str) -> bool:

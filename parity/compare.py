@@ -26,14 +26,14 @@ class Row:
     """One quantity of one case on one backend after one number of steps.
 
     case, backend, steps, quantity: where the numbers come from; `quantity` is "parameter" (the number that parameter
-        and compensation stand for), "exp_avg", "exp_avg_sq", or what a section calls it.
+        and compensation stand for), a field of the rule ("exp_avg"), or what a section calls it.
     relative_error: ||x - r|| / ||r||, 2-norms over all elements of the case, r the float64 reference (||x - r|| itself
         where r is zero); `relative_bound` is its bound. Of bits that are compared: the share of elements that differ.
     units: |x - r| in units in the last place of what the backend stores (of the pair where it is compensated), at the
         element that comes nearest to its bound; `units_bound` is the bound of that element. Of bits: how many differ.
     element_ratio: |x - r| / bound at that element.
     failure: why there are no numbers: which method of the backend raised what.
-    data: more of it, for figures: what JSON can hold.
+    data: more of it, for figures: what JSON can hold; of a parameter `undecided`, as in `Bound`, where it is not 0.
     within: whether both bounds hold.
     """
 
@@ -96,10 +96,10 @@ def numbers(problem: Problem, held: Mapping[str, Held]) -> dict[str, np.ndarray]
     """
     checked(problem, held)
     found = {"parameter": problem.flatten({name: _number(tensor) for name, tensor in held.items()})}
-    for quantity in ("exp_avg", "exp_avg_sq"):
-        arrays = {name: getattr(tensor, quantity) for name, tensor in held.items()}
+    for field in problem.rule.fields:
+        arrays = {name: tensor.get(field.name) for name, tensor in held.items()}
         if all(array is not None for array in arrays.values()):
-            found[quantity] = problem.flatten(arrays)
+            found[field.name] = problem.flatten(arrays)  # type: ignore[arg-type]
     return found
 
 
@@ -123,7 +123,13 @@ def rows(
         against(case.name, backend, truth.steps, quantity, value, truth.values[quantity], bounds[quantity], units[quantity])
         for quantity, value in numbers(case.problem, held).items()
     ]
-    return [dataclasses.replace(row, case=name or case.name) for row in found]
+    undecided = bounds["parameter"].undecided
+    return [
+        dataclasses.replace(
+            row, case=name or case.name, data={"undecided": undecided} if undecided and row.quantity == "parameter" else None
+        )
+        for row in found
+    ]
 
 
 Unit = Callable[[np.ndarray], np.ndarray]

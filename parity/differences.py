@@ -19,7 +19,7 @@ from .backends.protocol import Backend, Held
 from .cases import Case, Problem, Storage
 from .compare import Finding, Refusal, differing, differing_elements, failed
 from .progress import Progress
-from .rules import RULES
+from .rules import FAMILY
 from .settings import named
 from .updates import refusal
 
@@ -53,7 +53,7 @@ class Differences:
     title = "Elements that differ in their bits between each pair of backends, in float32"
 
     def cases(self, *, quick: bool) -> list[Comparison]:
-        return [Comparison(rule) for rule in RULES.values()]
+        return [Comparison(rule) for rule in FAMILY.values()]
 
     def run(
         self, backends: Sequence[Backend], cases: Sequence[Comparison], steps: Sequence[int], progress: Progress
@@ -83,7 +83,7 @@ def differing_between(one: Mapping[str, Held], other: Mapping[str, Held], quanti
     """Return the number of elements of a quantity that differ; None if a backend does not store it in this dtype."""
     count = 0
     for name, held in one.items():
-        mine, theirs = getattr(held, quantity), getattr(other[name], quantity)
+        mine, theirs = held.get(quantity), other[name].get(quantity)
         if mine is None or theirs is None or mine.dtype != theirs.dtype:
             return None
         count += differing_elements(np.asarray(mine), np.asarray(theirs))

@@ -23,7 +23,7 @@ from .bounds import Bound
 from .cases import Case, Problem, Storage
 from .compare import Finding, Refusal, Row, differing, differing_elements, failed_from, identical, numbers, rows
 from .progress import Progress
-from .rules import RULES
+from .rules import FAMILY, rules_and_dtypes
 from .settings import named
 from .truth import Truth, truths
 
@@ -54,8 +54,8 @@ class Frameworks:
         setting = QUICK_SETTING if quick else SETTING
         return [
             Pair(Case(Problem(setting, rule, dtype), Storage(resolve("auto", dtype), None)))
-            for dtype in PARAMETER_DTYPES
-            for rule in RULES.values()
+            for rule, dtype in rules_and_dtypes(PARAMETER_DTYPES)
+            if rule.name in FAMILY or not quick
         ]
 
     def run(
@@ -139,5 +139,5 @@ def _handed_to_jax(tensors: Mapping[str, Mapping[str, Any]]) -> dict[str, Held]:
 
 def _bits(held: Mapping[str, Held]) -> np.ndarray:
     """Return the bytes of all arrays, one after the other."""
-    arrays = [array for tensor in held.values() for array in tensor if array is not None]
+    arrays = [array for tensor in held.values() for array in tensor.arrays().values()]
     return np.concatenate([np.ascontiguousarray(array).reshape(-1).view(np.uint8) for array in arrays])

@@ -32,7 +32,7 @@ from .events.section import DTYPES
 from .events.sequences import LOSS_SCALE
 from .events.torch_release import TorchEvents
 from .progress import Progress, each
-from .rules import RULES
+from .rules import FAMILY
 
 STEPS = 2
 MAX_NORM = 1.0  # of gradients with a norm of about 2
@@ -154,8 +154,11 @@ class Markers:
     title = "What a released gradient tells of its norm, and which uses of it are refused"
 
     def cases(self, *, quick: bool) -> list[MarkerCase]:
-        """Every way for every rule and dtype; in a quick run for one pair each, that take turns."""
-        pairs = [(rule, dtype) for dtype in DTYPES for rule in RULES.values()]
+        """Every way for Adam and its relatives, in every dtype; in a quick run for one pair each, that take turns.
+
+        A marker does not depend on the rule.
+        """
+        pairs = [(rule, dtype) for dtype in DTYPES for rule in FAMILY.values()]
         if quick:
             return [MarkerCase(way, *pairs[2 * number]) for number, way in enumerate(WAYS)]
         return [MarkerCase(way, *pair) for way in WAYS for pair in pairs]
@@ -221,5 +224,5 @@ def _norms(backend: str, case: MarkerCase, step: int, quantity: str, told: np.nd
 
 
 def _bits(run: TorchMarkers) -> np.ndarray:
-    held = [array for tensor in run.held().values() for array in tensor if array is not None]
+    held = [array for tensor in run.held().values() for array in tensor.arrays().values()]
     return np.concatenate([np.ascontiguousarray(array).reshape(-1).view(np.uint8) for array in held])

@@ -7,7 +7,6 @@ rules have in common: weight decay, the step, storage, changing betas, and Stabl
 from __future__ import annotations
 
 import dataclasses
-import functools
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -16,7 +15,7 @@ import numpy as np
 from ..core.codings import StateDtypes
 from ..core.dtypes import compute_dtype
 from ..core.hyperparameters import Hyperparameters, is_zero
-from ..core.rules import Entered, Rule
+from ..core.rules import Entered
 from .bounds import (
     ARITHMETIC,
     CORRECTION,
@@ -35,7 +34,8 @@ from .bounds import (
     unit_roundoff,
 )
 from .cases import Problem, Storage
-from .tracked import NONE, Input, Namespace, Tracked
+from .rules import corrections
+from .tracked import NONE, Input, Namespace, Noise, Tracked
 
 Values = Mapping[str, np.ndarray]
 """Flat float64 arrays: "parameter", and the rule's fields by name, as backends keep them."""
@@ -61,15 +61,6 @@ class Point:
     previous: Hyperparameters | None = None
 
 
-@functools.lru_cache(maxsize=8)
-def corrections(rule: Rule, given: Hyperparameters, step: int, dtype: str) -> Any:
-    """The scalars of `Rule.corrections`, as far off as a device has them that computes them by itself in this dtype."""
-    xp = Namespace(dtype)
-    own = {name: xp.tracked(getattr(given, name)) for name in rule.own_hyperparameters if name in rule.hyperparameters.RANGES}
-    found = rule.corrections(dataclasses.replace(given, **own), xp.tracked(float(step)), xp)
-    return type(found)(*map(xp.stored, found))
-
-
 class FieldErrors:
     """The rounding errors of a rule's fields. Without an L2 term they do not depend on the compensation."""
 
@@ -83,6 +74,7 @@ class FieldErrors:
         self.underflow = max(1.0, len(self.names) / 2.0) * underflow(self.compute, flushes=flushes)
         self.entered: Entered | None = None
         self._point: Point | None = None
+        self._stepped: Point | None = None
 
     def advance(self, point: Point, parameter_error: np.ndarray | None) -> None:
         """One micro-batch; `parameter_error` bounds the parameter's error before it, where it enters the gradient (L2)."""
@@ -100,16 +92,20 @@ class FieldErrors:
         before = tuple(self._input(name, point.before[name]) for name in self.names)
         if self.rule.needs_gradient:
             self.entered = Entered(self._read(point.before), gradient)
-        found = self.rule.accumulate(
-            given, corrections(self.rule, given, point.step, self.compute), before, gradient, xp, first=point.first
-        )
+        scalars = corrections(self.rule, given, point.step, self.compute)
+        with np.errstate(over="ignore"):  # of a selection's other side
+            found = self.rule.accumulate(given, scalars, before, gradient, xp, first=point.first)
         for name, old, new in zip(self.names, before, found, strict=True):
             self._enter(name, point, *old.slopes, new)
 
-    def direction(self, after: Values, given: Hyperparameters, step: int) -> Tracked:
-        """That of an update, from the fields after it."""
-        scalars = corrections(self.rule, given, step, self.compute)
-        return self.rule.direction(given, scalars, self._read(after), self.entered, self.xp)
+    def direction(self, point: Point) -> tuple[np.ndarray, Noise, int]:
+        """That of an update, from the fields after it: its value, its errors, and how many elements they leave undecided."""
+        if self._stepped is not point:  # of another storage that shares the fields
+            self._stepped, scalars = point, corrections(self.rule, point.given, point.step, self.compute)
+            before = self.xp.undecided
+            direction = self.rule.direction(point.given, scalars, self._read(point.after), self.entered, self.xp)
+            self._direction = direction.value, direction.whole, self.xp.undecided - before
+        return self._direction
 
     def _input(self, name: str, value: np.ndarray, more: Any = 0.0) -> Tracked:
         errors = self.errors[name]
@@ -194,7 +190,7 @@ class Propagation:
         if fields is None or problem.rule.l2:
             fields = FieldErrors(problem, storage.moments(problem), numbers.size, flushes=flushes)
         self.fields = fields
-        self.parameter = RoundingErrors(numbers.size)
+        self.parameter = RoundingErrors(numbers.size, typical=True)
         self.sums_of_reference = (Scatter(), Scatter())
         self.undecided = 0
 
@@ -216,10 +212,11 @@ class Propagation:
         moved = np.abs(increment) + self.parameter.linear + self.parameter.worst - before
         self._store(point.after["parameter"], increment, step, halves, squares, moved)
 
-    def forget(self, lost: np.ndarray) -> None:
+    def forget(self, *, parameter: np.ndarray, fields: np.ndarray) -> None:
         """Drop the errors of elements whose true numbers are not finite."""
-        for errors in self.errors.values():
-            errors.forget(lost)
+        self.parameter.forget(parameter)
+        for errors in self.fields.errors.values():
+            errors.forget(fields)
 
     @property
     def errors(self) -> dict[str, RoundingErrors]:
@@ -234,12 +231,11 @@ class Propagation:
         """
         rule, unit, given = self.rule, SIDES[self.compute] * unit_roundoff(self.compute), point.given
         lr, parameter = given.learning_rate, np.abs(point.before["parameter"])
-        open_before = self.fields.xp.undecided
-        direction = self.fields.direction(point.after, given, point.step)
-        self.undecided += self.fields.xp.undecided - open_before
+        direction, noise, undecided = self.fields.direction(point)
+        self.undecided += undecided
         decay = 0.0 if rule.l2 else given.decay_rate
-        step = lr * (np.abs(direction.value) + decay * parameter)
-        errors, noise = self.parameter, direction.whole.times(lr)
+        step = lr * (np.abs(direction) + decay * parameter)
+        errors, noise = self.parameter, noise.times(lr)
         errors.persistent += noise.deviation
         errors.worst += noise.worst.most
         errors.linear += noise.linear.most
@@ -252,7 +248,7 @@ class Propagation:
         if self.compute == "float64":
             if rule.implicit_decay:  # the reference divides by 1 + lr*decay, which is rounded alike at every step
                 errors.linear += unit * parameter
-            self._sums_of_reference(point, lr * direction.value, lr * decay * point.before["parameter"])
+            self._sums_of_reference(point, lr * direction, lr * decay * point.before["parameter"])
         # the decay's product, the sum, the product with lr; and what some devices have off by more than a unit
         halves = np.maximum(ARITHMETIC * unit * step, noise.halves + 3.0 * unit * step)
         squares = np.maximum(ARITHMETIC * SIDES[self.compute] * (unit / SIDES[self.compute] * step) ** 2, noise.squares)
@@ -262,7 +258,8 @@ class Propagation:
         """The roundings of the two sums in which the reference changes a parameter."""
         computed = spacing(self.compute, np.abs(point.after["parameter"]) + self.parameter.linear)
         for scatter, increment in zip(self.sums_of_reference, increments, strict=True):
-            self.parameter.add(computed / 2.0, scatter.after(increment) >= INDEPENDENT_FROM * computed)
+            independent = scatter.after(increment) >= INDEPENDENT_FROM * computed
+            self.parameter.add(computed / 2.0, independent & (not self.fields.xp.discrete))
 
     def _store(
         self,
@@ -276,6 +273,8 @@ class Propagation:
         """The roundings of the step's arithmetic, of the sum, and of the storage."""
         errors, dtype, unit = self.parameter, self.dtype, unit_roundoff(self.compute)
         spread = errors.spread(increment)
+        if self.fields.xp.discrete:
+            spread = np.zeros_like(spread)
         size = np.maximum(unit * step, halves / (ARITHMETIC * SIDES[self.compute]))
         errors.add_sums(halves, squares, spread >= INDEPENDENT_FROM * 2.0 * size)
         reach = np.abs(parameter) + errors.linear

@@ -11,7 +11,8 @@ from types import MappingProxyType
 import numpy as np
 
 from ..core.dtypes import PARAMETER_DTYPES
-from ..core.rules.adam_family import AdamHyperparameters
+from ..core.hyperparameters import Hyperparameters
+from .rules import decays_of
 
 STEP_COUNTS = (1, 100, 2000)
 QUICK_STEP_COUNTS = (1, 100)
@@ -35,8 +36,8 @@ class Schedule:
 
     lr          a factor: step/warm_up up to warm_up steps, then from 1 to `lowest` at `period` along half a cosine
     decay       a factor: from 1/2 to 1 at `period` along half a cosine, if `decay_rises`; else 1
-    betas       1-beta1 times 1/2 to 4 and 1-beta2 times 1 to 2 along a cosine of `BETAS_PERIOD` steps, if `betas_cycle`;
-                rounded to float32, in which JAX has them
+    betas       1-beta1 times 1/2 to 4 and 1 less the others times 1 to 2 along a cosine of `BETAS_PERIOD` steps, if
+                `betas_cycle`; rounded to float32, in which JAX has them
     """
 
     warm_up: int = 10
@@ -58,13 +59,19 @@ class Schedule:
             return 1.0
         return 0.75 - math.cos(math.pi * min(1.0, step / self.period)) / 4.0
 
-    def betas(self, step: int, beta1: float, beta2: float) -> tuple[float, float]:
-        """The betas of update number `step`, from 1 on, from those of the rule."""
+    def betas(self, step: int, given: Hyperparameters) -> dict[str, float]:
+        """The decays of update number `step`, from 1 on, by name."""
+        decays = decays_of(given)
         if not self.betas_cycle:
-            return beta1, beta2
+            return decays
         up = (1.0 - math.cos(2.0 * math.pi * step / BETAS_PERIOD)) / 2.0
-        first, second = 1.0 - (0.5 + 3.5 * up) * (1.0 - beta1), 1.0 - (1.0 + up) * (1.0 - beta2)
-        return float(np.float32(first)), float(np.float32(second))
+        factors = [1.0 + up if number else 0.5 + 3.5 * up for number in range(len(decays))]
+        return {name: _slower(decay, by) for (name, decay), by in zip(decays.items(), factors, strict=True)}
+
+
+def _slower(decay: float, factor: float) -> float:
+    """The decay whose distance from 1 is multiplied by a factor, rounded to float32."""
+    return float(np.float32(1.0 - factor * (1.0 - decay)))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -74,8 +81,8 @@ class Group:
     Args:
         tensors: names; those in no group keep the setting's.
         lr, weight_decay: factors.
-        decay_factors: by which 1-beta1 and 1-beta2 are multiplied, the rates at which the moments decay. 1-beta2 stays on its
-            side of 2^-7, where the default dtype of a bfloat16 parameter's second moment changes.
+        decay_factors: by which 1-beta1 and 1 less all other decays are multiplied. 1-beta2 stays on its side of 2^-7, where the
+            default dtype of a bfloat16 parameter's second moment changes.
     """
 
     tensors: tuple[str, ...]
@@ -83,15 +90,17 @@ class Group:
     weight_decay: float
     decay_factors: tuple[float, float]
 
-    def of(self, given: AdamHyperparameters) -> AdamHyperparameters:
+    def of(self, given: Hyperparameters) -> Hyperparameters:
         """The group's hyperparameters, from those of the setting."""
-        first, second = self.decay_factors
+        first, others = self.decay_factors
+        decays = [
+            (name, 1.0 - decay, others if number else first) for number, (name, decay) in enumerate(decays_of(given).items())
+        ]
         return dataclasses.replace(
             given,
             learning_rate=given.learning_rate * self.lr,
             weight_decay=given.weight_decay * self.weight_decay,
-            beta1=1.0 - first * (1.0 - given.beta1),
-            beta2=1.0 - second * (1.0 - given.beta2),
+            **{name: 1.0 - factor * rate for name, rate, factor in decays},
             max_lr=None if given.max_lr is None else given.max_lr * self.lr,
         )
 

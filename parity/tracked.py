@@ -29,6 +29,9 @@ Number = Any
 NONE = float("0")
 """No error at all, recognised by its identity, so that nothing is computed with it."""
 
+ONE = float("1")
+"""The slope of an input, recognised like `NONE`."""
+
 _TINY = 1e-300  # keeps 0/0 away
 
 
@@ -99,7 +102,7 @@ class Noise(NamedTuple):
 
     def times(self, factor: Number) -> Noise:
         """That of the number times a factor."""
-        if self is SILENT:
+        if self is SILENT or factor is ONE:
             return self
         size = np.abs(factor)
         return Noise(
@@ -129,7 +132,8 @@ class Tracked:
     __hash__ = None  # type: ignore[assignment]
 
     def __init__(self, xp: Namespace, value: Number, slopes: dict[Input, Number] | None = None, noise: Noise = SILENT) -> None:
-        self.xp, self.value, self.slopes, self.noise = xp, np.asarray(value, np.float64), slopes or {}, noise
+        self.xp, self.slopes, self.noise = xp, slopes or {}, noise
+        self.value = value if type(value) is np.ndarray and value.dtype == np.float64 else np.asarray(value, np.float64)
 
     @property
     def dtype(self) -> np.dtype:
@@ -208,13 +212,20 @@ class Tracked:
 
     def rounded(self, roundings: float = 1.0) -> Tracked:
         """The result of an operation of the compute dtype."""
-        half = unit_roundoff(self.xp.dtype) * np.abs(self.value)
-        count = roundings * SIDES[self.xp.dtype]
-        with np.errstate(over="ignore"):  # of a selection's other side
-            self.noise = self.noise.plus(Noise(halves=count * half, squares=count * half**2))
+        half = np.abs(self.value * unit_roundoff(self.xp.dtype))
+        most, noise = roundings * SIDES[self.xp.dtype] * half, self.noise
+        halves, squares = _plus(noise.halves, most), _plus(noise.squares, most * half)
+        self.noise = Noise(noise.deviation, noise.worst, noise.linear, noise.echo, halves, squares)
         return self
 
+    @property
+    def exact(self) -> bool:
+        """Whether there are no errors."""
+        return self.noise is SILENT and not self.slopes
+
     def _product(self, other: Tracked) -> Tracked:
+        if other.exact or self.exact:
+            return self.scaled(other.value) if other.exact else other.scaled(self.value)
         if self is other:
             slopes, noise = self.scaled(2.0 * self.value).slopes, self.noise.times(2.0 * self.value)
         else:
@@ -281,11 +292,12 @@ class Namespace:
     """The array namespace of `Tracked`: what the rules of `core` use of one. Anything else is `NotCoveredError`.
 
     dtype: of the arithmetic that is followed: "float32" or "float64". undecided: how many elements of signs and of selections
-    were left open by the errors, so far.
+    were left open by the errors, so far. discrete: whether there was a sign, of which results are few numbers.
     """
 
     def __init__(self, dtype: str) -> None:
-        self.dtype, self.unit, self.undecided = dtype, SIDES[dtype] * unit_roundoff(dtype), 0
+        self.dtype, self.unit = dtype, SIDES[dtype] * unit_roundoff(dtype)
+        self.undecided, self.discrete = 0, False
 
     def __getattr__(self, name: str) -> Any:
         raise NotCoveredError(f"its arithmetic calls {name}, which is not followed element by element.")
@@ -296,7 +308,7 @@ class Namespace:
 
     def given(self, value: Number, errors: Input) -> Tracked:
         """An input."""
-        return Tracked(self, value, {errors: 1.0})
+        return Tracked(self, value, {errors: ONE})
 
     def stored(self, x: Any) -> Tracked:
         """A scalar as arithmetic gets it: it is off by what computing it has rounded, or at least by its own rounding."""
@@ -305,9 +317,11 @@ class Namespace:
         return Tracked(self, x.value, {}, Noise(linear=both(np.maximum(x.most, own))))
 
     def finfo(self, dtype: np.dtype) -> np.finfo:
+        """Of the dtype of the arithmetic."""
         return np.finfo(dtype)
 
     def sqrt(self, x: Tracked) -> Tracked:
+        """The root, which devices have off by a unit: two roundings."""
         root = np.sqrt(x.value)
 
         def beyond(error: Sided) -> Sided:  # without the differences of nearly equal roots; an error is never zero
@@ -319,12 +333,15 @@ class Namespace:
         return x.through(root, beyond, slope, roundings=2.0)
 
     def log(self, x: Tracked) -> Tracked:
+        """The logarithm."""
         return self._monotone(x, np.log, 1.0 / np.abs(x.value), 1.0)
 
     def exp(self, x: Tracked) -> Tracked:
+        """The exponential, two roundings."""
         return self._monotone(x, np.exp, np.exp(x.value), 2.0)
 
     def expm1(self, x: Tracked) -> Tracked:
+        """exp(x) - 1, two roundings."""
         return self._monotone(x, np.expm1, np.exp(x.value), 2.0)
 
     def _monotone(self, x: Tracked, function: Any, slope: Number, roundings: float) -> Tracked:
@@ -336,10 +353,12 @@ class Namespace:
         return x.through(value, beyond, slope, roundings=roundings)
 
     def clip(self, x: Tracked, low: float | None, high: float | None) -> Tracked:
+        """Limit the values; where none is beyond, nothing changes."""
         value = np.clip(x.value, low, high)
         return x if np.array_equal(value, x.value) else Tracked(self, value, {}, x.whole)
 
     def where(self, condition: Any, x: Any, y: Any) -> Tracked:
+        """Select; where the condition is left open by errors, the result is off by the difference of both."""
         chosen, sure = condition if isinstance(condition, Condition) else (np.asarray(condition), np.asarray(True))
         x, y = self.tracked(x), self.tracked(y)
         if sure.all() and (chosen.all() or not chosen.any()):
@@ -354,21 +373,26 @@ class Namespace:
 
     def sign(self, x: Tracked) -> Tracked:
         """An undecided sign is off by 2, or by 1 where it is 0."""
+        self.discrete = True
         value, off = np.sign(x.value), x.most
         undecided = (np.abs(x.value) <= off) & (off > 0.0)
         self.undecided += int(np.sum(undecided))
         return Tracked(self, value, {}, Noise(linear=both(np.where(undecided, 1.0 + np.abs(value), 0.0))))
 
     def abs(self, x: Tracked) -> Tracked:
+        """The magnitude."""
         return Tracked(self, np.abs(x.value), {}, x.whole)
 
     def isnan(self, x: Tracked) -> np.ndarray:
+        """Whether values are NaN."""
         return np.isnan(x.value)
 
     def zeros_like(self, x: Any) -> Tracked:
+        """Exact zeros."""
         return Tracked(self, np.zeros_like(self.tracked(x).value))
 
     def ones_like(self, x: Any) -> Tracked:
+        """Exact ones."""
         return Tracked(self, np.ones_like(self.tracked(x).value))
 
 

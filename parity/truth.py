@@ -13,11 +13,12 @@ import numpy as np
 
 from ..core.codings import StateDtypes
 from ..core.hyperparameters import Hyperparameters
-from ..core.reference import RAW, Gradient, Reference, ReferenceTensor, Settings
+from ..core.reference import Gradient, Reference
 from ..core.rules import Rule
 from .bounds import Bound
 from .cases import Problem, Storage
 from .propagation import FieldErrors, Point, Propagation, bounds_of
+from .rules import held_by, settings_of
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,7 +51,7 @@ def truths(problem: Problem, storages: Sequence[Storage], step_counts: Sequence[
         storages: those whose bounds are wanted.
         step_counts: numbers of updates, from 1 on; those that the problem is not run for are left out.
     """
-    references = _References(problem)
+    rule, references = problem.rule, _References(problem)
     now = references.values()
     kinds = [_propagations(problem, storages, flushes=True)]
     if problem.setting.subnormal:
@@ -68,7 +69,9 @@ def truths(problem: Problem, storages: Sequence[Storage], step_counts: Sequence[
             before = references.values()
         references.step(tensors)
         now = references.values()
-        gradient, start, end, lost = _finite(problem.flatten(tensors), before, now)
+        for field in rule.fields:  # a step from a field that is not finite is none, also where the field has a sign
+            now["parameter"][~np.isfinite(before[field.name])] = np.nan
+        gradient, start, end, lost = _finite(rule, problem.flatten(tensors), before, now)
         for group, (place, current) in enumerate(zip(places, given, strict=True)):
             of_group = [{name: array[place] for name, array in values.items()} for values in (start, end)]
             earlier = previous[group] if changed else None
@@ -76,8 +79,8 @@ def truths(problem: Problem, storages: Sequence[Storage], step_counts: Sequence[
             for kind in kinds:
                 for parts in kind.values():
                     parts[group].advance(point)
-                    if lost.any():
-                        parts[group].forget(lost[place])
+                    if lost is not None:
+                        parts[group].forget(**{kind: where[place] for kind, where in lost.items()})
         if step in step_counts:
             bounds = [{storage: bounds_of(parts, places) for storage, parts in kind.items()} for kind in kinds]
             found[step] = Truth(step, now, bounds[0], bounds[-1])
@@ -110,14 +113,15 @@ class _References:
 
     def __init__(self, problem: Problem) -> None:
         self.problem = problem
-        start = problem.initial_parameters()
+        start, self.given = problem.initial_parameters(), problem.group_hyperparameters()
         self.members = [
             (names, Reference(settings_of(problem.rule, given), {name: start[name] for name in names}))
-            for names, given in zip(problem.setting.groups, problem.group_hyperparameters(), strict=True)
+            for names, given in zip(problem.setting.groups, self.given, strict=True)
         ]
 
     def change(self, given: Sequence[Hyperparameters]) -> None:
         """Take over the hyperparameters of the next update, by group."""
+        self.given = given
         for (_, reference), current in zip(self.members, given, strict=True):
             reference.settings = settings_of(self.problem.rule, current)
 
@@ -130,41 +134,26 @@ class _References:
 
     def values(self) -> dict[str, np.ndarray]:
         """The parameters, and the rule's fields as a backend keeps them."""
-        tensors = {name: (reference, tensor) for _, reference in self.members for name, tensor in reference.tensors.items()}
-        held = {name: held_by(self.problem.rule, *given) for name, given in tensors.items()}
+        held = {
+            name: held_by(self.problem.rule, given, tensor)
+            for given, (_, reference) in zip(self.given, self.members, strict=True)
+            for name, tensor in reference.tensors.items()
+        }
         return {
             quantity: self.problem.flatten({name: values[quantity] for name, values in held.items()})
             for quantity in next(iter(held.values()))
         }
 
 
-def settings_of(rule: Rule, given: Hyperparameters, accumulation: str | None = None) -> Settings:
-    """The reference's settings for the hyperparameters of a rule."""
-    known = {field.name for field in dataclasses.fields(Settings)}
-    same = {name: value for name, value in vars(given).items() if name in known}
-    betas = tuple(getattr(given, name) for name in rule.own_hyperparameters if name.startswith("beta"))
-    eps = getattr(given, "eps", 0.0)
-    return Settings(
-        **{**same, "rule": rule.name, "lr": given.learning_rate, "betas": betas, "eps": eps}, accumulation=accumulation
-    )
+def _finite(rule: Rule, gradient: np.ndarray, *values: dict[str, np.ndarray]) -> tuple[Any, ...]:
+    """The arrays with zeros where the parameter, or what enters it, is not finite, and these places of both.
 
-
-def held_by(rule: Rule, reference: Reference, tensor: ReferenceTensor, step: int | None = None) -> dict[str, np.ndarray]:
-    """The parameter, and a rule's fields as backends keep them: debiased, for update number `step` (None: the last one)."""
-    count = tensor.t if step is None else step
-    found = {"parameter": tensor.parameter}
-    for field in rule.fields:
-        raw = getattr(tensor, RAW[field.name])
-        value = np.zeros_like(tensor.parameter) if raw is None else raw + np.zeros_like(tensor.parameter)
-        beta = 0.0 if field.beta is None else reference.settings.betas[int(field.beta.removeprefix("beta")) - 1]
-        found[field.name] = value / (1.0 - beta**count if count else 1.0)
-    return found
-
-
-def _finite(gradient: np.ndarray, *values: dict[str, np.ndarray]) -> tuple[Any, ...]:
-    """The arrays with zeros in all of them where one is not finite, and these places: what is to be NaN has no bound."""
-    lost = ~np.logical_and.reduce([np.isfinite(array) for array in (gradient, *(x for of in values for x in of.values()))])
-    if not lost.any():
-        return gradient, *values, lost
-    kept = [{name: np.where(lost, 0.0, array) for name, array in of.items()} for of in values]
-    return np.where(lost, 0.0, gradient), *kept, lost
+    What is to be NaN has no bound. A field may be finite where its parameter is not (StableAdamW), but not with an L2 term.
+    """
+    fields = [array for of in values for name, array in of.items() if name != "parameter" or rule.l2]
+    lost = {"fields": ~np.logical_and.reduce([np.isfinite(array) for array in (gradient, *fields)])}
+    lost["parameter"] = lost["fields"] | ~np.logical_and.reduce([np.isfinite(of["parameter"]) for of in values])
+    if not lost["parameter"].any():
+        return gradient, *values, None
+    kept = [{name: np.where(lost.get(name, lost["fields"]), 0.0, array) for name, array in of.items()} for of in values]
+    return np.where(lost["fields"], 0.0, gradient), *kept, lost

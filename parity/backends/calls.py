@@ -14,6 +14,7 @@ import numpy as np
 
 from ...core.dtypes import PARAMETER_DTYPES
 from ...core.errors import InvalidArgumentError
+from ...core.rules import Rule
 from ..cases import Case, Problem
 from .protocol import ABILITIES, Backend, Held
 
@@ -107,13 +108,12 @@ def checked(problem: Problem, held: Any) -> Mapping[str, Held]:
     for name, shape in problem.setting.shapes.items():
         if not isinstance(held[name], Held):
             raise InvalidArgumentError(f"held() has {type(held[name]).__name__} for {name!r}; it must have a `Held`.")
-        for field, array in held[name]._asdict().items():
-            if array is not None or field == "parameter":
-                _check_array(f"{field} of {name!r}", array, shape)
+        for field, array in {"parameter": held[name].parameter, **held[name].arrays()}.items():
+            _check_array(f"{field} of {name!r}", array, shape)
         dtype = held[name].parameter.dtype.name
         if dtype != problem.dtype:
             raise InvalidArgumentError(f"parameter of {name!r} has become {dtype}; it must stay {problem.dtype}.")
-        _check_dtypes(name, held[name])
+        _check_fields(problem.rule, name, held[name])
     return held
 
 
@@ -124,10 +124,14 @@ def _check_array(what: str, array: Any, shape: tuple[int, ...]) -> None:
         raise InvalidArgumentError(f"{what} has the shape {list(array.shape)}; it must have {list(shape)}.")
 
 
-def _check_dtypes(name: str, held: Held) -> None:
+def _check_fields(rule: Rule, name: str, held: Held) -> None:
     own = held.parameter.dtype.name
-    kept = ("int16", own) if own == "bfloat16" else (own,)
-    for field, known in (("compensation", kept), ("exp_avg", PARAMETER_DTYPES), ("exp_avg_sq", PARAMETER_DTYPES)):
-        array = getattr(held, field)
-        if array is not None and array.dtype.name not in known:
-            raise InvalidArgumentError(f"{field} of {name!r} is {array.dtype.name}; it must be one of {', '.join(known)}.")
+    known = {field.name: PARAMETER_DTYPES for field in rule.fields}
+    known |= {"parameter": (own,), "compensation": ("int16", own) if own == "bfloat16" else (own,)}
+    for field, array in held.arrays().items():
+        if field not in known:
+            raise InvalidArgumentError(f"held() has {field!r} of {name!r}; {rule.name} has {', '.join(known)}.")
+        if array.dtype.name not in known[field]:
+            raise InvalidArgumentError(
+                f"{field} of {name!r} is {array.dtype.name}; it must be one of {', '.join(known[field])}."
+            )

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import functools
+import inspect
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import numpy as np
 
 from ...core.codings import StateDtypes
-from ...core.rules import Rule
-from ...core.rules.adam_family import AdamHyperparameters
+from ...core.hyperparameters import Hyperparameters
+from ...core.rules import RULES, Rule
 from ..cases import Case, Storage
+from ..rules import decays_of
 from ..settings import Schedule
 from .protocol import Held, converted
 
@@ -23,21 +24,32 @@ FACTORS = (-0.5, 1.0, 0.25)
 MIDDLE = 1
 
 
-def transform_of(rule: Rule, given: AdamHyperparameters, storage: Storage, **scheduled: Any) -> Any:
+def transform_name(rule: Rule) -> str:
+    """Return the name by which users know a rule, of which settings may choose one of several rows."""
+    return rule.name if rule.variant is None else next(each.name for each in RULES.values() if each.is_of_one_kind_with(rule))
+
+
+def argument_name(hyperparameter: str) -> str:
+    """Return the name of a hyperparameter in the JAX frontend."""
+    from ...jax_frontend.arguments import NAMES
+
+    return NAMES.get(hyperparameter, hyperparameter)
+
+
+def transform_of(rule: Rule, given: Hyperparameters, storage: Storage, **scheduled: Any) -> Any:
     """Return the transform of a group; `scheduled` are arguments that a schedule replaces."""
     from ... import jax_frontend
+    from ...jax_frontend.arguments import dtype_argument
 
-    transform: Any = getattr(jax_frontend, rule.name)
+    transform: Any = getattr(jax_frontend, transform_name(rule))
     arguments = {
         "learning_rate": given.learning_rate,
-        "b1": given.beta1,
-        "b2": given.beta2,
-        "eps": given.eps,
+        **{argument_name(name): getattr(given, name) for name in rule.own_hyperparameters},
         "weight_decay": given.weight_decay,
-        "mu_dtype": storage.state_dtype,
-        "nu_dtype": storage.state_dtype,
         "compensation": storage.compensation,
     }
+    if storage.state_dtype is not None:
+        arguments |= {dtype_argument(field): storage.state_dtype for field in rule.fields}
     if given.decouple_lr:
         arguments |= {"decouple_lr": True, "max_lr": given.max_lr}
     return transform(**arguments | scheduled)
@@ -52,7 +64,7 @@ class Recipe:
 
     rule: Rule
     groups: tuple[tuple[str, ...], ...]
-    given: tuple[AdamHyperparameters, ...]
+    given: tuple[Hyperparameters, ...]
     schedule: Schedule | None
     longest: int | None
     storage: Storage
@@ -88,20 +100,28 @@ class Recipe:
             return transform_of(self.rule, given, self.storage, **scheduled)
         return self._with_betas(given, **scheduled)
 
-    def _with_betas(self, given: AdamHyperparameters, **scheduled: Any) -> Any:
+    def _with_betas(self, given: Hyperparameters, **scheduled: Any) -> Any:
         import jax.numpy as jnp
         import optax
 
+        from ...jax_frontend.arguments import dtype_argument
+
         assert self.schedule is not None
         assert self.moments is not None
-        betas = functools.partial(self.schedule.betas, beta1=given.beta1, beta2=given.beta2)
-        dtypes = dict(zip(("mu_dtype", "nu_dtype"), self.moments, strict=True))
+        schedule, names = self.schedule, {argument_name(name): name for name in decays_of(given)}
+        dtypes = {dtype_argument(field): dtype for field, dtype in zip(self.rule.fields, self.moments, strict=True)}
 
-        def make(b1: Any, b2: Any) -> Any:
-            return transform_of(self.rule, given, self.storage, b1=b1, b2=b2, **dtypes, **scheduled)
+        def make(**betas: Any) -> Any:
+            return transform_of(self.rule, given, self.storage, **betas, **dtypes, **scheduled)
 
+        by_name = [inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY) for name in names]
+        make.__signature__ = inspect.Signature(by_name)  # type: ignore[attr-defined]
         injected = optax.inject_hyperparams(make, hyperparam_dtype=jnp.float32)
-        return injected(self._table(1.0, lambda step: betas(step)[0]), self._table(1.0, lambda step: betas(step)[1]))
+        tables = {
+            argument: self._table(1.0, lambda step, name=name: schedule.betas(step, given)[name])  # type: ignore[misc]
+            for argument, name in names.items()
+        }
+        return injected(**tables)
 
     def _table(self, highest: float, factor: Callable[[int], float]) -> Callable[[Any], Any]:
         """A schedule of Optax, a function of the 0-based count; looked up, so that its numbers are rounded just once."""
@@ -114,14 +134,14 @@ class Recipe:
 
 def arrays_of(parameters: Mapping[str, Any], state: Any) -> dict[str, dict[str, Any]]:
     """Return JAX arrays of parameters and transform state, by tensor, then by field of `Held`."""
-    found = {}
+    found: dict[str, dict[str, Any]] = {}
     for node in _rule_states(state):
         for name in parameters:
-            fields = {field: tree[name] for field, tree in node.fields.items() if name in tree}
-            if any(hasattr(array, "dtype") for array in fields.values()):  # the others are masked: another group's
-                kept = None if node.compensation is None else node.compensation[name]
-                found[name] = {"compensation": kept, **fields}
-    return {name: {"parameter": parameter, **found[name]} for name, parameter in parameters.items()}
+            trees = {**node.fields, **({} if node.compensation is None else {"compensation": node.compensation})}
+            arrays = {field: tree[name] for field, tree in trees.items() if name in tree}
+            if any(hasattr(array, "dtype") for array in arrays.values()):  # the others are masked: another group's
+                found[name] = arrays
+    return {name: {"parameter": parameter, **found.get(name, {})} for name, parameter in parameters.items()}
 
 
 def held_of(parameters: Mapping[str, Any], state: Any) -> dict[str, Held]:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ..cases import Case
-from .jax_arguments import Recipe, arrays_of, held_of, precision
+from .jax_arguments import Recipe, arrays_of, held_of, precision, transform_name
 from .protocol import Held
 
 if TYPE_CHECKING:
@@ -72,7 +72,7 @@ class JaxBackend:
     def refuses(self, case: Case) -> str | None:
         from ... import jax_frontend
 
-        rule = case.problem.rule.name
+        rule = transform_name(case.problem.rule)
         return None if hasattr(jax_frontend, rule) else f"the JAX frontend has no {rule}"
 
     def start(self, case: Case) -> JaxRun:

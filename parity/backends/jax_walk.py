@@ -14,7 +14,8 @@ import numpy as np
 
 from ...core.compensation import resolve
 from ...core.dtypes import compute_dtype
-from ..cases import Case, Storage
+from ..cases import EVERY_DTYPE, Case, Storage
+from ..rules import FAMILY
 from .jax_arguments import FACTORS, MIDDLE, Recipe, held_of, precision, stack_of_given_gradients
 from .jax_transforms import JaxBackend
 from .protocol import Held
@@ -85,7 +86,8 @@ class WalkBackend(JaxBackend):
     Args:
         takes: of plain updates, whose cases compile a program each, "all"; "usual": those with the default dtypes of the
             moments and the default compensation, StableAdamW's, whose mean must not be over the stack, on one matrix with
-            every compensation, the other rules' on one matrix or in float32, schedules and groups both at once; or
+            every compensation, Adam's and AdamW's on one matrix or in float32, schedules and groups both at once, of every
+            other rule one in float32; or
             "quick": of these one matrix without schedules, StableAdamW in every dtype but float16, and Adam, whose decay
             is in the gradient, in float32. A quick walk also takes, of event sequences, in-state accumulation only, which
             no other backend of JAX has; of the memory policies clipping, which needs most.
@@ -113,6 +115,8 @@ class WalkBackend(JaxBackend):
         if case.storage.state_dtype is not None or setting.name in ("A", "groups", "schedule"):
             return False
         default = case.storage == Storage(resolve("auto", problem.dtype), None)
+        if problem.rule.name not in FAMILY:
+            return default and setting.name == EVERY_DTYPE and problem.dtype == "float32"
         matrix = setting.tensors == "matrix" and not problem.needs
         if problem.rule.clips_update:
             return default or matrix
@@ -123,7 +127,7 @@ class WalkBackend(JaxBackend):
         plain = problem.setting.tensors == "matrix" and not problem.needs
         default = case.storage == Storage(resolve("auto", problem.dtype), None)
         taken = problem.dtype != "float16" if problem.rule.clips_update else problem.rule.l2 and problem.dtype == "float32"
-        return plain and default and taken
+        return plain and default and taken and problem.rule.name in FAMILY
 
     def start(self, case: Case) -> Any:
         return WalkRun(case)

@@ -10,14 +10,14 @@ from typing import Any
 import numpy as np
 
 from ...core.errors import InvalidArgumentError
-from ...core.rules.adam_family import AdamHyperparameters
+from ...core.hyperparameters import Hyperparameters
 from ..cases import Case
 from .declaration import Declaration, check
 from .jax_arguments import precision
 from .protocol import Held
 
-Make = Callable[[AdamHyperparameters], Any]
-Groups = tuple[tuple[tuple[str, ...], AdamHyperparameters], ...]
+Make = Callable[[Hyperparameters], Any]
+Groups = tuple[tuple[tuple[str, ...], Hyperparameters], ...]
 
 
 @functools.lru_cache(maxsize=64)  # cases that differ in their gradients only share what is compiled
@@ -28,7 +28,7 @@ def _transform_and_update(make: Make, groups: Groups, scheduled: bool) -> tuple[
 
     labels = {name: str(number) for number, (names, _) in enumerate(groups) for name in names}
 
-    def transform(hyperparameters: list[AdamHyperparameters]) -> Any:
+    def transform(hyperparameters: list[Hyperparameters]) -> Any:
         if len(groups) == 1:
             return make(hyperparameters[0])
         return optax.multi_transform({str(number): make(given) for number, given in enumerate(hyperparameters)}, labels)
@@ -57,7 +57,7 @@ class TransformRun:
         problem = case.problem
         self.problem, self.count = problem, 0
         start = problem.initial_parameters()
-        members: dict[AdamHyperparameters, list[str]] = {}
+        members: dict[Hyperparameters, list[str]] = {}
         for name, given in problem.hyperparameters_at(1).items():
             members.setdefault(given, []).append(name)
         groups = tuple((tuple(names), given) for given, names in members.items())
@@ -115,7 +115,7 @@ def optax_transform(
 
     Args:
         name: as ``--backend`` takes it.
-        make: by the name of the rule that it obeys ("stable_adamw", "adamw", "adam"), a function hyperparameters ->
+        make: by the name of the rule that it obeys ("adamw", "lion", "sgd_momentum"), a function hyperparameters ->
             transformation. In cases with a schedule it is called inside jit, with tracers for `learning_rate` and
             `weight_decay`; where tensors have different hyperparameters its transforms go into `optax.multi_transform`.
         dtypes: of the parameters that it can update.

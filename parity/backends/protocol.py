@@ -7,7 +7,7 @@ optimizer of your own, hand an instance to `penstock.parity.register`, and it is
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
-from typing import Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
@@ -17,20 +17,37 @@ ABILITIES = ("schedules", "groups", "decoupled decay", "changing betas")
 """What a backend may be able to do besides plain updates; see `Backend`."""
 
 
-class Held(NamedTuple):
+class Held:
     """What a run holds for one tensor: numpy arrays of the tensor's shape, in the dtypes in which they are stored.
 
     They are copies, or what no later step writes to.
 
-    parameter: in the case's dtype (bfloat16 is `ml_dtypes.bfloat16`).
-    compensation: int16 (split) or the parameter's dtype (kahan); None without.
-    exp_avg, exp_avg_sq: the moments, debiased; None where they are not kept in this form: they are not compared then.
+        Held(parameter, compensation, exp_avg=m, exp_avg_sq=v)
+
+    Args:
+        parameter: in the case's dtype (bfloat16 is `ml_dtypes.bfloat16`).
+        compensation: int16 (split) or the parameter's dtype (kahan); None without.
+        fields: by name what else the rule keeps (`case.problem.rule.fields`), debiased where the field has a beta. None, or
+            left out, where it is not kept in this form: it is not compared then.
     """
 
-    parameter: np.ndarray
-    compensation: np.ndarray | None = None
-    exp_avg: np.ndarray | None = None
-    exp_avg_sq: np.ndarray | None = None
+    def __init__(self, parameter: np.ndarray, compensation: np.ndarray | None = None, **fields: np.ndarray | None) -> None:
+        self.parameter, self.compensation = parameter, compensation
+        vars(self).update(fields)
+
+    if TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> Any:
+            """A field."""
+            ...
+
+    def get(self, name: str) -> np.ndarray | None:
+        """Return the parameter, the compensation or a field, by name; None where there is none."""
+        return vars(self).get(name)
+
+    def arrays(self) -> dict[str, np.ndarray]:
+        """Return what there is, by name."""
+        return {name: array for name, array in vars(self).items() if array is not None}
 
 
 def converted(arrays: Mapping[str, Any], convert: Callable[[Any], np.ndarray]) -> Held:

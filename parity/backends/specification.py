@@ -62,7 +62,8 @@ class NumpyRun:
         held = {}
         for name, parameter in self.parameters.items():
             state = self.states[name]
-            held[name] = Held(parameter, state.compensation, *state.fields)
+            kept = zip((field.name for field in self.case.problem.rule.fields), state.fields, strict=True)
+            held[name] = Held(parameter, state.compensation, **dict(kept))
         return held
 
 

@@ -9,16 +9,16 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ...core.errors import InvalidArgumentError
-from ...core.rules.adam_family import AdamHyperparameters
+from ...core.hyperparameters import Hyperparameters
 from ..cases import Case
 from .declaration import Declaration, check
 from .protocol import Held, converted
-from .torch_arguments import to_numpy, to_torch
+from .torch_arguments import betas_of, to_numpy, to_torch
 
 if TYPE_CHECKING:
     import torch
 
-    Make = Callable[[list[torch.nn.Parameter], AdamHyperparameters], torch.optim.Optimizer]
+    Make = Callable[[list[torch.nn.Parameter], Hyperparameters], torch.optim.Optimizer]
     Kept = Callable[[torch.optim.Optimizer, torch.nn.Parameter], Mapping[str, torch.Tensor]]
 
 
@@ -54,7 +54,7 @@ class OptimizerRun:
                 group["lr"] = given[names[0]].learning_rate
                 group["weight_decay"] = given[names[0]].weight_decay
                 if self.case.problem.changes_betas:
-                    group["betas"] = (given[names[0]].beta1, given[names[0]].beta2)
+                    group["betas"] = betas_of(given[names[0]])
         given_gradients = {name: to_torch(gradients[name]).to(self.device) for name in self.parameters}
         for name, parameter in self.parameters.items():
             parameter.grad = given_gradients[name]
@@ -113,13 +113,13 @@ def torch_optimizer(
 
     Args:
         name: as ``--backend`` takes it.
-        make: by the name of the rule that it obeys ("stable_adamw", "adamw", "adam"), a function (parameters,
+        make: by the name of the rule that it obeys ("adamw", "lion", "sgd_momentum"), a function (parameters,
             hyperparameters) -> optimizer. Where tensors have different hyperparameters it is called once for each group,
             and the groups are put into one optimizer.
         dtypes: of the parameters that it can update. A mapping also says with which compensation it updates each
             ("none", "kahan", "split"); one that is not "none" must be shown by `kept`.
         kept: (optimizer, parameter) -> tensors of the parameter's shape, by the name of the field in `Held`: the
-            compensation, and the moments if they are debiased as penstock's are. None: only parameters are compared.
+            compensation, and the rule's fields if they are debiased as penstock's are. None: only parameters are compared.
         device: where the parameters are.
         requires: the modules without which it is not available.
         abilities: see `Backend`; a schedule is followed by `group["lr"]` and `group["weight_decay"]`, betas by

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ...core.array_ops import numpy_dtype
-from ...core.rules import Rule
-from ...core.rules.adam_family import AdamHyperparameters
+from ...core.hyperparameters import Hyperparameters
+from ...core.rules import RULES, Rule
 from ..cases import Storage
 from .protocol import Held, converted
 
@@ -17,17 +17,23 @@ if TYPE_CHECKING:
     from torch import Tensor
     from torch.optim import Optimizer
 
-CLASSES = {"stable_adamw": "StableAdamW", "adamw": "AdamW", "adam": "Adam"}
-"""Optimizers of the torch frontend by rule."""
+
+def class_of(rule: Rule) -> Any:
+    """Return the optimizer of the torch frontend for a rule, or None."""
+    from ... import torch_frontend
+
+    for made in (getattr(torch_frontend, name) for name in torch_frontend.__all__):
+        known = getattr(made, "rule", None)
+        if known is not None and (known.name == rule.name or rule.is_of_one_kind_with(known)):
+            return made
+    return None
 
 
-def optimizer_of(rule: Rule, parameters: Iterable[Tensor], given: AdamHyperparameters, storage: Storage, **more: Any) -> Any:
+def optimizer_of(rule: Rule, parameters: Iterable[Tensor], given: Hyperparameters, storage: Storage, **more: Any) -> Any:
     """Return an optimizer of the torch frontend; `more` are its further arguments, such as the backend."""
     import torch
 
-    from ... import torch_frontend
-
-    made: Any = getattr(torch_frontend, CLASSES[rule.name])
+    made = class_of(rule)
     state_dtype = None if storage.state_dtype is None else getattr(torch, storage.state_dtype)
     optimizer = made(parameters, **group_of(given), compensation=storage.compensation, state_dtype=state_dtype, **more)
     if more.get("backend") == "compiled":
@@ -39,7 +45,7 @@ def kept_by(optimizer: Optimizer, parameter: Any) -> dict[str, Tensor]:
     """Return the torch frontend's state of an updated parameter, by field of `Held`."""
     from ...torch_frontend.backends.backend import state_keys
 
-    state, rule = optimizer.state[parameter], optimizer.rule  # type: ignore[attr-defined]
+    state, rule = optimizer.state[parameter], RULES[optimizer.param_groups[0]["rule"]]
     keys = {field.name: key for field, key in zip(rule.fields, state_keys(rule), strict=True)} | {
         "compensation": "compensation"
     }
@@ -54,15 +60,18 @@ def held_of(optimizer: Optimizer, named_parameters: Iterable[tuple[str, Tensor]]
     }
 
 
-def group_of(given: AdamHyperparameters) -> dict[str, Any]:
+def group_of(given: Hyperparameters) -> dict[str, Any]:
     """Return hyperparameters with the names of a torch parameter group."""
-    group = {
-        "lr": given.learning_rate,
-        "betas": (given.beta1, given.beta2),
-        "eps": given.eps,
-        "weight_decay": given.weight_decay,
-    }
+    own = {name: getattr(given, name) for name in given.MEANINGS if not name.startswith("beta")}
+    group = {"lr": given.learning_rate, "weight_decay": given.weight_decay, **own}
+    if betas_of(given):
+        group["betas"] = betas_of(given)
     return group | {"decouple_lr": True, "max_lr": given.max_lr} if given.decouple_lr else group
+
+
+def betas_of(given: Hyperparameters) -> tuple[float, ...]:
+    """Return beta1, beta2 and so on, of a rule that has them."""
+    return tuple(getattr(given, name) for name in given.MEANINGS if name.startswith("beta"))
 
 
 def to_torch(array: np.ndarray) -> Tensor:

@@ -5,17 +5,22 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from ...core.errors import PenstockError
-from ...core.rules.adam_family import AdamHyperparameters
+from ...core.hyperparameters import Hyperparameters
+from ...core.rules import Rule
 from ..cases import Case
 from .protocol import Run
 from .torch_adapter import OptimizerRun
-from .torch_arguments import CLASSES, kept_by, optimizer_of
+from .torch_arguments import class_of, kept_by, optimizer_of
 
 if TYPE_CHECKING:
     from ..events import EventCase, EventRun
     from ..markers import MarkerCase, TorchMarkers
     from ..memory import Measured, MemoryCase
     from ..trajectories import Trajectory, TrajectoryRun
+
+
+def _without_class(rule: Rule) -> str | None:
+    return None if class_of(rule) else f"the torch frontend has no {rule.name}"
 
 
 class TorchBackend:
@@ -57,18 +62,16 @@ class TorchBackend:
         return None
 
     def refuses(self, case: Case) -> str | None:
-        return None if case.problem.rule.name in CLASSES else f"the torch frontend has no {case.problem.rule.name}"
+        return _without_class(case.problem.rule)
 
     def start(self, case: Case) -> Run:
-        def make(parameters: list[Any], given: AdamHyperparameters) -> Any:
+        def make(parameters: list[Any], given: Hyperparameters) -> Any:
             return optimizer_of(case.problem.rule, parameters, given, case.storage, backend=self.name)
 
         return OptimizerRun(case, make, kept_by, self.device, keeps_gradients=True)
 
     def refuses_events(self, case: EventCase) -> str | None:
-        if case.rule.name not in CLASSES:
-            return f"the torch frontend has no {case.rule.name}"
-        return case.not_compiled if self.name == "compiled" else None
+        return _without_class(case.rule) or (case.not_compiled if self.name == "compiled" else None)
 
     def start_events(self, case: EventCase) -> EventRun:
         from ..events.torch_release import TorchEvents

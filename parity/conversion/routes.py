@@ -96,8 +96,8 @@ def run_route(conversion: ConversionCase, sides: Sides = SIDES) -> tuple[list[Pr
 
 def _equal(law: str, one: Mapping[str, Held], other: Mapping[str, Held]) -> Iterator[Promise]:
     """A promise for each field of what is held, over all tensors."""
-    for field in Held._fields:
-        there = [(getattr(one[name], field), getattr(other[name], field)) for name in other]
+    for field in {name: None for held in (*one.values(), *other.values()) for name in held.arrays()}:
+        there = [(one[name].get(field), other[name].get(field)) for name in other]
         if any((a is None) != (b is None) for a, b in there):
             raise AssertionError(f"{field} is there on one side only")
         pairs = [(a, b) for a, b in there if a is not None]

@@ -12,7 +12,7 @@ from ..backends.protocol import Backend
 from ..cases import Case, Problem, storages
 from ..compare import Finding, Refusal, failed, identical, rows
 from ..progress import Progress
-from ..rules import RULES
+from ..rules import FAMILY, rules_and_dtypes
 from ..settings import named
 from ..truth import Truth, truths
 from .routes import BACKENDS, HALF, PLAIN_ROUTES, ROUTES, SIDES, ConversionCase, Sides, run_route
@@ -34,14 +34,16 @@ class Conversion:
         self.sides = sides
 
     def cases(self, *, quick: bool) -> list[ConversionCase]:
-        """Every rule, dtype and compensation between plain steps, the defaults between releases; or `QUICK`."""
+        """Every rule, dtype and compensation between plain steps, the defaults between releases; or `QUICK`.
+
+        Rules that are not of Adam's family in float32, between plain steps.
+        """
         found = []
-        for dtype in PARAMETER_DTYPES:
-            for rule in RULES.values():
-                problem = Problem(SETTING, rule, dtype)
-                for storage in storages(dtype, "compensations"):
-                    routes = ROUTES if storage.compensation == resolve("auto", dtype) else PLAIN_ROUTES
-                    found += [ConversionCase(route, Case(problem, storage)) for route in routes]
+        for rule, dtype in rules_and_dtypes(PARAMETER_DTYPES):
+            problem = Problem(SETTING, rule, dtype)
+            for storage in storages(dtype, "compensations"):
+                usual = storage.compensation == resolve("auto", dtype) and rule.name in FAMILY
+                found += [ConversionCase(route, Case(problem, storage)) for route in (ROUTES if usual else PLAIN_ROUTES)]
         return [each for each in found if each.name in QUICK] if quick else found
 
     def run(

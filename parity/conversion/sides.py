@@ -15,8 +15,8 @@ from typing import Any, Protocol
 import numpy as np
 
 from ...core.dtypes import compute_dtype
+from ...core.hyperparameters import Hyperparameters
 from ...core.rules import Rule
-from ...core.rules.adam_family import AdamHyperparameters
 from ..backends.jax_arguments import precision, stack_of_given_gradients, transform_of
 from ..backends.protocol import Held
 from ..backends.torch_arguments import held_of, optimizer_of, to_torch
@@ -171,7 +171,7 @@ class JaxSide:
 
 
 @functools.lru_cache(maxsize=64)
-def _compiled(rule: Rule, given: AdamHyperparameters, storage: Storage, stacked: bool, dtype: str) -> tuple[Any, Any]:
+def _compiled(rule: Rule, given: Hyperparameters, storage: Storage, stacked: bool, dtype: str) -> tuple[Any, Any]:
     """The transform, and what makes a step with it; `dtype` is the compute dtype."""
     from ... import jax_frontend
 

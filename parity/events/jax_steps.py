@@ -14,8 +14,11 @@ from typing import Any
 import numpy as np
 
 from ...core.dtypes import compute_dtype
-from ..backends.jax_arguments import FACTORS, MIDDLE, held_of, precision, product
+from ...core.rules import Rule
+from ..backends.jax_arguments import FACTORS, MIDDLE, held_of, precision, product, transform_of
 from ..backends.protocol import Held
+from ..cases import Storage
+from ..rules import hyperparameters_of
 from .recorded import SHAPES, WEIGHT_DECAY, Backward, Event, EventCase, EventSequence, Step
 
 OUTER = ("scalar",)
@@ -59,7 +62,7 @@ class JaxEvents:
         self.waiting: list[dict[str, list[np.ndarray]]] = []
         self.passes = 0
         sequence = case.sequence
-        tx = self.tx = _transform(case.rule.name, rates_of(sequence), case.storage.compensation)
+        tx = self.tx = _transform(case.rule, rates_of(sequence), case.storage)
         with precision(self.case.dtype):
             start = {name: jnp.array(value) for name, value in case.initial_parameters().items()}
             if walk:
@@ -137,16 +140,13 @@ def rates_of(sequence: EventSequence) -> tuple[float, ...]:
 
 
 @functools.lru_cache(maxsize=64)  # cases that differ in their gradients only share what is compiled
-def _transform(rule: str, rates: tuple[float, ...], compensation: str) -> Any:
+def _transform(rule: Rule, rates: tuple[float, ...], storage: Storage) -> Any:
     import jax.numpy as jnp
-
-    from ... import jax_frontend
 
     learning_rate: Any = rates[0]
     if len(rates) > 1:
         learning_rate = lambda count: jnp.asarray(rates)[count]  # noqa: E731
-    transform: Any = getattr(jax_frontend, rule)
-    return transform(learning_rate, weight_decay=WEIGHT_DECAY, compensation=compensation)
+    return transform_of(rule, hyperparameters_of(rule, rates[0], WEIGHT_DECAY), storage, learning_rate=learning_rate)
 
 
 def _product(parameters: Mapping[str, Any], gradients: Mapping[str, Any], dtype: str) -> Any:

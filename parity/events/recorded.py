@@ -12,9 +12,10 @@ import numpy as np
 from ...core.array_ops import numpy_dtype
 from ...core.codings import StateDtypes
 from ...core.compensation import resolve
+from ...core.hyperparameters import Hyperparameters
 from ...core.rules import Rule
-from ...core.rules.adam_family import AdamHyperparameters
 from ..cases import Problem, Storage
+from ..rules import hyperparameters_of
 from ..settings import Setting
 
 SEED = 20240229
@@ -145,12 +146,12 @@ class EventCase:
 
     @property
     def moments(self) -> StateDtypes:
-        """The dtypes of exp_avg and exp_avg_sq."""
+        """The dtypes of the rule's fields."""
         return self.storage.moments(self.problem())
 
-    def hyperparameters(self, learning_rate: float = LEARNING_RATE) -> AdamHyperparameters:
+    def hyperparameters(self, learning_rate: float = LEARNING_RATE) -> Hyperparameters:
         """The rule's defaults with the sequences' weight decay."""
-        return AdamHyperparameters(**{**self.rule.defaults, "weight_decay": WEIGHT_DECAY}, learning_rate=learning_rate)
+        return hyperparameters_of(self.rule, learning_rate, WEIGHT_DECAY)
 
     def problem(self, tensors: tuple[str, ...] = ALL) -> Problem:
         """Some of the tensors as a problem of the suite."""

@@ -52,9 +52,10 @@ class NumpyEvents:
             self.status = dict.fromkeys(SHAPES, Status.IDLE)
 
     def held(self) -> dict[str, Held]:
+        names = [field.name for field in self.case.rule.fields]
         return {
-            name: Held(parameter, self.states[name].compensation, *self.states[name].fields)
-            for name, parameter in self.parameters.items()
+            name: Held(parameter, state.compensation, **dict(zip(names, state.fields, strict=True)))
+            for (name, parameter), state in zip(self.parameters.items(), self.states.values(), strict=True)
         }
 
     def updates(self) -> dict[str, int]:

@@ -96,7 +96,7 @@ class TorchEvents:
         found = {}
         for name, parameter in self.parameters.items():
             kept = {field: to_numpy(tensor) for field, tensor in kept_by(self.optimizer, parameter).items()}
-            nothing = dict.fromkeys(("exp_avg", "exp_avg_sq"), to_numpy(torch.zeros_like(parameter)))
+            nothing = {field.name: to_numpy(torch.zeros_like(parameter)) for field in self.case.rule.fields}
             found[name] = Held(to_numpy(parameter), **(nothing | kept))
         return found
 

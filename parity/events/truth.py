@@ -17,7 +17,7 @@ from ...core.dtypes import compute_dtype
 from ...core.reference import Gradient, Reference
 from ..bounds import SIDES, Bound, spacing, unit_roundoff
 from ..propagation import Point
-from ..truth import held_by, settings_of
+from ..rules import held_by, settings_of
 from .bounds import TensorErrors
 from .recorded import SHAPES, Backward, Discard, EventCase, LearningRate, Step
 
@@ -61,7 +61,7 @@ def truth(case: EventCase, norm_eps: float = 0.0) -> EventTruth:
         reference.settings.lr = rate
         for name, micro in used_in_step(case, passes, stepped, norm_eps).items():
             _update(case, reference, name, micro, errors[name], rate)
-    held = {name: held_by(case.rule, reference, tensor) for name, tensor in reference.tensors.items()}
+    held = {name: held_by(case.rule, case.hyperparameters(), tensor) for name, tensor in reference.tensors.items()}
     quantities, flatten = list(next(iter(held.values()))), case.problem().flatten
     return EventTruth(
         {quantity: flatten({name: values[quantity] for name, values in held.items()}) for quantity in quantities},
@@ -165,11 +165,11 @@ def _clipped(case: EventCase, whole: Micro, max_norm: float, norm_eps: float) ->
 
 def _update(case: EventCase, reference: Reference, name: str, used: list[Used], errors: TensorErrors, rate: float) -> None:
     """One update of one tensor: its micro-batches in the reference, and the roundings of each."""
-    tensor = reference.tensors[name]
+    tensor, given = reference.tensors[name], case.hyperparameters(rate)
     step, points = tensor.t + 1, []
 
     def held(count: int) -> dict[str, np.ndarray]:
-        return {name: value.reshape(-1) for name, value in held_by(case.rule, reference, tensor, count).items()}
+        return {name: value.reshape(-1) for name, value in held_by(case.rule, given, tensor, count).items()}
 
     after = held(tensor.t)
     for number, gradient in enumerate(used):
@@ -177,7 +177,7 @@ def _update(case: EventCase, reference: Reference, name: str, used: list[Used], 
         reference.run(Gradient(name, gradient.value, last=number == len(used) - 1))
         after = held(step)
         value, error = gradient.value.reshape(-1), gradient.error.reshape(-1)
-        points.append(Point(step, case.hyperparameters(rate), value, before, after, error, first=number == 0))
+        points.append(Point(step, given, value, before, after, error, first=number == 0))
     errors.advance(points)
 
 

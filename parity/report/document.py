@@ -12,6 +12,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from ..compare import Refusal
+from ..rules import NOT_COVERED
 from ..suite import Result, SectionResult
 
 SCHEMA = 2
@@ -36,6 +37,7 @@ def document(result: Result, *, version: str, command: Sequence[str], not_availa
         "seconds": round(result.seconds, 3),
         "backends": [{"name": name, "peer": name in result.peers} for name in result.backends],
         "not_available": dict(not_available),
+        "not_covered": dict(NOT_COVERED),
         "broken": len(result.broken),
         "sections": [_section(found, result) for found in result.sections],
     }

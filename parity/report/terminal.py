@@ -10,6 +10,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from ..compare import Row
+from ..rules import NOT_COVERED
 from ..suite import Result, SectionResult
 from .document import collapse, verdicts
 
@@ -122,6 +123,17 @@ def summary(result: Result) -> list[str]:
             if line["backend"] not in result.peers:
                 cases = f"{line['cases']} cases of {found.section.name}, such as {line['first']}"
                 sentences.append(f"{line['backend']} did not run {cases}: {line['reason'].rstrip('.')}.")
+    by_reason: dict[str, list[str]] = {}
+    for name, why in NOT_COVERED.items():
+        by_reason.setdefault(why, []).append(name)
+    sentences += [f"Not covered by this suite: {', '.join(names)}: {why}" for why, names in by_reason.items()]
+    open_signs = [row for row in result.rows if row.data is not None and "undecided" in row.data]
+    if open_signs:
+        most = max(open_signs, key=lambda row: (row.data or {})["undecided"])
+        sentences.append(
+            f"The bounds leave signs or selections of {len({row.case for row in open_signs})} cases undecided, and count what "
+            f"these may change: at most {(most.data or {})['undecided']} elements and steps ({most.case}, {most.steps} steps)."
+        )
     judged = [row for row in result.rows if row.judged and row.backend not in result.peers]
     broken = len(result.broken)
     counts = f"{len(judged) - broken} of {len(judged)} comparisons are within their bounds, {broken} are not."

@@ -8,12 +8,12 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from ...core.hyperparameters import Hyperparameters
 from ...core.rules import Rule
-from ...core.rules.adam_family import AdamHyperparameters
 from ...demonstration.initialisation import Parameters, initial_parameters
 from ...demonstration.settings import ModelShape
 from ...demonstration.text import Batches
-from ..rules import RULES
+from ..rules import FAMILY, hyperparameters_of
 
 MODES = {
     "step": "a backward pass, then the update of all parameters",
@@ -80,9 +80,9 @@ class Trajectory:
         return FEW if self.quick or self.mode in ("clip", "state") else STEP_COUNTS
 
     @property
-    def hyperparameters(self) -> AdamHyperparameters:
+    def hyperparameters(self) -> Hyperparameters:
         """The rule's defaults with this module's learning rate and decay."""
-        return AdamHyperparameters(**{**self.rule.defaults, "weight_decay": WEIGHT_DECAY}, learning_rate=LEARNING_RATE)
+        return hyperparameters_of(self.rule, LEARNING_RATE, WEIGHT_DECAY)
 
     @property
     def microbatches(self) -> int:
@@ -116,7 +116,7 @@ def trajectories(*, quick: bool) -> Sequence[Trajectory]:
     cases = [
         Trajectory(mode, rule, dtype, quick)
         for modes in (("step", "release", "hold"), ("clip",), ("state",))
-        for rule in RULES.values()
+        for rule in FAMILY.values()
         for mode in modes
         for dtype in ("float64", "float32")
     ]

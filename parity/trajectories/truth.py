@@ -13,13 +13,14 @@ from collections.abc import Mapping
 import numpy as np
 import torch
 
-from ...core.reference import Gradient, Reference, ReferenceTensor, Settings
+from ...core.reference import Gradient, Reference, ReferenceTensor
 from ...demonstration.torch_model import Transformer
-from .cases import LEARNING_RATE, SHAPE, TERMS, WEIGHT_DECAY, Trajectory, batches, flatten, start
+from ..rules import held_by, settings_of
+from .cases import SHAPE, TERMS, Trajectory, batches, flatten, start
 from .disturbance import Disturbance
 
 Values = Mapping[str, np.ndarray]
-"""Flat float64 arrays: "parameter", "exp_avg" and "exp_avg_sq", debiased."""
+"""Flat float64 arrays: "parameter" and the rule's fields, debiased."""
 
 SAMPLES = 2
 
@@ -41,9 +42,7 @@ def _representative(case: Trajectory) -> Trajectory:
 
 @functools.lru_cache(maxsize=16)
 def _values_of(case: Trajectory, norm_eps: float, seed: int | None = None) -> Mapping[int, Values]:
-    rule = case.rule
-    accumulation = "state" if case.mode == "state" else None
-    settings = Settings(rule.name, LEARNING_RATE, rule.betas, rule.defaults["eps"], WEIGHT_DECAY, accumulation=accumulation)
+    settings = settings_of(case.rule, case.hyperparameters, "state" if case.mode == "state" else None)
     reference = Reference(settings, start("float64"))
     model = Transformer(start("float64"), SHAPE)
     disturbance = None if seed is None else Disturbance(seed)
@@ -62,7 +61,7 @@ def _values_of(case: Trajectory, norm_eps: float, seed: int | None = None) -> Ma
             for name, tensor in reference.tensors.items():
                 disturbance.of_update(before[name], tensor)
         if step in case.step_counts:
-            found[step] = _values(reference)
+            found[step] = _values(case, reference)
     return found
 
 
@@ -93,12 +92,7 @@ def _gradients(
     return {name: gradient.numpy() for name, gradient in zip(named, found, strict=True)}
 
 
-def _values(reference: Reference) -> Values:
-    tensors = reference.tensors
-    count = next(iter(tensors.values())).t
-    first, second = (1.0 - beta**count for beta in reference.settings.betas)
-    return {
-        "parameter": flatten({name: tensor.parameter for name, tensor in tensors.items()}),
-        "exp_avg": flatten({name: tensor.m for name, tensor in tensors.items()}) / first,
-        "exp_avg_sq": flatten({name: tensor.v for name, tensor in tensors.items()}) / second,
-    }
+def _values(case: Trajectory, reference: Reference) -> Values:
+    held = {name: held_by(case.rule, case.hyperparameters, tensor) for name, tensor in reference.tensors.items()}
+    quantities = next(iter(held.values()))
+    return {quantity: flatten({name: values[quantity] for name, values in held.items()}) for quantity in quantities}

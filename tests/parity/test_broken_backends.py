@@ -89,7 +89,7 @@ class NotHeld:
 
 
 def held_with(**fields: Any) -> Callable[[NumpyRun], Mapping[str, Held]]:
-    return lambda running: {name: held._replace(**fields) for name, held in NumpyRun.held(running).items()}
+    return lambda running: {name: Held(**{**vars(held), **fields}) for name, held in NumpyRun.held(running).items()}
 
 
 RUNS: dict[str, tuple[dict[str, Any], str]] = {

@@ -25,7 +25,7 @@ from penstock.parity.compare import Refusal, Row
 from penstock.parity.conversion import ROUTES, Conversion, ConversionCase
 from penstock.parity.conversion.routes import SIDES
 from penstock.parity.conversion.section import SETTING
-from penstock.parity.rules import RULES
+from penstock.parity.rules import FAMILY
 
 CHOSEN = backends.choose(["eager", "jax", "walk"])[0]
 
@@ -37,14 +37,14 @@ def found(case: ConversionCase) -> dict[str, Row]:
 
 
 def case(route: tuple[str, str], rule: str, dtype: str, compensated: str) -> ConversionCase:
-    return ConversionCase(route, Case(Problem(SETTING, RULES[rule], dtype), Storage(compensated, None)))
+    return ConversionCase(route, Case(Problem(SETTING, FAMILY[rule], dtype), Storage(compensated, None)))
 
 
 BOUNDED = [kind for kind in KINDS if "stochastic" not in kind]
 """Those of which the suite has bounds."""
 
 TURNS = [
-    (ROUTES[number % len(ROUTES)], list(RULES)[number % len(RULES)], *kind)
+    (ROUTES[number % len(ROUTES)], list(FAMILY)[number % len(FAMILY)], *kind)
     for number, kind in enumerate([*BOUNDED, BOUNDED[4]])
 ]
 """Every dtype and compensation; routes and rules take turns."""

@@ -10,14 +10,14 @@ import numpy as np
 import pytest
 
 from penstock.core.errors import RefusedError
-from penstock.parity import run
+from penstock.parity import Held, run
 from penstock.parity.backends import choose
 from penstock.parity.backends.calls import held_after
 from penstock.parity.backends.specification import NumpyBackend, NumpyRun
 from penstock.parity.cases import Case, select
 from penstock.parity.compare import Refusal, Row
 from penstock.parity.differences import QUANTITIES, STEPS, Differences, differing_between
-from penstock.parity.rules import RULES
+from penstock.parity.rules import FAMILY
 
 EVERY_BIT = (*QUANTITIES, "compensation")
 STORED = ("float64/none", "float32/none", "bfloat16/none", "bfloat16/kahan", "bfloat16/split", "float16/kahan")
@@ -54,7 +54,7 @@ def test_eager_is_the_specification_but_for_the_square_root(rule: str, stored: s
 
 
 @pytest.mark.parametrize("stored", STORED)
-@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("rule", FAMILY)
 def test_the_moments_of_eager_are_the_specifications(rule: str, stored: str) -> None:
     """StableAdamW's too: the order of the sum and the square root do not touch them. Adam's L2 term brings the parameter in."""
     pytest.importorskip("torch")
@@ -162,13 +162,13 @@ class RunOneUnitOff(NumpyRun):
         name, tensor = next(iter(held.items()))
         exp_avg = tensor.exp_avg.copy()
         exp_avg.flat[3] = np.nextafter(exp_avg.flat[3], np.float32(np.inf))
-        return {**held, name: tensor._replace(exp_avg=exp_avg)}
+        return {**held, name: Held(**{**vars(tensor), "exp_avg": exp_avg})}
 
 
 def test_the_section_counts_pairs_and_judges_none() -> None:
     section = Differences()
     found = list(section.run([NumpyBackend(), OneUnitOff()], section.cases(quick=True), (), lambda case, part: None))
-    assert len(found) == len(RULES) * len(STEPS) * len(QUANTITIES)
+    assert len(found) == len(FAMILY) * len(STEPS) * len(QUANTITIES)
     for row in found:
         assert isinstance(row, Row)
         assert not row.judged

@@ -20,7 +20,7 @@ from penstock.parity.events.sequences import SEQUENCES
 from penstock.parity.events.specification import NumpyEvents
 from penstock.parity.events.truth import truth
 from penstock.parity.progress import silent
-from penstock.parity.rules import RULES
+from penstock.parity.rules import FAMILY
 
 
 def rows_of(backend: Any, case: EventCase) -> list[Row]:
@@ -32,7 +32,7 @@ def broken(backend: Any, case: EventCase) -> list[Row]:
 
 
 def named(name: str, rule: str = "stable_adamw", dtype: str = "float32") -> EventCase:
-    return EventCase(next(sequence for sequence in SEQUENCES if sequence.name == name), RULES[rule], dtype)
+    return EventCase(next(sequence for sequence in SEQUENCES if sequence.name == name), FAMILY[rule], dtype)
 
 
 # -- the named sequences ------------------------------------------------------------------------------------------------
@@ -42,7 +42,7 @@ def test_pytorch_obeys_every_sequence() -> None:
     pytest.importorskip("torch")
     cases = Events().cases(quick=True)
     assert {case.sequence.name for case in cases} == {sequence.name for sequence in SEQUENCES}
-    assert {(case.rule.name, case.dtype) for case in cases} >= {(rule, "float32") for rule in RULES}
+    assert {(case.rule.name, case.dtype) for case in cases} >= {(rule, "float32") for rule in FAMILY}
     backend = TorchBackend("eager")
     rows = [row for case in cases for row in rows_of(backend, case)]
     assert [row for row in rows if not row.within] == []
@@ -148,7 +148,7 @@ def sequences(draw: st.DrawFn) -> EventSequence:
     )
 
 
-ANY_CASE = st.builds(EventCase, sequences(), st.sampled_from(list(RULES.values())), st.just("float64"))
+ANY_CASE = st.builds(EventCase, sequences(), st.sampled_from(list(FAMILY.values())), st.just("float64"))
 
 
 @given(case=ANY_CASE)
@@ -179,6 +179,6 @@ def jax_sequences(draw: st.DrawFn) -> EventSequence:
 @settings(max_examples=3, deadline=None, derandomize=True)
 def test_jax_follows_the_reference_through_any_sequence(sequence: EventSequence) -> None:
     pytest.importorskip("jax")
-    case = EventCase(sequence, RULES["stable_adamw"], "float64")
+    case = EventCase(sequence, FAMILY["stable_adamw"], "float64")
     assert JaxBackend().refuses_events(case) is None
     assert broken(JaxBackend(), case) == []

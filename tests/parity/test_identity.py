@@ -10,7 +10,7 @@ from penstock.parity.compare import Refusal, Row
 from penstock.parity.events import EventCase
 from penstock.parity.events.specification import NumpyEvents
 from penstock.parity.identity import LAWS, Identity, IdentityCase, run_case
-from penstock.parity.rules import RULES
+from penstock.parity.rules import FAMILY
 
 
 def rows(backend: Any, case: IdentityCase) -> list[Row]:
@@ -20,7 +20,7 @@ def rows(backend: Any, case: IdentityCase) -> list[Row]:
 
 
 def case(law: str, rule: str = "stable_adamw", dtype: str = "bfloat16") -> IdentityCase:
-    return IdentityCase(law, RULES[rule], dtype)
+    return IdentityCase(law, FAMILY[rule], dtype)
 
 
 def test_a_quick_run_has_every_law() -> None:

@@ -133,8 +133,8 @@ def _torch_adamw(params, h):
     ("make", "sentence"),
     [
         (
-            lambda: torch_optimizer("x", {"sgd": _torch_adamw}),
-            "make of 'x': 'sgd' is not known; choose of stable_adamw, adamw, adam",
+            lambda: torch_optimizer("x", {"adagrad": _torch_adamw}),
+            "make of 'x': 'adagrad' is not known; choose of stable_adamw, adamw, adam, lion, sgd",
         ),
         (lambda: torch_optimizer("x", {}), "make of 'x': nothing is named"),
         (lambda: torch_optimizer("x", {"adamw": _torch_adamw}, ["int8"]), "dtypes of 'x': 'int8' is not known"),
@@ -208,5 +208,7 @@ def test_a_peer_does_roughly_what_the_rules_say(peer: str) -> None:
         pytest.skip(reason)
     rows = list(itertools.chain(*(run([peer], f"B/*/{dtype}/*/state-default", steps=[5]) for dtype in ("float32", "float64"))))
     rows = [row for row in rows if row.quantity == "parameter"]
-    assert len(rows) == 2 * (3 if peer == "optimi" else 2)
+    rules = {row.case.split("/")[1] for row in rows}
+    assert len(rules) == {"torch-fused": 5, "optimi": 5, "optax": 6}.get(peer, 7)
+    assert len(rows) == 2 * len(rules)
     assert [row for row in rows if not row.ratio < 20.0] == []

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from penstock.core.codings.selection import LOWEST_DECAY
-from penstock.core.dtypes import compute_dtype
+from penstock.core.dtypes import PARAMETER_DTYPES, compute_dtype
 from penstock.core.rules import adam_family
 from penstock.core.rules.adam_family import Moments, mean_square
 from penstock.parity import Case, register, run, unregister
@@ -17,7 +17,7 @@ from penstock.parity.backends.specification import NumpyBackend, NumpyRun
 from penstock.parity.bounds import smallest_normal
 from penstock.parity.cases import all_cases, select
 from penstock.parity.gradients import LARGEST, NONFINITE, NONFINITE_AT, SPIKE_EVERY
-from penstock.parity.rules import RULES
+from penstock.parity.rules import FAMILY, RULES
 from penstock.parity.settings import SETTINGS, Schedule
 from penstock.parity.truth import truths
 from penstock.parity.updates import run_cases
@@ -43,11 +43,14 @@ def test_every_setting_meets_every_rule_and_each_of_its_dtypes() -> None:
     expected = {
         (setting.name, rule.name, dtype)
         for setting in SETTINGS
-        for rule in RULES.values()
+        for rule in FAMILY.values()
         for dtype in setting.dtypes
         if not (setting.decouple_lr and rule.l2)
     }
-    assert met == expected
+    assert {each for each in met if each[1] in FAMILY} == expected
+    for name in RULES.keys() - FAMILY.keys():
+        assert {("B", name, dtype) for dtype in PARAMETER_DTYPES} <= met
+        assert {setting for setting, of, dtype in met if of == name and dtype == "float32"} >= {"shapes", "schedules", "huge"}
     sizes = {math.prod(shape) for setting in SETTINGS for shape in setting.shapes.values()}
     assert {0, 1} <= sizes
     assert max(sizes) > 10**6
@@ -65,7 +68,7 @@ def test_a_schedule_warms_up_and_falls_and_its_decay_rises() -> None:
     assert Schedule().weight_decay(7) == 1.0
 
 
-@pytest.mark.parametrize("rule", RULES.values(), ids=lambda rule: rule.name)
+@pytest.mark.parametrize("rule", FAMILY.values(), ids=lambda rule: rule.name)
 def test_a_group_leaves_the_state_dtypes_as_they_are(rule) -> None:
     for case in all_cases():
         if case.problem.rule is rule and case.problem.setting.group is not None:
@@ -144,7 +147,7 @@ class RunThatFlushes(NumpyRun):
 
 
 @pytest.mark.parametrize("says_so", [True, False])
-@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("rule", FAMILY)
 def test_a_flushing_device_is_within_the_bounds_for_such_devices_only(rule: str, says_so: bool) -> None:
     cases = select(f"denormal/{rule}/float32/*")
     rows = run_cases([Flushes(says_so=says_so)], cases, [1, 100])
@@ -193,7 +196,7 @@ def test_huge_gradients_reach_the_top_and_are_not_bounded(dtype: str) -> None:
 
 
 @pytest.mark.parametrize("dtype", ["float64", "float32"])
-@pytest.mark.parametrize("rule", RULES.values(), ids=lambda rule: rule.name)
+@pytest.mark.parametrize("rule", FAMILY.values(), ids=lambda rule: rule.name)
 def test_a_gradient_above_the_bound_enters_as_the_bound_everywhere(rule, dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its square would be infinite, and the parameter NaN one update later. Update clipping sees the whole gradient."""
     (case,) = select(f"B/{rule.name}/{dtype}/*")
@@ -222,7 +225,7 @@ def test_a_gradient_above_the_bound_enters_as_the_bound_everywhere(rule, dtype: 
 
 
 @pytest.mark.parametrize("backend", OURS)
-@pytest.mark.parametrize("rule", RULES.values(), ids=lambda rule: rule.name)
+@pytest.mark.parametrize("rule", FAMILY.values(), ids=lambda rule: rule.name)
 def test_nonfinite_elements_spread_as_far_as_the_rule_says(rule, backend: str) -> None:
     """Only that element; under StableAdamW, whose mean is over the tensor, that tensor. All others keep every bit."""
     (case,), (clean,) = select(f"nonfinite/{rule.name}/float32/*"), select(f"shapes/{rule.name}/float32/*")

@@ -11,7 +11,7 @@ import pytest
 from penstock.parity.backends import NumpyBackend
 from penstock.parity.compare import Refusal, Row
 from penstock.parity.progress import silent
-from penstock.parity.rules import RULES
+from penstock.parity.rules import FAMILY
 from penstock.parity.trajectories import Trajectories, Trajectory
 from penstock.parity.trajectories.cases import MODES, PROGRAMS, QUICK, QUICK_PROGRAMS, SHAPE, batches, flatten, start
 
@@ -34,23 +34,23 @@ def one_thread() -> Iterator[None]:
 
 
 def quick(mode: str, rule: str, dtype: str) -> Trajectory:
-    return Trajectory(mode, RULES[rule], dtype, quick=True)
+    return Trajectory(mode, FAMILY[rule], dtype, quick=True)
 
 
 def test_every_mode_rule_and_dtype_has_a_case_and_a_quick_run_every_rule_and_exact_mode() -> None:
     section = Trajectories()
     names = {case.name for case in section.cases(quick=False)}
-    assert names == {f"trajectories/{m}/{r}/{d}" for m in MODES for r in RULES for d in ("float64", "float32")}
+    assert names == {f"trajectories/{m}/{r}/{d}" for m in MODES for r in FAMILY for d in ("float64", "float32")}
     chosen = section.cases(quick=True)
     assert {case.mode for case in chosen} == set(MODES) - {"state"}
-    assert {case.rule.name for case in chosen} == set(RULES)
+    assert {case.rule.name for case in chosen} == set(FAMILY)
     assert {case.dtype for case in chosen} == {"float64", "float32"}
     assert {f"trajectories/{part}" for part in (*QUICK, *PROGRAMS, *QUICK_PROGRAMS)} <= names
     assert set(QUICK_PROGRAMS) <= set(QUICK) & set(PROGRAMS)
 
 
 def test_the_compiled_programs_have_every_mode_and_rule_in_both_dtypes() -> None:
-    for position, wanted in enumerate((set(MODES), set(RULES), {"float64", "float32"})):
+    for position, wanted in enumerate((set(MODES), set(FAMILY), {"float64", "float32"})):
         assert {part.split("/")[position] for part in PROGRAMS} == wanted
 
 

@@ -13,6 +13,7 @@ from penstock.parity.settings import SETTINGS
 
 STARTED_AT_ONCE = ("numpy", "eager", "jax")
 SETTINGS_TRIED = [setting.name for setting in SETTINGS if setting.name not in ("A", "B", "decay", "shapes", "large")]
+OTHERS = ("lion", "sgd", "sgd_momentum", "sgdw_nesterov", "radam")
 PROMISES = ("repeat", "resume", "skip", "frozen")
 
 TRITON_WORKER = pytest.mark.xdist_group("triton worker")
@@ -30,6 +31,13 @@ ROWS = [
     *(("compiled", f"B/stable_adamw/{kept}/state-default", (1, 100)) for kept in ("float32/none", "bfloat16/split")),
     ("compiled", "B/stable_adamw/bfloat16/kahan/state-default", (1, 100)),
     pytest.param("triton", "B/stable_adamw/bfloat16/split/state-default", (1, 3), marks=TRITON_WORKER),
+    *((backend, f"B/{rule}/float32/*", (1, 100)) for backend in ("eager", "jax") for rule in OTHERS),
+    *(
+        (backend, f"{name}/adan/float32/*", (1, 30))
+        for backend in ("eager", "jax")
+        for name in ("shapes", "schedules", "betas")
+    ),
+    ("walk", "B/sgdw_nesterov/float32/*", (1, 30)),
     # whole sequences of events
     ("numpy", "events", (1,)),
     *(("jax", f"events/{name}", (1,)) for name in COMPILED_EVENTS),
@@ -53,7 +61,8 @@ def test_a_backend_is_within_every_bound(backend: str, pattern: str, steps: tupl
     assert [row for row in rows if not row.within] == []
     assert {row.case for row in rows} == names_of(pattern)
     if "/" in pattern and pattern.split("/")[0] in {setting.name for setting in SETTINGS}:
-        assert len(rows) == 3 * sum(len(case.problem.step_counts(steps)) for case in select(pattern))
+        cases = select(pattern)
+        assert len(rows) == sum((1 + len(case.problem.rule.fields)) * len(case.problem.step_counts(steps)) for case in cases)
 
 
 def names_of(pattern: str) -> set[str]:

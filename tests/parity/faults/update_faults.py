@@ -13,6 +13,7 @@ from penstock.core.array_ops import numpy_dtype
 from penstock.parity.backends.jax_arguments import FACTORS
 from penstock.parity.backends.jax_transforms import JaxRun
 from penstock.parity.backends.jax_walk import CALM, SPIKE_EVERY
+from penstock.parity.backends.protocol import Held
 from penstock.parity.rules import RULES
 from penstock.parity.settings import Schedule
 
@@ -219,7 +220,7 @@ class StackAtOnce:
 
     def held(self) -> Any:
         whole = self.run.held()
-        return {name: tensor._make(x if x is None else x[1] for x in tensor) for name, tensor in whole.items()}
+        return {name: Held(**{field: array[1] for field, array in tensor.arrays().items()}) for name, tensor in whole.items()}
 
 
 def _swapped(given: Any, step: int) -> Any:
