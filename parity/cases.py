@@ -11,6 +11,7 @@ import dataclasses
 import fnmatch
 import math
 from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
 
 import numpy as np
 
@@ -51,8 +52,8 @@ class Problem:
         lr, decay = schedule.learning_rate(step), schedule.weight_decay(step)
         changed = []
         for given in found:
-            rates = {"learning_rate": given.learning_rate * lr, "weight_decay": given.weight_decay * decay}
-            changed.append(dataclasses.replace(given, **rates, **schedule.betas(step, given)))
+            rates: dict[str, Any] = {"learning_rate": given.learning_rate * lr, "weight_decay": given.weight_decay * decay}
+            changed.append(dataclasses.replace(given, **rates | schedule.betas(step, given)))
         return tuple(changed)
 
     @property

@@ -186,7 +186,7 @@ def _frozen(backend: Backend, case: IdentityCase) -> Bits:
     after = _held(run, case)
     found = list(_equal(sequence.steps, after, before))
     frozen = [each for each in found if each[1] in ("parameter", "compensation")]
-    if len(found) > len(frozen) and all(np.array_equal(*arrays) for _, _, *arrays in found if arrays):
+    if len(found) > len(frozen) and all(np.array_equal(one, other) for _, _, one, other in found):
         raise AssertionError("the fields did not move under a learning rate of zero, so that nothing was tried")
     yield from frozen
 

@@ -96,7 +96,7 @@ class FieldErrors:
         with np.errstate(over="ignore"):  # of a selection's other side
             found = self.rule.accumulate(given, scalars, before, gradient, xp, first=point.first)
         for name, old, new in zip(self.names, before, found, strict=True):
-            self._enter(name, point, *old.slopes, new)
+            self._enter(name, point, next(iter(old.slopes)), new)
 
     def direction(self, point: Point) -> tuple[np.ndarray, Noise, int]:
         """That of an update, from the fields after it: its value, its errors, and how many elements they leave undecided."""
@@ -144,7 +144,7 @@ class FieldErrors:
     def _lost(self, name: str, point: Point) -> float:
         """The relative error of the reference's own debiasing."""
         beta = dict(zip(self.names, self.rule.decays(point.given), strict=True))[name]
-        return 0.0 if beta is None else reference_debiasing(beta, point.step)
+        return 0.0 if beta is None else float(reference_debiasing(beta, point.step))
 
     def _change_betas(self, point: Point, previous: Hyperparameters) -> None:
         """A field times (1-before^t)/(1-after^t), with the errors so far; roundings of the ratio, product and storage."""

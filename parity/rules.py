@@ -36,7 +36,9 @@ def decays_of(given: Hyperparameters) -> dict[str, float]:
 def corrections(rule: Rule, given: Hyperparameters, step: int, dtype: str) -> Any:
     """The scalars of `Rule.corrections`, as far off as a device has them that computes them by itself in this dtype."""
     xp = Namespace(dtype)
-    own = {name: xp.tracked(getattr(given, name)) for name in rule.own_hyperparameters if name in rule.hyperparameters.RANGES}
+    own: dict[str, Any] = {
+        name: xp.tracked(getattr(given, name)) for name in rule.own_hyperparameters if name in rule.hyperparameters.RANGES
+    }
     found = rule.corrections(dataclasses.replace(given, **own), xp.tracked(float(step)), xp)
     return type(found)(*map(xp.stored, found))
 

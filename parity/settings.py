@@ -7,6 +7,7 @@ import functools
 import math
 from collections.abc import Mapping
 from types import MappingProxyType
+from typing import Any
 
 import numpy as np
 
@@ -93,15 +94,16 @@ class Group:
     def of(self, given: Hyperparameters) -> Hyperparameters:
         """The group's hyperparameters, from those of the setting."""
         first, others = self.decay_factors
-        decays = [
-            (name, 1.0 - decay, others if number else first) for number, (name, decay) in enumerate(decays_of(given).items())
-        ]
+        changed: dict[str, Any] = {
+            name: 1.0 - (others if number else first) * (1.0 - decay)
+            for number, (name, decay) in enumerate(decays_of(given).items())
+        }
         return dataclasses.replace(
             given,
             learning_rate=given.learning_rate * self.lr,
             weight_decay=given.weight_decay * self.weight_decay,
-            **{name: 1.0 - factor * rate for name, rate, factor in decays},
             max_lr=None if given.max_lr is None else given.max_lr * self.lr,
+            **changed,
         )
 
 

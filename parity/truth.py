@@ -73,9 +73,9 @@ def truths(problem: Problem, storages: Sequence[Storage], step_counts: Sequence[
             now["parameter"][~np.isfinite(before[field.name])] = np.nan
         gradient, start, end, lost = _finite(rule, problem.flatten(tensors), before, now)
         for group, (place, current) in enumerate(zip(places, given, strict=True)):
-            of_group = [{name: array[place] for name, array in values.items()} for values in (start, end)]
+            around, after = ({name: array[place] for name, array in values.items()} for values in (start, end))
             earlier = previous[group] if changed else None
-            point = Point(step, current, gradient[place], *of_group, previous=earlier)
+            point = Point(step, current, gradient[place], around, after, previous=earlier)
             for kind in kinds:
                 for parts in kind.values():
                     parts[group].advance(point)
@@ -113,7 +113,8 @@ class _References:
 
     def __init__(self, problem: Problem) -> None:
         self.problem = problem
-        start, self.given = problem.initial_parameters(), problem.group_hyperparameters()
+        start = problem.initial_parameters()
+        self.given: Sequence[Hyperparameters] = problem.group_hyperparameters()
         self.members = [
             (names, Reference(settings_of(problem.rule, given), {name: start[name] for name in names}))
             for names, given in zip(problem.setting.groups, self.given, strict=True)

@@ -17,7 +17,9 @@ class Updates:
     """The section "updates" of the suite."""
 
     name = "updates"
-    title = "Plain updates against the float64 reference: Adam and its relatives in every dtype, compensation and state dtype"
+    title = (
+        "Plain updates against the float64 reference: every rule, Adam and its relatives in every dtype, compensation and state"
+    )
 
     def cases(self, *, quick: bool) -> list[Case]:
         return select(None, quick=quick)

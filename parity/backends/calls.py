@@ -126,7 +126,7 @@ def _check_array(what: str, array: Any, shape: tuple[int, ...]) -> None:
 
 def _check_fields(rule: Rule, name: str, held: Held) -> None:
     own = held.parameter.dtype.name
-    known = {field.name: PARAMETER_DTYPES for field in rule.fields}
+    known: dict[str, tuple[str, ...]] = {field.name: PARAMETER_DTYPES for field in rule.fields}
     known |= {"parameter": (own,), "compensation": ("int16", own) if own == "bfloat16" else (own,)}
     for field, array in held.arrays().items():
         if field not in known:

@@ -98,10 +98,9 @@ def _equal(law: str, one: Mapping[str, Held], other: Mapping[str, Held]) -> Iter
     """A promise for each field of what is held, over all tensors."""
     for field in {name: None for held in (*one.values(), *other.values()) for name in held.arrays()}:
         there = [(one[name].get(field), other[name].get(field)) for name in other]
-        if any((a is None) != (b is None) for a, b in there):
+        pairs = [(a, b) for a, b in there if a is not None and b is not None]
+        if len(pairs) < sum(a is not None or b is not None for a, b in there):
             raise AssertionError(f"{field} is there on one side only")
-        pairs = [(a, b) for a, b in there if a is not None]
-        if pairs:
-            if any(a.dtype != b.dtype or a.shape != b.shape for a, b in pairs):
-                raise AssertionError(f"{field} has arrived with another dtype or shape")
-            yield Promise(f"{field}, {law}", *(np.concatenate([each[i].reshape(-1) for each in pairs]) for i in (0, 1)))
+        if any(a.dtype != b.dtype or a.shape != b.shape for a, b in pairs):
+            raise AssertionError(f"{field} has arrived with another dtype or shape")
+        yield Promise(f"{field}, {law}", *(np.concatenate([each[i].reshape(-1) for each in pairs]) for i in (0, 1)))

@@ -74,5 +74,5 @@ def _rows(backend: str, case: Trajectory, step: int, running: TrajectoryRun) -> 
     held, true, bound = running.held(), truth(case, running.norm_eps)[step], bounds(case)[step]
     unit = functools.partial(spacing, case.dtype)
     for quantity in QUANTITIES:
-        value = flatten({name: tensor.get(quantity) for name, tensor in held.items()})
+        value = flatten({name: getattr(tensor, quantity) for name, tensor in held.items()})
         yield against(case.name, backend, step, quantity, value, true[quantity], bound[quantity], unit)
