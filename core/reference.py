@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import decimal
 from collections.abc import Mapping
 from typing import Any
 
@@ -184,12 +185,12 @@ class Reference:
 
     def _rectified(self, tensor: ReferenceTensor, m_hat: np.ndarray) -> np.ndarray:
         """RAdam's step, algorithm 2."""
-        t, beta2 = tensor.t, self.settings.betas[1]
-        rho_inf = 2 / (1 - beta2) - 1
-        rho = rho_inf - 2 * t * beta2**t / (1 - beta2**t)
+        t, beta2, exact = tensor.t, self.settings.betas[1], decimal.Decimal(self.settings.betas[1])
+        rho_inf = 2 / (1 - exact) - 1
+        rho = rho_inf - 2 * t * exact**t / (1 - exact**t)  # of two numbers of 2/(1-beta2): float64 would lose six digits
         if rho <= 5:
             return m_hat
-        r = np.sqrt((rho - 4) * (rho - 2) * rho_inf / ((rho_inf - 4) * (rho_inf - 2) * rho))
+        r = float(((rho - 4) * (rho - 2) * rho_inf / ((rho_inf - 4) * (rho_inf - 2) * rho)).sqrt())
         return r * m_hat * np.sqrt(1 - beta2**t) / (np.sqrt(tensor.v) + self.settings.eps)
 
     def _descend(self, tensor: ReferenceTensor) -> None:

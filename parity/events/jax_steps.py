@@ -144,9 +144,10 @@ def _transform(rule: Rule, rates: tuple[float, ...], storage: Storage) -> Any:
     import jax.numpy as jnp
 
     learning_rate: Any = rates[0]
+    given = hyperparameters_of(rule, rates[0], WEIGHT_DECAY)
     if len(rates) > 1:
         learning_rate = lambda count: jnp.asarray(rates)[count]  # noqa: E731
-    return transform_of(rule, hyperparameters_of(rule, rates[0], WEIGHT_DECAY), storage, learning_rate=learning_rate)
+    return transform_of(rule, given, storage, learning_rate=learning_rate)
 
 
 def _product(parameters: Mapping[str, Any], gradients: Mapping[str, Any], dtype: str) -> Any:
