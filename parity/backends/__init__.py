@@ -14,7 +14,7 @@ from .peers import PEERS, QUICK_OPTAX
 from .protocol import Backend, Held, Run
 from .specification import NumpyBackend
 from .torch_adapter import torch_optimizer
-from .torch_optimizers import TorchBackend
+from .torch_optimizers import TorchBackend, UsualCompiled
 
 _BACKENDS: dict[str, Backend] = {
     backend.name: backend
@@ -33,7 +33,7 @@ _BACKENDS: dict[str, Backend] = {
 NOT_QUICK = {"compiled": "compiling takes seconds a case; leave out --quick, or name it with --backend compiled"}
 """Backends that a quick run leaves out unless they are asked for, and why."""
 
-USUAL: dict[str, Backend] = {"walk": WalkBackend("usual")}
+USUAL: dict[str, Backend] = {"walk": WalkBackend("usual"), "compiled": UsualCompiled()}
 QUICK: dict[str, Backend] = {"walk": WalkBackend("quick"), "optax": QUICK_OPTAX}
 """Backends of which a run, or a quick run, takes a quicker variant, unless they are asked for."""
 

@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING, Any
 from ...core.errors import PenstockError
 from ...core.hyperparameters import Hyperparameters
 from ...core.rules import Rule
-from ..cases import Case
+from ..cases import EVERY_DTYPE, Case, storages
+from ..rules import FAMILY
 from .protocol import Run
 from .torch_adapter import OptimizerRun
 from .torch_arguments import class_of, kept_by, optimizer_of
@@ -106,3 +107,17 @@ class TorchBackend:
         from ..trajectories.torch_runs import TorchTrajectory
 
         return TorchTrajectory(case, self.name, self.device)
+
+
+class UsualCompiled(TorchBackend):
+    """The backend "compiled" where nobody named it: of rules that are not of Adam's family it has B in its default coding."""
+
+    def __init__(self) -> None:
+        super().__init__("compiled")
+
+    def refuses(self, case: Case) -> str | None:
+        problem = case.problem
+        usual = problem.setting.name == EVERY_DTYPE and case.storage in storages(problem.dtype, "default")
+        if problem.rule.name not in FAMILY and not usual:
+            return "compiling takes a second a case; name the backend with --backend compiled"
+        return super().refuses(case)
