@@ -1,4 +1,4 @@
-"""The Llama of 290 million parameters in 182 tensors that several benchmarks train, and a tiny one for tests of them."""
+"""The Llamas that several benchmarks train, of 290 million parameters in 182 tensors and of 110, and a tiny one for tests."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from penstock.planner.llama import Llama
 from penstock.planner.settings import LlamaShape
 
 LLAMA_290M = LlamaShape(layers=20, width=1024, heads=16, hidden=2816)
+LLAMA_110M = LlamaShape(layers=12, width=768, heads=12, hidden=2048)
 TINY = LlamaShape(layers=2, width=32, heads=2, hidden=64, vocabulary=128)
 
 

@@ -1,6 +1,6 @@
 """Peak resident memory of training a Llama of 290 million parameters on the CPU, above the model, in bytes of the parameters.
 
-    python -m benchmarks.resident [--rows PATTERN ...] [--dtypes NAME ...] [--quick] [--out FILE]
+    python -m benchmarks.resident [--rows PATTERN ...] [--dtypes NAME ...] [--model NAME] [--out FILE]
 
 Each row runs in a process of its own: 3 steps of one row of 64 tokens with activation checkpointing. Memory is measured above
 that after the model's first forward, when all libraries are imported, so that they and their scratch do not count.
@@ -16,7 +16,7 @@ import json
 import re
 import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,65 +27,29 @@ from rich.progress import track
 from rich.table import Table
 from torch import nn
 
-from benchmarks.llama import LLAMA_290M, TINY, tied_llama, tokens
-from benchmarks.peers import optimi, release_by_optimi, release_in_torch_hooks
+from benchmarks.llama import LLAMA_110M, LLAMA_290M, TINY, tied_llama, tokens
+from benchmarks.methods import DTYPES, IN_HOOKS, LR, METHODS, OURS
+from benchmarks.peers import plain_tensors
 from benchmarks.support import RESULTS, Goal, goals_table, matching, parser_of, print_tables, ratio, run_child, write_result
-from penstock.torch_frontend import AdamW, release_gradients
+from penstock.torch_frontend import AdamW
 
 RESULT = RESULTS / "resident.json"
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
-STEPS, LR = 3, 1e-4
+STEPS = 3
 RUNTIME = "the compiler's runtime"
-IN_HOOKS, OURS = "torch AdamW fused in hooks", "penstock AdamW release, default"
 AT_MOST = 1.03
 """Goal for the ratio of the default release to torch's AdamW in hooks, in fp32."""
 
-Close = Callable[[], None]
-"""The calls of the training loop after backward()."""
-
-
-def closing(optimizer: torch.optim.Optimizer) -> Close:
-    """Return a function that calls step() and zero_grad()."""
-
-    def close() -> None:
-        optimizer.step()
-        optimizer.zero_grad()
-
-    return close
-
-
-def torch_in_hooks(model: nn.Module) -> Close:
-    """Put torch's AdamW into hooks; the tutorial's loop calls nothing after backward()."""
-    release_in_torch_hooks(model, lambda parameters: torch.optim.AdamW(parameters, lr=LR, fused=True))
-    return lambda: None
-
-
-def released(backend: str) -> Callable[[nn.Module], Close]:
-    """Return a function that puts a model under release with penstock's AdamW."""
-
-    def attach(model: nn.Module) -> Close:
-        optimizer = AdamW(model.parameters(), lr=LR, backend=backend)
-        release_gradients(model, optimizer)
-        return closing(optimizer)
-
-    return attach
-
-
-def by_optimi(model: nn.Module) -> Close:
-    """Put a model under optimi's own release with its AdamW; with Kahan summation for bf16 parameters."""
-    low = next(model.parameters()).dtype is torch.bfloat16
-    return closing(release_by_optimi(model, "AdamW", lr=LR, kahan_sum=low))
-
-
-ROWS: dict[str, Callable[[nn.Module], Close]] = {
-    "torch AdamW fused plain": lambda model: closing(torch.optim.AdamW(model.parameters(), lr=LR, fused=True)),
-    IN_HOOKS: torch_in_hooks,
-    **({} if optimi() is None else {"optimi AdamW release": by_optimi}),
-    "penstock AdamW plain, default": lambda model: closing(AdamW(model.parameters(), lr=LR)),
-    OURS: released("auto"),
-    "penstock AdamW release, eager": released("eager"),
-    "penstock AdamW release, compiled": released("compiled"),
-}
+USUAL = (
+    "torch AdamW fused plain",
+    IN_HOOKS,
+    "optimi AdamW release",
+    "penstock AdamW plain, default",
+    OURS,
+    "penstock AdamW release, eager",
+    "penstock AdamW release, compiled",
+)
+"""The rows of a run that names none; all others are in `benchmarks.methods`."""
+SHAPES = {"290M": LLAMA_290M, "110M": LLAMA_110M, "tiny": TINY}
 
 
 def status(field: str) -> int:
@@ -96,29 +60,38 @@ def status(field: str) -> int:
     return 1024 * int(found[1])
 
 
-def measure_row(name: str, dtype: torch.dtype, *, quick: bool) -> dict[str, Any]:
+def measure_row(name: str, dtype: torch.dtype, model_name: str) -> dict[str, Any]:
     """Train in this process, which must be fresh; return figures in bytes."""
-    shape = TINY if quick or name == RUNTIME else LLAMA_290M
+    shape = TINY if name == RUNTIME else SHAPES[model_name]
     model = tied_llama(shape, dtype=dtype, checkpointing=True)
     with torch.no_grad():
         model(tokens(shape))
     before, most_before = status("VmRSS"), status("VmHWM")
+    state = 0
     if name == RUNTIME:
         train_two_tensors(dtype)
     else:
-        close = ROWS[name](model)
+        training = METHODS[name].attach(model)
         for number in range(STEPS):
             model(tokens(shape, seed=number)).backward()
-            close()
-    if not quick and status("VmHWM") == most_before:
+            training.close()
+        state = state_bytes(training.optimizers)
+    if shape is not TINY and status("VmHWM") == most_before:
         raise RuntimeError(f"{name}: building the model took more memory than training it, so that the peak is not training's.")
     parameters = {parameter: parameter.numel() * parameter.element_size() for parameter in model.parameters()}
     return {
         "parameter_bytes": sum(parameters.values()),
         "model_bytes": before,
         "above_model_bytes": status("VmHWM") - before,
+        "state_bytes": state,
         "compiled": "torch._inductor.compile_fx" in sys.modules,
     }
+
+
+def state_bytes(optimizers: Sequence[torch.optim.Optimizer]) -> int:
+    """Return the bytes of all tensors that optimizers keep from step to step."""
+    kept = [value for optimizer in optimizers for state in optimizer.state.values() for value in state.values()]
+    return sum(tensor.nbytes for value in kept for tensor in plain_tensors(value))
 
 
 def train_two_tensors(dtype: torch.dtype) -> None:
@@ -129,14 +102,15 @@ def train_two_tensors(dtype: torch.dtype) -> None:
     optimizer.step()
 
 
-def measure(patterns: list[str], dtypes: list[str], *, quick: bool) -> dict[str, dict[str, dict[str, Any]]]:
-    """Return dtype -> row -> figures; the compiler's runtime is measured if a row has compiled."""
+def measure(patterns: Sequence[str], dtypes: Sequence[str], model: str) -> dict[str, dict[str, dict[str, Any]]]:
+    """Return dtype -> row -> figures of the methods that run here; the compiler's runtime is measured if one has compiled."""
     found: dict[str, dict[str, dict[str, Any]]] = {dtype: {} for dtype in dtypes}
-    pairs = [(dtype, name) for dtype in dtypes for name in matching(ROWS, patterns)]
+    chosen = [METHODS[name] for name in matching(METHODS, patterns)]
+    pairs = [(dtype, each.name) for dtype in dtypes for each in chosen if dtype in each.dtypes and each.missing() is None]
     for dtype, name in track(pairs, "training", console=Console(stderr=True), transient=True):
-        found[dtype][name] = child(name, dtype, quick=quick)
+        found[dtype][name] = child(name, dtype, model)
     for dtype, rows in found.items():
-        runtime = child(RUNTIME, dtype, quick=quick) if any(row["compiled"] for row in rows.values()) else None
+        runtime = child(RUNTIME, dtype, model) if any(row["compiled"] for row in rows.values()) else None
         for row in rows.values():
             own = row["above_model_bytes"]
             row["multiples"] = own / row["parameter_bytes"]
@@ -147,9 +121,9 @@ def measure(patterns: list[str], dtypes: list[str], *, quick: bool) -> dict[str,
     return found
 
 
-def child(name: str, dtype: str, *, quick: bool) -> dict[str, Any]:
+def child(name: str, dtype: str, model: str) -> dict[str, Any]:
     """Measure a row in a process of its own, with an empty compiler cache."""
-    arguments = ["--row", name, "--dtypes", dtype, *(["--quick"] if quick else [])]
+    arguments = ["--row", name, "--dtypes", dtype, "--model", model]
     with tempfile.TemporaryDirectory() as cache:
         return run_child("benchmarks.resident", *arguments, TORCHINDUCTOR_CACHE_DIR=cache)
 
@@ -177,19 +151,19 @@ def tables(found: dict[str, dict[str, dict[str, Any]]]) -> list[Table]:
 def main(arguments: list[str] | None = None) -> None:
     """Measure, print tables, and write the figures; with --row, measure one row in this process."""
     parser = parser_of(__doc__)
-    parser.add_argument("--rows", nargs="+", default=["*"], metavar="PATTERN", help="as 'penstock*'")
+    parser.add_argument("--rows", nargs="+", default=list(USUAL), metavar="PATTERN", help="as 'penstock*'")
     parser.add_argument("--dtypes", nargs="+", choices=DTYPES, default=list(DTYPES))
-    parser.add_argument("--quick", action="store_true", help="a tiny model, to test the benchmark; the figures mean nothing")
+    parser.add_argument("--model", choices=SHAPES, default="290M", help="tiny: to test the benchmark; its figures mean nothing")
     parser.add_argument("--out", type=Path, default=RESULT)
-    parser.add_argument("--row", choices=[*ROWS, RUNTIME], help=argparse.SUPPRESS)
+    parser.add_argument("--row", choices=[*METHODS, RUNTIME], help=argparse.SUPPRESS)
     given = parser.parse_args(arguments)
     if given.row is not None:
-        print(json.dumps(measure_row(given.row, DTYPES[given.dtypes[0]], quick=given.quick)))
+        print(json.dumps(measure_row(given.row, DTYPES[given.dtypes[0]], given.model)))
         return
-    found = measure(given.rows, given.dtypes, quick=given.quick)
+    found = measure(given.rows, given.dtypes, given.model)
     reached = goals(found)
     print_tables([*tables(found), goals_table(reached)])
-    settings = {"steps": STEPS, "tokens": 64, "quick": given.quick, **vars(TINY if given.quick else LLAMA_290M)}
+    settings = {"steps": STEPS, "tokens": 64, **vars(SHAPES[given.model])}
     write_result(given.out, {"settings": settings, "rows": found, "goals": [goal.as_json() for goal in reached]})
 
 

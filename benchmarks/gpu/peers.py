@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import functools
 import importlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
-from benchmarks.peers import release_in_torch_hooks
+from benchmarks.peers import plain_tensors, release_in_torch_hooks
 from penstock.torch_frontend import AdamW, StableAdamW, release_gradients
 
 from .setting import BETAS, Setting
@@ -92,14 +92,5 @@ def moved_bytes(optimizer: torch.optim.Optimizer) -> int:
     for group in optimizer.param_groups:
         for p in group["params"]:
             total += 3 * p.nbytes
-            total += sum(2 * x.nbytes for value in optimizer.state[p].values() for x in _parts(value) if x.numel() > 1)
+            total += sum(2 * x.nbytes for value in optimizer.state[p].values() for x in plain_tensors(value) if x.numel() > 1)
     return total
-
-
-def _parts(value: Any) -> Iterator[Tensor]:
-    """Yield the plain tensors of which a tensor, or an 8-bit one, consists."""
-    if isinstance(value, Tensor) and hasattr(value, "__tensor_flatten__"):
-        for name in value.__tensor_flatten__()[0]:
-            yield from _parts(getattr(value, name))
-    elif isinstance(value, Tensor):
-        yield value

@@ -7,15 +7,12 @@ from typing import Any
 
 import torch
 
-from benchmarks.peers import optimi, optimi_optimizer, release_by_optimi, release_in_torch_hooks
+from benchmarks.methods import IN_HOOKS, LR, METHODS, OPTIMIZERS, Method
 from benchmarks.support import Goal, matching, ratio
 
-from .modes import LR, MODES, OPTIMIZERS, Mode, bare_rows, mode_rows, plain, released, row_name, unreleased
+from .modes import MODES, bare_rows, mode_rows, plain, row_name, unreleased
 from .timing import Row, Timed, figures, interleave
 from .workloads import Workload, loss_of
-
-IN_HOOKS = "torch AdamW fused in hooks"
-BACKENDS = {"default": "auto", "eager": "eager", "compiled": "compiled"}
 
 GOALS = {  # (row, the row that it is compared with, largest ratio)
     "small": [
@@ -35,55 +32,29 @@ MODE_GOAL = 1.5
 """Largest ratio of every mode to the default path of the same rule, per gradient and pass."""
 
 
-def torch_rows() -> list[Row]:
-    """Return the rows of torch.optim.AdamW, plain and in hooks as in PyTorch's tutorial."""
+def row_of(method: Method) -> Row:
+    """Return the row of a method. Of a plain optimizer only step() and zero_grad() are timed."""
+    if method.release is None:
+        return plain(method.name, lambda parameters: method.make(parameters, lr=LR))
 
-    def in_hooks(workload: Workload) -> Timed:
+    def start(workload: Workload) -> Timed:
         model, batch = workload.model(), workload.batch()
-        release_in_torch_hooks(model, lambda parameters: torch.optim.AdamW(parameters, lr=LR, fused=True))
-        return Timed(lambda: loss_of(model, batch).backward())
+        close = method.attach(model).close
 
-    return [
-        plain("torch AdamW fused plain", lambda p: torch.optim.AdamW(p, lr=LR, fused=True)),
-        plain("torch AdamW foreach plain", lambda p: torch.optim.AdamW(p, lr=LR, foreach=True)),
-        Row(IN_HOOKS, in_hooks, ("bare",)),
-    ]
+        def step() -> None:
+            loss_of(model, batch).backward()
+            close()
 
+        return Timed(step)
 
-def optimi_rows() -> list[Row]:
-    """Return the rows of optimi's optimizers, plain and under its own release; none if it is not installed."""
-
-    def releases(rule: str) -> Row:
-        def start(workload: Workload) -> Timed:
-            model, batch = workload.model(), workload.batch()
-            optimizer = release_by_optimi(model, rule, lr=LR)
-
-            def step() -> None:  # both calls stay in the loop in optimi's guide, for schedulers
-                loss_of(model, batch).backward()
-                optimizer.step()
-                optimizer.zero_grad()
-
-            return Timed(step)
-
-        return Row(f"optimi {rule} release", start, ("bare",))
-
-    def plainly(rule: str) -> Row:
-        return plain(f"optimi {rule} plain", lambda p: optimi_optimizer(rule, p, lr=LR))
-
-    return [] if optimi() is None else [row(rule) for rule in OPTIMIZERS for row in (plainly, releases)]
+    return Row(method.name, start, ("bare",))
 
 
-def our_rows(*, modes: bool, compiled: bool) -> list[Row]:
-    """Return penstock's rows: plain and released on every backend, and every mode of release on the default one."""
-
-    def plainly(rule: str, name: str, backend: str) -> Row:
-        return plain(f"penstock {rule} plain, {name}", lambda p: OPTIMIZERS[rule](p, lr=LR, backend=backend))
-
-    backends = {name: backend for name, backend in BACKENDS.items() if compiled or backend != "compiled"}
-    rows = [plainly(rule, *pair) for rule in OPTIMIZERS for pair in backends.items()]
-    for rule in OPTIMIZERS:
-        rows += [released(rule, Mode(name), backend=backend) for name, backend in backends.items()]
-    return rows + [row for rule in OPTIMIZERS if modes for row in mode_rows(rule)]
+def rows_of(workload: Workload, *, compiled: bool) -> list[Row]:
+    """Return every row: bare passes, the methods for float32 that run here, and every mode of penstock's release."""
+    methods = [each for each in METHODS.values() if "fp32" in each.dtypes and (compiled or each.suite != "compiled")]
+    modes = [row for rule in OPTIMIZERS if workload.modes for row in mode_rows(rule)]
+    return [*bare_rows(modes=workload.modes), *(row_of(each) for each in methods if each.missing() is None), *modes]
 
 
 def select(rows: list[Row], patterns: Sequence[str]) -> list[Row]:
@@ -97,8 +68,7 @@ def select(rows: list[Row], patterns: Sequence[str]) -> list[Row]:
 
 def measure(workload: Workload, rounds: int, *, patterns: Sequence[str] = ("*",), compiled: bool = True) -> dict[str, Any]:
     """Time the rows of one model."""
-    rows = [*bare_rows(modes=workload.modes), *torch_rows(), *optimi_rows()]
-    rows = select([*rows, *our_rows(modes=workload.modes, compiled=compiled)], patterns)
+    rows = select(rows_of(workload, compiled=compiled), patterns)
     threads = torch.get_num_threads()
     torch.set_num_threads(workload.threads or threads)
     try:

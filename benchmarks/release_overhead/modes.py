@@ -10,9 +10,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from benchmarks.methods import LR, OPTIMIZERS
 from penstock.torch_frontend import (
-    AdamW,
-    StableAdamW,
     microbatch_blocks,
     prepare_for_gradient_release,
     release_gradients,
@@ -21,8 +20,6 @@ from penstock.torch_frontend import (
 from .timing import Row, Timed
 from .workloads import Workload, loss_of
 
-OPTIMIZERS = {"AdamW": AdamW, "StableAdamW": StableAdamW}
-LR = 1e-4
 GENEROUS = 1e9
 """A max_norm that no gradient reaches."""
 
@@ -91,16 +88,14 @@ def unwrapped(model: nn.Module) -> nn.Module:
     return model
 
 
-def released(
-    rule: str, mode: Mode, *, wrap: Callable[[nn.Module], nn.Module] = unwrapped, base: str | None = None, backend: str = "auto"
-) -> Row:
+def released(rule: str, mode: Mode, *, wrap: Callable[[nn.Module], nn.Module] = unwrapped, base: str | None = None) -> Row:
     """Return the row of one of penstock's optimizers under release; `wrap` makes the model distributed."""
 
     def start(workload: Workload) -> Timed:
         model = wrap(workload.model())
         if mode.chunks is not None:
             microbatch_blocks(model.children(), chunks=mode.chunks)
-        optimizer = OPTIMIZERS[rule](model.parameters(), lr=LR, backend=backend, **mode.optimizer)
+        optimizer = OPTIMIZERS[rule](model.parameters(), lr=LR, **mode.optimizer)
         return Timed(training_step(model, workload.batch(), optimizer, mode))
 
     return Row(row_name(rule, mode.name), start, mode.less, mode.passes, base)

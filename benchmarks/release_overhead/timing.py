@@ -37,6 +37,13 @@ class Timed(NamedTuple):
         return Seconds(time.perf_counter() - wall, time.thread_time() - thread)
 
 
+class Taken(NamedTuple):
+    """What the steps of a row have taken. first: the very first step. rounds: those after the warm-up."""
+
+    first: Seconds
+    rounds: list[Seconds]
+
+
 @dataclass(frozen=True)
 class Row:
     """One line of the table.
@@ -54,44 +61,44 @@ class Row:
 
 def interleave(
     rows: Sequence[Row], workload: Workload, rounds: int, *, meet: Callable[[], Any] = lambda: None, quiet: bool = False
-) -> dict[str, list[Seconds]]:
-    """Return the seconds of each round, by row. meet: called before every step, for instance a barrier of processes."""
+) -> dict[str, Taken]:
+    """Return what each row has taken. meet: called before every step, for instance a barrier of processes."""
     console = Console(stderr=True, quiet=quiet)
-    started = {}
+    started, found = {}, {}
     for row in rows:
         started[row.name] = row.start(workload)
         for number in range(WARM_UP):
             meet()
             taken = started[row.name].seconds()
-            if number == 0 and taken.wall > 1:
-                console.print(f"{workload.name}, {row.name}: first step {taken.wall:.1f} s")
-    found: dict[str, list[Seconds]] = {row.name: [] for row in rows}
+            if number == 0:
+                found[row.name] = Taken(taken, [])
+                if taken.wall > 1:
+                    console.print(f"{workload.name}, {row.name}: first step {taken.wall:.1f} s")
     gc.collect()
     gc.freeze()  # otherwise the time of a garbage collection would grow with the number of rows
     for _ in range(rounds):
         for name, timed in started.items():
             meet()
-            found[name].append(timed.seconds())
+            found[name].rounds.append(timed.seconds())
     gc.unfreeze()
     return found
 
 
-def figures(
-    rows: Sequence[Row], taken: dict[str, list[Seconds]], tensors: int, *, clock: str = "wall"
-) -> dict[str, dict[str, float]]:
-    """Return by row the median of a step, the same minus the rows in `less`, and that per tensor and pass.
+def figures(rows: Sequence[Row], taken: dict[str, Taken], tensors: int, *, clock: str = "wall") -> dict[str, dict[str, float]]:
+    """Return by row the first step, the median of a step, that minus the rows in `less`, and per tensor and pass.
 
     Args:
         rows: all rows, including those in `less`.
-        taken: seconds of each round, by row.
+        taken: of `interleave`, by row.
         tensors: number of parameters.
         clock: "wall" or "thread".
     """
-    medians = {name: statistics.median(getattr(seconds, clock) for seconds in times) for name, times in taken.items()}
+    medians = {name: statistics.median(getattr(seconds, clock) for seconds in times.rounds) for name, times in taken.items()}
     found: dict[str, dict[str, float]] = {}
     for row in rows:
         over = medians[row.name] - sum(medians[name] for name in row.less)
         found[row.name] = {
+            "first_ms": 1e3 * getattr(taken[row.name].first, clock),
             "step_ms": 1e3 * medians[row.name],
             "over_ms": 1e3 * over,
             "passes": row.passes,
