@@ -6,10 +6,14 @@ BIN      := $(VENV)/bin
 
 OLDEST   ?= .venv-oldest
 
-.PHONY: demo test test-all test-oldest lint parity docs package tag clean
+.PHONY: demo bench test test-all test-oldest lint parity docs package tag clean
 
 demo: $(VENV)/.installed-parity
 	$(BIN)/penstock demo $(ARGS)
+
+# Penstock beside its peers on this machine, in bench/; other libraries are compared where they are installed in $(VENV).
+bench: $(VENV)/.installed-parity
+	$(BIN)/penstock bench $(ARGS)
 
 parity: $(VENV)/.installed-parity
 	$(BIN)/penstock parity $(ARGS)

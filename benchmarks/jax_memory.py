@@ -85,6 +85,24 @@ def accumulated(loss: Callable[..., Any], tx: optax.GradientTransformation) -> S
     return jax.jit(step, donate_argnums=0)
 
 
+def by_optax_microbatch(loss: Callable[..., Any], tx: optax.GradientTransformation) -> Step:
+    """Return a step that has the gradient of micro-batches averaged by `optax.microbatch`, and updates once."""
+
+    def step(state: Any, batch: Any) -> Any:
+        params, opt_state, _ = state
+        value_and_grad = optax.microbatch(
+            lambda params, batch: jax.value_and_grad(loss)(params, batch),
+            argnums=1,
+            microbatch_size=batch.shape[0] // MICROBATCHES,
+            accumulator=optax.microbatching.AccumulationType.MEAN,
+        )
+        value, grads = value_and_grad(params, batch)
+        updates, opt_state = tx.update(grads, opt_state, params)
+        return state._replace(params=optax.apply_updates(params, updates), opt_state=opt_state), value
+
+    return jax.jit(step, donate_argnums=0)
+
+
 def into_references(loss: Callable[..., Any], tx: optax.GradientTransformation) -> Step:
     """Return a step whose backward pass adds the gradient to references, by `with_refs` of jax.vjp."""
 
@@ -133,6 +151,7 @@ METHODS = (
     Method("scan, not donated", lambda tx, model: plain(model.stack, tx, donated=False)),
     Method("scan, optax.MultiSteps", lambda tx, model: plain(model.stack, tx), every=MICROBATCHES),
     Method("scan, gradients accumulated in a loop", lambda tx, model: accumulated(model.stack, tx), rows=MICROBATCHES),
+    Method("scan, optax.microbatch", lambda tx, model: by_optax_microbatch(model.stack, tx), rows=MICROBATCHES),
     Method("scan, with_refs", lambda tx, model: into_references(model.rematerialised, tx)),
     Method("unrolled", lambda tx, model: plain(model.unrolled, tx), stacked=False),
     Method("unrolled, not donated", lambda tx, model: plain(model.unrolled, tx, donated=False), stacked=False),
@@ -238,14 +257,24 @@ def transform_of(method: Method, optimizer: str) -> Any:
     return tx if method.every == 1 else optax.MultiSteps(tx, method.every).gradient_transformation()
 
 
+def arguments(
+    method: Method, tx: Any, model: Decoder, *, dtype: Any = None, devices: int = 1
+) -> tuple[Callable[[], Any], Callable[[], Any]]:
+    """Return functions that make the state and the batch of a step."""
+    key = jax.random.key(0)
+
+    def state() -> Any:
+        return init_train_state(tx, model.params(key, stacked=method.stacked, dtype=dtype), layered=method.layered)
+
+    return state, lambda: model.batch(key, method.rows * devices)
+
+
 def measure(method: Method, optimizer: str, model: Decoder) -> dict[str, float]:
     """Return the peak bytes of one step on one device, relative to the bytes of its share of the parameters, and its parts."""
     tx = transform_of(method, optimizer)
-    key = jax.random.key(0)
-    params = jax.eval_shape(lambda: model.params(key, stacked=method.stacked))
-    state = jax.eval_shape(lambda params: init_train_state(tx, params, layered=method.layered), params)
     devices = jax.device_count()
-    batch = jax.eval_shape(lambda: model.batch(key, method.rows * devices))
+    state, batch = map(jax.eval_shape, arguments(method, tx, model, devices=devices))
+    params = state.params
     if devices > 1:
         state = spread(state, method.stacked)
         batch = jax.ShapeDtypeStruct(batch.shape, batch.dtype, sharding=over_devices(0))

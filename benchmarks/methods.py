@@ -152,12 +152,11 @@ METHODS = {
         *of_penstock("AdamW"),
         *of_penstock("StableAdamW"),
         Method(
-            "penstock StableAdamW release, stochastic",
-            functools.partial(StableAdamW, compensation="stochastic"),
+            "penstock AdamW release, stochastic",
+            functools.partial(AdamW, compensation="stochastic"),
             released,
             module="penstock",
             dtypes=("bf16",),
-            rule="stable_adamw",
         ),
     )
 }

@@ -23,7 +23,19 @@ from penstock.core.atomic_write import replacing
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
-PACKAGES = ("penstock", "torch", "jax", "jaxlib", "optax", "numpy", "triton", "torch-optimi", "flashoptim", "torchao")
+PACKAGES = (
+    "penstock",
+    "torch",
+    "jax",
+    "jaxlib",
+    "optax",
+    "numpy",
+    "triton",
+    "torch-optimi",
+    "flashoptim",
+    "torchao",
+    "bitsandbytes",
+)
 
 
 # -- command lines and tables -------------------------------------------------------------------------------------------
@@ -39,9 +51,9 @@ def matching(names: Iterable[str], patterns: Sequence[str]) -> list[str]:
     return [name for name in names if any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns)]
 
 
-def print_tables(tables: Iterable[Table]) -> None:
-    """Print tables on stdout, 120 columns wide if that is not a terminal."""
-    console = Console(width=None if sys.stdout.isatty() else 120)
+def print_tables(tables: Iterable[Table], width: int = 120) -> None:
+    """Print tables on stdout, so many columns wide if that is not a terminal."""
+    console = Console(width=None if sys.stdout.isatty() else width)
     for table in tables:
         console.print(table)
 
@@ -103,7 +115,7 @@ def circumstances() -> dict[str, Any]:
         except metadata.PackageNotFoundError:
             continue
     specification = getattr(sys.modules["__main__"], "__spec__", None)
-    module = specification.name if specification else Path(sys.argv[0]).name
+    module = specification.name.removesuffix(".__main__") if specification else Path(sys.argv[0]).name
     return {
         "versions": versions | {"python": platform.python_version()},
         "machine": {"processor": processor_name(), "cores": os.cpu_count(), "system": platform.system()},

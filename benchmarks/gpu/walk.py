@@ -12,7 +12,7 @@ from benchmarks.support import failure
 
 from .setting import Setting
 
-ROUNDS = 10
+ROUNDS, OPTIMIZER = 10, "stable_adamw"
 MODEL = {"layers": 12, "width": 1024, "heads": 16, "context": 256}
 SCHEDULER = "xla_gpu_enable_latency_hiding_scheduler"
 
@@ -91,29 +91,13 @@ def _like(name: str, make: Any = None) -> Any:
     return method if make is None else dataclasses.replace(method, make=make)
 
 
-def _arguments(method: Any, model: Any, dtype: Any) -> tuple[Any, Any, Any]:
-    """Return the optimizer, and functions that make state and batch."""
-    import jax
-
-    from benchmarks.jax_memory import transform_of
-    from penstock.jax_frontend import init_train_state
-
-    tx = transform_of(method, "stable_adamw")
-    key = jax.random.key(0)
-
-    def state() -> Any:
-        params = model.params(key, stacked=method.stacked, dtype=dtype)
-        return init_train_state(tx, params, layered=method.layered)
-
-    return tx, state, lambda: model.batch(key, method.rows)
-
-
 def _compiled(method: Any, model: Any, dtype: Any, options: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
     import jax
 
-    from benchmarks.jax_memory import bytes_of, peak_of
+    from benchmarks.jax_memory import arguments, bytes_of, peak_of, transform_of
 
-    tx, state, batch = _arguments(method, model, dtype)
+    tx = transform_of(method, OPTIMIZER)
+    state, batch = arguments(method, tx, model, dtype=dtype)
     abstract = jax.eval_shape(state)
     started = time.perf_counter()
     made = method.make(tx, model).lower(abstract, jax.eval_shape(batch)).compile(compiler_options=options or None)
@@ -140,9 +124,11 @@ def _run(made: Any, method: Any, model: Any, dtype: Any, rounds: int) -> dict[st
     """Return the median milliseconds of a step, and the allocator's peak if these steps raised it."""
     import jax
 
+    from benchmarks.jax_memory import arguments, transform_of
+
     try:
         before = _allocated()
-        _, state, batch = _arguments(method, model, dtype)
+        state, batch = arguments(method, transform_of(method, OPTIMIZER), model, dtype=dtype)
         current, rows = jax.block_until_ready((jax.jit(state)(), batch()))
         taken = []
         for _ in range(rounds + 2):

@@ -13,7 +13,7 @@ from typing import Any, NoReturn, TextIO, TypeVar, cast
 from . import __version__
 
 T = TypeVar("T")
-COMMANDS = ("demo", "parity", "plan", "convert", "combinations")
+COMMANDS = ("demo", "parity", "plan", "bench", "convert", "combinations")
 """Modules of `penstock.commands`, each with `add_parser(subparsers)` and `run(arguments) -> int`."""
 
 

@@ -1,0 +1,1 @@
+"""`penstock bench`: penstock beside its peers on this machine, in one table, one JSON file and one figure."""
