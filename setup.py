@@ -15,13 +15,19 @@ ROOT = Path(__file__).parent
 [VERSION] = re.findall(r'^__version__ = "(.*)"$', (ROOT / "src/penstock/__init__.py").read_text(encoding="utf-8"), re.MULTILINE)
 REPOSITORY = os.environ.get("PENSTOCK_REPOSITORY", "").rstrip("/")
 URLS = {"Repository": "", "Changelog": "blob/HEAD/CHANGELOG.md", "Documentation": "blob/HEAD/docs/index.md", "Issues": "issues"}
-LINK = re.compile(r"\[([^\]]+)\]\((?!\w+:)([^)]+)\)")
+LINK = re.compile(r"(!?)\[([^\]]+)\]\((?!\w+:)([^)]+)\)")
 
 
 def readme(text: str, repository: str, version: str) -> str:
     """Return the README with its links into the repository made absolute, or made text where its address is not known."""
-    linked = rf"[\1]({repository}/blob/v{version}/\2)"
-    return LINK.sub(linked if repository else r"\1 (`\2`)", text)
+
+    def linked(match: re.Match[str]) -> str:
+        image, name, path = match.groups()
+        if repository:
+            return f"{image}[{name}]({repository}/{'raw' if image else 'blob'}/v{version}/{path})"
+        return name if image else f"{name} (`{path}`)"
+
+    return LINK.sub(linked, text)
 
 
 if __name__ == "__main__":

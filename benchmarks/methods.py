@@ -152,11 +152,12 @@ METHODS = {
         *of_penstock("AdamW"),
         *of_penstock("StableAdamW"),
         Method(
-            "penstock AdamW release, stochastic",
-            functools.partial(AdamW, compensation="stochastic"),
+            "penstock StableAdamW release, stochastic",
+            functools.partial(StableAdamW, compensation="stochastic"),
             released,
             module="penstock",
             dtypes=("bf16",),
+            rule="stable_adamw",
         ),
     )
 }

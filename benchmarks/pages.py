@@ -1,4 +1,4 @@
-"""The pages docs/benchmarks.md and docs/parity_report.md, of the figures in benchmarks/results alone.
+"""The pages docs/benchmarks.md and docs/parity_report.md, the README's tables and its figure, of benchmarks/results alone.
 
     python -m benchmarks.pages [--parity FILE]
 
@@ -13,11 +13,13 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
+from benchmarks.bench import figure, tables
 from benchmarks.support import RESULTS, ROOT, parser_of
 
 DOCS = ROOT / "docs"
 GIB, MIB = 2**30, 2**20
-BENCHMARKS, PARITY = "benchmarks.md", "parity_report.md"
+BENCHMARKS, PARITY, PNG = "benchmarks.md", "parity_report.md", "bench.png"
+README = ROOT / "README.md"
 
 
 def result(name: str) -> dict[str, Any]:
@@ -39,6 +41,67 @@ def conditions(name: str, content: dict[str, Any]) -> str:
     where = f"{machine['cores']} cores of {machine['processor']}. " if machine and "processor" in machine else ""
     versions = ", ".join(f"{package} {content['versions'][package]}" for package in ("torch", "jax", "optax", "torch-optimi"))
     return f"    {command}\n\n{where}{versions}. File: `benchmarks/results/{name}.json`."
+
+
+def sizes_table() -> str:
+    """Return the table of planned peaks by size, which the README has, too."""
+    rows = result("plan_sizes")["figures"]
+    columns = [name for name in next(iter(rows.values())) if name != "parameters"]
+    cells = [[size, *(f"{row[name] / GIB:.1f}" for name in columns)] for size, row in rows.items()]
+    return table(["peak of a step, GiB", *columns], cells)
+
+
+def sizes_conditions() -> str:
+    """Return the sentence under `sizes_table`."""
+    content = result("plan_sizes")
+    settings = content["settings"]
+    return (
+        f"Computed by `{content['command']}` for Llama's shapes in {settings['dtype']}, {settings['batch']} x "
+        f"{settings['sequence']} tokens, activation checkpointing; an allocator's rounding comes on top."
+    )
+
+
+def sizes() -> str:
+    """Return the section on sizes of models."""
+    content = conditions("plan_sizes", result("plan_sizes"))
+    return "\n\n".join(["## By size of the model", sizes_table(), sizes_conditions(), content])
+
+
+def figure_conditions() -> str:
+    """Return the sentence under the figure."""
+    content = result("bench")
+    memory, loss, trained = content["memory"]["model"], content["loss"], content["loss"]["model"]
+    steps = len(next(iter(loss["rows"].values())))
+    return (
+        f"`{content['command']}`, {content['machine']['cores']} CPU cores, torch {content['versions']['torch']}. Left: a Llama "
+        f"of {memory['layers']} layers, width {memory['width']}, 3 steps of 64 tokens, activation checkpointing, one process a "
+        f"bar. Right: {steps} steps of a byte-level transformer of {trained['layers']} layers and width {trained['width']} on "
+        f"the source of Python's standard library, learning rate {loss['lr']:g}, batch {loss['batch']}."
+    )
+
+
+def put_into_readme() -> str:
+    """Return the README with its tables and sentences of figures, each between its marks."""
+    text = README.read_text()
+    for name, made in {"sizes": f"{sizes_table()}\n\n{sizes_conditions()}", "figure": figure_conditions()}.items():
+        start = f"<!-- made by benchmarks.pages: {name} -->\n"
+        before, _, after = text.partition(start)
+        text = f"{before}{start}\n{made}\n\n<!-- end -->{after.partition('<!-- end -->')[2]}"
+    return text
+
+
+def beside_others() -> str:
+    """Return the section on `penstock bench`."""
+    content = result("bench")
+    parts = ["## Beside other libraries", f"![Peak bytes by method, and their losses]({PNG})", figure_conditions()]
+    for framework, heading, rows in (
+        ("torch", tables.TORCH, tables.torch_rows(content)),
+        ("jax", tables.JAX, tables.jax_rows(content)),
+    ):
+        if rows:
+            parts += [table(heading, rows), tables.note(framework, content)]
+    parts += [f"- {name} did not run: {reason}" for name, reason in content["skipped"].items()]
+    return "\n\n".join([*parts, conditions("bench", content)])
 
 
 def planned() -> str:
@@ -170,7 +233,7 @@ def benchmarks_page() -> str:
         "# Benchmarks\n\nEvery figure on this page is from a file in `benchmarks/results/`, and under each table is the "
         "command that writes it. None was measured on a GPU. Made by\n\n    python -m benchmarks.pages"
     )
-    return "\n\n".join([start, planned(), resident(), host_time(), step_time(), walk()]) + "\n"
+    return "\n\n".join([start, beside_others(), sizes(), planned(), resident(), host_time(), step_time(), walk()]) + "\n"
 
 
 def parity_page() -> str:
@@ -221,15 +284,17 @@ def without_rows(report: dict[str, Any]) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Write both pages."""
+    """Write the pages, the figure, and the README's figures."""
     parser = parser_of(__doc__)
     parser.add_argument("--parity", type=Path, metavar="FILE")
     given = parser.parse_args()
     if given.parity is not None:
         content = without_rows(json.loads(given.parity.read_text()))
         (RESULTS / "parity.json").write_text(json.dumps(content, indent=1) + "\n")
+    figure.draw(result("bench"), DOCS / PNG)
     for name, text in ((BENCHMARKS, benchmarks_page()), (PARITY, parity_page())):
         (DOCS / name).write_text(text)
+    README.write_text(put_into_readme())
 
 
 if __name__ == "__main__":

@@ -40,9 +40,9 @@ def check(settings: Settings) -> np.ndarray:
 
 
 def train_all(settings: Settings, parameters: Parameters, text: np.ndarray, console: Console) -> list[Run]:
-    """Train the four runs one after the other, from the same parameters and batches, with progress bars."""
+    """Train all runs one after the other, from the same parameters and batches, with progress bars."""
     batches = Batches(text, batch_size=settings.batch_size, context=settings.shape.context, seed=settings.seed)
-    trainings = {name: partial(torch_runs.train, name) for name in torch_runs.NAMES} | {jax_run.NAME: jax_run.train}
+    trainings = {name: partial(runner.train, name) for runner in (torch_runs, jax_run) for name in runner.WAYS}
     columns = (
         TextColumn("{task.description}"),
         BarColumn(),
@@ -53,7 +53,7 @@ def train_all(settings: Settings, parameters: Parameters, text: np.ndarray, cons
     runs = []
     with Progress(*columns, console=console) as progress:
         for name, train in trainings.items():
-            state = "compiling" if name == jax_run.NAME else "starting"
+            state = "compiling" if name in jax_run.WAYS else "starting"
             task = progress.add_task(f"{name:{max(map(len, trainings))}}", total=settings.steps, state=state)
             throughput = Throughput(settings.tokens_per_step)
 
@@ -107,12 +107,14 @@ def demonstrate(settings: Settings, console: Console) -> bool:
     started = time.perf_counter()
     parameters = initial_parameters(settings.shape, seed=settings.seed, dtype=settings.dtype)
     size, count = nbytes(parameters), sum(value.size for value in parameters.values())
-    model = f"{count / 1e6:.2f} million parameters, {settings.shape.layers} layers, {settings.dtype}, StableAdamW"
+    model = f"{count / 1e6:.2f} million parameters, {settings.shape.layers} layers, {settings.dtype}, AdamW"
     source = "the source of Python's standard library" if settings.text is None else str(settings.text)
     console.print(f"{model}; {settings.steps} steps on {source}", markup=False, soft_wrap=True)
     runs = train_all(settings, parameters, text, console)
     tokens = settings.steps * settings.tokens_per_step
-    console.print(closing_table(runs, tokens=tokens, model=f"{model}: {size / MIB:.2f} MiB of gradient in all"))
+    console.print(
+        closing_table(runs, tokens=tokens, model=f"{model}: {size / MIB:.2f} MiB of gradient in all", parameter_bytes=size)
+    )
     agreed = settings.dtype != "float64" or verdict(runs, settings.steps, console)
     figure.draw(runs, model=model, gradient_bytes=size, output=settings.output)
     seconds = time.perf_counter() - started

@@ -1,4 +1,4 @@
-"""The figure: the loss curves on top of each other, and the gradient memory over one backward pass."""
+"""The figure: loss curves on top of each other, the gradient memory of a backward pass, and the peak of a step in JAX."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ STYLES: tuple[dict[str, Any], ...] = (
     {"color": "#08519c", "linewidth": 2.2},
     {"color": "#fd8d3c", "linewidth": 1.6, "linestyle": (0, (4, 3))},
     {"color": "black", "linestyle": "none", "marker": "o", "markersize": 4.5, "markerfacecolor": "none"},
+    {"color": "#88419d", "linestyle": "none", "marker": "x", "markersize": 4.5},
 )
 
 
@@ -61,18 +62,19 @@ def draw(runs: Sequence[Run], *, model: str, gradient_bytes: int, output: Path) 
     Args:
         runs: at most as many as there are styles.
         model: a few words for the title.
-        gradient_bytes: of the gradients of all parameters together.
+        gradient_bytes: of the gradients of all parameters together; AdamW's two moments are as large each.
         output: file to write; its ending chooses the format.
 
     Raises:
         RefusedError: the file cannot be written after all.
     """
-    figure = Figure(figsize=(13, 5.4), dpi=120, layout="constrained")
+    figure = Figure(figsize=(17, 5.4), dpi=110, layout="constrained")
     FigureCanvasAgg(figure)
     figure.suptitle(f"One transformer, one initialisation, the same batches: {model}", fontsize=13)
-    loss_axes, memory_axes = figure.subplots(1, 2)
+    loss_axes, memory_axes, step_axes = figure.subplots(1, 3, width_ratios=(5, 5, 3))
     _draw_losses(loss_axes, runs)
     _draw_memory(memory_axes, runs, gradient_bytes)
+    _draw_steps(step_axes, runs, 3 * gradient_bytes)
     try:
         figure.savefig(output)
     except (OSError, ValueError, RuntimeError) as error:  # RuntimeError: a format whose helper program fails
@@ -113,4 +115,16 @@ def _draw_memory(axes: Any, runs: Sequence[Run], gradient_bytes: int) -> None:
     axes.set_ylim(0, 1.3 * gradient_bytes / MIB)
     axes.set_xlim(left=1)
     axes.grid(alpha=0.3)
+    axes.legend(loc="upper right")
+
+
+def _draw_steps(axes: Any, runs: Sequence[Run], kept_bytes: int) -> None:
+    """Draw the peak of a whole step of those runs that know it; `kept_bytes` are parameters and moments."""
+    known = [(run, style["color"]) for run, style in zip(runs, STYLES, strict=False) if run.peak_step_bytes is not None]
+    names = [run.name.removeprefix("JAX, ").replace(" ", "\n", 1) for run, _ in known]
+    values = [(run.peak_step_bytes or 0) / MIB for run, _ in known]
+    axes.bar_label(axes.bar(names, values, color=[colour for _, colour in known], width=0.6), fmt="%.0f", padding=2)
+    axes.axhline(kept_bytes / MIB, color="grey", linewidth=1, linestyle=":", label="parameters and moments")
+    axes.set(title="Peak of a whole step\n(JAX, XLA's analysis)", ylabel="MiB")
+    axes.tick_params(axis="x", labelsize=8)
     axes.legend(loc="upper right")

@@ -1,14 +1,16 @@
-"""The transformer in JAX. Its formulas are those of `torch_model`, in the same order; the layers are unrolled."""
+"""The transformer in JAX. Its formulas are those of `torch_model`, in the same order; layers are unrolled or stacked."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import Array
 
+from ..jax_frontend import LayerStack
 from .settings import ModelShape
 
 EPSILON = 1e-5  # of the layer norms
@@ -30,6 +32,27 @@ def make_loss(shape: ModelShape) -> Callable[[Mapping[str, Array], Array], Array
         return cross_entropy(parameters, x, batch)
 
     return loss
+
+
+def layer_stack(shape: ModelShape, *, rematerialised: bool = False) -> LayerStack:
+    """Return the same model of stacked layers, whose parameters are `stacked`; it may compute layers again in backward."""
+
+    def layer(parameters: Mapping[str, Array], x: Array) -> Array:
+        return apply_layer(parameters, x, shape.heads)
+
+    return LayerStack(embed=embedded, layer=jax.checkpoint(layer) if rematerialised else layer, loss=cross_entropy)
+
+
+def stacked(parameters: Mapping[str, Array], shape: ModelShape) -> dict[str, Any]:
+    """Return {"outer": ..., "layers": ...} of parameters by the names of the initialisation; leaves of layers have an axis."""
+    layers = [
+        {name.removeprefix(prefix): value for name, value in parameters.items() if name.startswith(prefix)}
+        for prefix in (f"layers.{number}." for number in range(shape.layers))
+    ]
+    return {
+        "outer": {name: value for name, value in parameters.items() if "." not in name},
+        "layers": jax.tree.map(lambda *leaves: jnp.stack(leaves), *layers),
+    }
 
 
 def embedded(parameters: Mapping[str, Array], batch: Array) -> Array:

@@ -1,9 +1,9 @@
-"""The run in JAX: one jitted step that donates its state, layers unrolled, so that XLA frees each gradient at once."""
+"""The runs in JAX: jitted steps that donate their state, of a model with stacked layers: a scan, and the walk."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -11,14 +11,22 @@ import jax
 import numpy as np
 
 from ..core.errors import InvalidArgumentError
-from ..jax_frontend import init_train_state, make_train_step, stable_adamw
+from ..jax_frontend import adamw, init_train_state, make_release_step, make_train_step
 from .initialisation import Parameters
-from .jax_model import make_loss
+from .jax_model import layer_stack, stacked
 from .results import Report, Run
-from .settings import Settings
+from .settings import ModelShape, Settings
 from .text import Batches
 
-NAME = "JAX, donated training step"
+SCAN, WALK = "JAX, scan that recomputes layers", "JAX, walk (gradient release)"
+
+Ways = dict[str, Callable[[ModelShape, Any], Any]]
+WAYS: Ways = {
+    SCAN: lambda shape, tx: make_train_step(layer_stack(shape, rematerialised=True), tx),  # as the walk does, too
+    WALK: lambda shape, tx: make_release_step(layer_stack(shape), tx),
+}
+"""By the name of the run: shape and transform -> step. Another run is another row."""
+WEIGHT_DECAY = 1e-2  # torch's default; Optax's is 1e-4
 
 
 def find_device(name: str) -> Any:
@@ -53,13 +61,14 @@ def configured(settings: Settings) -> Iterator[None]:
         yield
 
 
-def train(settings: Settings, parameters: Parameters, batches: Batches, report: Report) -> Run:
+def train(name: str, settings: Settings, parameters: Parameters, batches: Batches, report: Report) -> Run:
     """Train one run; arguments as in `torch_runs.train`. The seconds leave out compilation."""
     with configured(settings):
-        tx = stable_adamw(settings.learning_rate)
-        state = init_train_state(tx, {name: jax.numpy.asarray(value) for name, value in parameters.items()})
-        step = make_train_step(make_loss(settings.shape), tx).lower(state, batches.batch(0)).compile()
-        analysis = step.memory_analysis()
+        tx = adamw(settings.learning_rate, weight_decay=WEIGHT_DECAY)
+        params = stacked({name: jax.numpy.asarray(value) for name, value in parameters.items()}, settings.shape)
+        state = init_train_state(tx, params, layered=name == WALK)
+        step = WAYS[name](settings.shape, tx).lower(state, batches.batch(0)).compile()
+        peak = _peak(step.memory_analysis())
         losses = []
         start = time.perf_counter()
         for number in range(settings.steps):
@@ -67,5 +76,22 @@ def train(settings: Settings, parameters: Parameters, batches: Batches, report: 
             losses.append(float(metrics["loss"]))
             report(losses[-1])
         seconds = time.perf_counter() - start
-        final = {name: np.array(value) for name, value in state.params.items()}
-    return Run(NAME, losses, final, seconds, temporary_bytes=getattr(analysis, "temp_size_in_bytes", None))
+        final = _unstacked(jax.tree.map(np.array, state.params))
+    return Run(name, losses, final, seconds, peak_step_bytes=peak)
+
+
+def _peak(analysis: Any) -> int | None:
+    """Return the most bytes that a compiled program holds, or None if XLA does not tell."""
+    try:
+        outputs = analysis.output_size_in_bytes - analysis.alias_size_in_bytes
+        return int(analysis.argument_size_in_bytes + analysis.temp_size_in_bytes + outputs)
+    except AttributeError:
+        return None
+
+
+def _unstacked(params: dict[str, Any]) -> Parameters:
+    """Return parameters by the names of the initialisation."""
+    layers = params["layers"]
+    count = len(next(iter(layers.values())))
+    of_layers = {f"layers.{number}.{name}": value[number] for number in range(count) for name, value in layers.items()}
+    return {**params["outer"], **of_layers}

@@ -20,7 +20,8 @@ class Run:
     name: for people. losses: of every step, in nats per byte. parameters: after the last step. seconds: the training loop
     took. peak_gradient_bytes: most bytes of gradient alive at any moment of the run, measured; timeline: bytes alive at
     each arrival of a gradient in the last backward pass, and after it; None and empty for JAX, where nobody can look inside
-    a compiled step. temporary_bytes: what XLA sets aside for one step, activations included; None for PyTorch.
+    a compiled step. peak_step_bytes: most bytes that a compiled step holds (parameters, moments, gradients, activations), by
+    XLA's analysis; None for PyTorch, and where XLA does not tell.
     """
 
     name: str
@@ -29,7 +30,7 @@ class Run:
     seconds: float
     peak_gradient_bytes: int | None = None
     timeline: Sequence[int] = ()
-    temporary_bytes: int | None = None
+    peak_step_bytes: int | None = None
 
 
 def relative_difference(parameters: Parameters, reference: Parameters) -> float:

@@ -9,26 +9,27 @@ from rich.table import Table
 from .results import MIB, Run, relative_difference
 
 
-def closing_table(runs: Sequence[Run], *, tokens: int, model: str) -> Table:
+def closing_table(runs: Sequence[Run], *, tokens: int, model: str, parameter_bytes: int) -> Table:
     """Return the table of all runs, compared with the first.
 
     Args:
         runs: one or more; differences are relative to the first.
         tokens: that each run has learned from.
         model: a few words for the title.
+        parameter_bytes: of all parameters; the two moments of AdamW are as large each.
     """
     reference = runs[0]
     table = Table(
         title=model,
         caption=(
             "Difference: the largest over all tensors of max|p - p1|/max|p1|, p1 being the parameters of the first run. "
-            "Gradient alive: peak over the whole run, counted by storage. XLA temporaries: all that one compiled step "
-            "allocates, activations included, so it cannot be compared with the column beside it."
+            "Gradient alive: peak over the whole run, counted by storage. Whole step: most bytes that a compiled step holds, "
+            f"by XLA's analysis: parameters and moments ({_mebibytes(3 * parameter_bytes)}), gradients and activations."
         ),
         caption_justify="left",
     )
     table.add_column("run")
-    for heading in ("final loss", "tokens/s", "difference\nfrom first run", "gradient alive,\npeak", "XLA\ntemporaries"):
+    for heading in ("final loss", "tokens/s", "difference\nfrom first run", "gradient alive,\npeak", "whole step,\npeak (JAX)"):
         table.add_column(heading, justify="right")
     for run in runs:
         difference = relative_difference(run.parameters, reference.parameters)
@@ -38,7 +39,7 @@ def closing_table(runs: Sequence[Run], *, tokens: int, model: str) -> Table:
             f"{tokens / run.seconds:,.0f}",
             "-" if run is reference else "0 (bitwise)" if difference == 0 else f"{difference:.1e}",
             _mebibytes(run.peak_gradient_bytes),
-            _mebibytes(run.temporary_bytes),
+            _mebibytes(run.peak_step_bytes),
         )
     return table
 

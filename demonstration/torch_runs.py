@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import dataclasses
 import time
+from collections.abc import Callable
 from contextlib import ExitStack
 
 import torch
 
 from ..core.errors import InvalidArgumentError
 from ..planner.live_gradients import LiveGradientMeter
-from ..torch_frontend import StableAdamW, release_gradients
+from ..torch_frontend import AdamW, release_gradients
 from .initialisation import Parameters
 from .results import Report, Run
 from .settings import Settings
@@ -19,7 +21,22 @@ from .torch_model import Transformer
 ZEROED = "PyTorch, zero_grad(set_to_none=False)"
 DROPPED = "PyTorch, zero_grad(set_to_none=True)"
 RELEASED = "PyTorch, gradient release"
-NAMES = (ZEROED, DROPPED, RELEASED)
+
+
+@dataclasses.dataclass(frozen=True)
+class Way:
+    """A way to train.
+
+    set_to_none: of zero_grad(). released: under gradient release. optimizer: takes the parameters, and lr.
+    """
+
+    set_to_none: bool = True
+    released: bool = False
+    optimizer: Callable[..., torch.optim.Optimizer] = AdamW
+
+
+WAYS = {ZEROED: Way(set_to_none=False), DROPPED: Way(), RELEASED: Way(released=True)}
+"""By the name of the run. Another run is another row."""
 
 
 def find_device(name: str) -> torch.device:
@@ -43,20 +60,20 @@ def train(name: str, settings: Settings, parameters: Parameters, batches: Batche
     """Train one run.
 
     Args:
-        name: one of `NAMES`.
+        name: one of `WAYS`.
         settings: of the demonstration.
         parameters: to start from; left as they are.
         batches: what to train on.
         report: called after every step with its loss.
     """
-    device = find_device(settings.device)
+    way, device = WAYS[name], find_device(settings.device)
     model = Transformer(parameters, settings.shape).to(device)
-    optimizer = StableAdamW(model.parameters(), lr=settings.learning_rate)
+    optimizer = way.optimizer(model.parameters(), lr=settings.learning_rate)
     losses: list[float] = []
     timeline: list[int] = []
     with ExitStack() as stack:
         meter = stack.enter_context(LiveGradientMeter(model.named_parameters()))
-        if name == RELEASED:
+        if way.released:
             stack.enter_context(release_gradients(model, optimizer))
         start = time.perf_counter()
         for step in range(settings.steps):
@@ -65,7 +82,7 @@ def train(name: str, settings: Settings, parameters: Parameters, batches: Batche
             loss.backward()  # with release, the parameters are updated here
             timeline = [*(arrival.live_bytes for arrival in meter.timeline), meter.live()]
             optimizer.step()
-            optimizer.zero_grad(set_to_none=name != ZEROED)
+            optimizer.zero_grad(set_to_none=way.set_to_none)
             losses.append(loss.item())
             report(losses[-1])
         seconds = time.perf_counter() - start

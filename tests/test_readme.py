@@ -5,19 +5,36 @@ from __future__ import annotations
 import re
 
 import pytest
-from tests.support.examples import ROOT, examples, run
+from benchmarks import pages
+from benchmarks.bench import figure
+from tests.support.examples import ROOT, run
 
 README = (ROOT / "README.md").read_text()
-EXAMPLES = examples("../README.md")
+EXAMPLES = dict(zip(("PyTorch", "JAX"), re.findall(r"```python\n(.*?)```", README, re.DOTALL), strict=True))
 
 
-@pytest.mark.parametrize("way", EXAMPLES)
-def test_examples_run(way: str) -> None:
-    run(way, EXAMPLES[way])
+@pytest.mark.parametrize("framework", EXAMPLES)
+def test_examples_run_and_are_short(framework: str) -> None:
+    if framework == "JAX":
+        pytest.importorskip("optax")
+    run(framework, EXAMPLES[framework])
+    assert EXAMPLES[framework].count("\n") <= 16
 
 
-def test_there_is_an_example_for_each_way_of_use() -> None:
-    assert len(EXAMPLES) == README.count("```python") == 3
+def test_its_figures_are_those_of_the_results() -> None:
+    assert pages.put_into_readme() == README, "make it again: python -m benchmarks.pages"
+
+
+def test_the_figure_shows_the_results() -> None:
+    """The picture holds a number of what it shows: drawing it again gives other bytes with another matplotlib."""
+    picture = (ROOT / "docs" / pages.PNG).read_bytes()
+    assert figure.digest(pages.result("bench")).encode() in picture, "make it again: python -m benchmarks.pages"
+
+
+def test_figures_in_its_sentences_are_those_of_the_results() -> None:
+    steps = pages.result("peak_memory_jax")["figures"]
+    scan, walk = (f"{steps[name]['adamw']['peak_over_parameters']:.2f}" for name in ("scan", "make_release_step"))
+    assert f"a donated scan\n{scan}, the walk {walk}, where" in README
 
 
 def test_the_commands_it_names_exist() -> None:

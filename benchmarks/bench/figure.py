@@ -14,13 +14,13 @@ from matplotlib.figure import Figure
 from .tables import peak_per_parameter
 
 ROWS = (
-    ("torch AdamW", "torch AdamW fused plain", "fp32", "#9ecae1"),
-    ("torch AdamW, one in each hook", "torch AdamW fused in hooks", "fp32", "#08519c"),
+    ("float32: torch AdamW", "torch AdamW fused plain", "fp32", "#9ecae1"),
+    ("torch AdamW in hooks", "torch AdamW fused in hooks", "fp32", "#08519c"),
     ("optimi AdamW, released", "optimi AdamW release", "fp32", "#fd8d3c"),
     ("penstock AdamW, released", "penstock AdamW release, default", "fp32", "#000000"),
-    ("torch AdamW, bfloat16", "torch AdamW fused plain", "bf16", "#c7e9c0"),
-    ("penstock AdamW, released, bfloat16, exact", "penstock AdamW release, default", "bf16", "#006d2c"),
-    ("penstock AdamW, released, bfloat16, stochastic", "penstock AdamW release, stochastic", "bf16", "#88419d"),
+    ("bfloat16: torch AdamW", "torch AdamW fused plain", "bf16", "#a1d99b"),
+    ("penstock StableAdamW, released, exact", "penstock StableAdamW release, default", "bf16", "#006d2c"),
+    ("penstock StableAdamW, released, stochastic", "penstock StableAdamW release, stochastic", "bf16", "#88419d"),
 )
 """Label, method of `benchmarks.methods`, dtype and colour. Another method is another row."""
 

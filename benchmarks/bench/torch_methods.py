@@ -29,8 +29,8 @@ NAMES = (
     "bitsandbytes AdamW8bit plain",
     "penstock AdamW plain, default",
     "penstock AdamW release, default",
-    "penstock AdamW release, stochastic",
     "penstock StableAdamW release, default",
+    "penstock StableAdamW release, stochastic",
 )
 """Rows of `benchmarks.methods`. Another one is another name here."""
 

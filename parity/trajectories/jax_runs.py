@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from ... import jax_frontend
-from ...demonstration.jax_model import apply_layer, cross_entropy, embedded, make_loss
+from ...demonstration.jax_model import layer_stack, make_loss, stacked
 from ..backends.jax_arguments import Recipe, float64, held_of
 from ..backends.protocol import Held
 from ..cases import Storage
@@ -58,10 +58,7 @@ class StackedTrajectory(UnrolledTrajectory):
     """The model with stacked layers, under `make_release_step`."""
 
     def _made(self, tx: Any, parameters: dict[str, Any]) -> tuple[Any, Any]:
-        def layer(parameters: Mapping[str, Any], x: Any) -> Any:
-            return apply_layer(parameters, x, SHAPE.heads)
-
-        stack = jax_frontend.LayerStack(embed=embedded, layer=layer, loss=cross_entropy)
+        stack = layer_stack(SHAPE)
         step = jax_frontend.make_release_step(
             stack,
             tx,
@@ -69,15 +66,7 @@ class StackedTrajectory(UnrolledTrajectory):
             max_norm=self.case.max_norm,
             accumulation="state" if self.case.mode == "state" else None,
         )
-        layers = [
-            {name.removeprefix(prefix): value for name, value in parameters.items() if name.startswith(prefix)}
-            for prefix in (f"layers.{number}." for number in range(SHAPE.layers))
-        ]
-        stacked = {
-            "outer": {name: value for name, value in parameters.items() if "." not in name},
-            "layers": jax.tree.map(lambda *leaves: jnp.stack(leaves), *layers),
-        }
-        return jax_frontend.init_train_state(tx, stacked, stack=stack), step
+        return jax_frontend.init_train_state(tx, stacked(parameters, SHAPE), stack=stack), step
 
     def held(self) -> dict[str, Held]:
         params, state = self.state.params, self.state.opt_state

@@ -44,8 +44,8 @@ def batches(settings: Settings) -> Batches:
 def train(name: str, settings: Settings) -> Run:
     parameters = initial_parameters(settings.shape, seed=settings.seed, dtype=settings.dtype)
     reported: list[float] = []
-    if name == jax_run.NAME:
-        run = jax_run.train(settings, parameters, batches(settings), reported.append)
+    if name in jax_run.WAYS:
+        run = jax_run.train(name, settings, parameters, batches(settings), reported.append)
     else:
         run = torch_runs.train(name, settings, parameters, batches(settings), reported.append)
     assert reported == list(run.losses)
@@ -111,18 +111,21 @@ def test_release_keeps_few_gradients_alive_and_plain_training_all() -> None:
 
 def test_all_runs_agree_in_float64() -> None:
     settings = dataclasses.replace(SETTINGS, steps=100, dtype="float64")
-    runs = [train(name, settings) for name in (torch_runs.DROPPED, torch_runs.RELEASED, jax_run.NAME)]
+    runs = [train(name, settings) for name in (torch_runs.DROPPED, torch_runs.RELEASED, jax_run.SCAN, jax_run.WALK)]
     assert runs[0].losses[-1] < runs[0].losses[0] - 1
     for run in runs:
         assert all(value.dtype == np.float64 for value in run.parameters.values())
         assert relative_difference(run.parameters, runs[0].parameters) <= AGREEMENT
-    assert runs[-1].temporary_bytes is not None
+    scan, walk = (run.peak_step_bytes for run in runs[-2:])
+    assert scan is not None
+    assert walk is not None
+    assert 3 * nbytes(initial_parameters(SHAPE, seed=0, dtype="float64")) < walk < scan
     assert jax.numpy.zeros(()).dtype == np.float32  # float64 was for that run only
 
 
 def test_float32_runs_start_together_in_both_frameworks() -> None:
     settings = dataclasses.replace(SETTINGS, steps=1)
-    ours, theirs = train(torch_runs.DROPPED, settings), train(jax_run.NAME, settings)
+    ours, theirs = train(torch_runs.DROPPED, settings), train(jax_run.SCAN, settings)
     assert ours.losses[0] == pytest.approx(theirs.losses[0], rel=1e-6)
     assert theirs.parameters["head"].dtype == np.float32
 
