@@ -54,7 +54,7 @@ def chunks(batch: PyTree, microbatches: int, whole: Collection[str] = ()) -> PyT
         if not leaf.shape or leaf.shape[0] % microbatches:
             raise InvalidArgumentError(
                 f"microbatches={microbatches} does not divide the leading axis of batch{jax.tree_util.keystr(path)}, which has "
-                f"shape {leaf.shape}; give every array of the batch a leading axis of rows, a multiple of microbatches. "
+                f"shape {leaf.shape}; give every array of the batch a leading axis of rows, a multiple of microbatches."
                 f"{_remedy(names[path])}"
             )
         rows.setdefault(leaf.shape[0], path)
@@ -62,7 +62,7 @@ def chunks(batch: PyTree, microbatches: int, whole: Collection[str] = ()) -> PyT
             (most, one), (least, other) = sorted(rows.items(), reverse=True)
             raise InvalidArgumentError(
                 f"batch{jax.tree_util.keystr(one)} has {most} rows and batch{jax.tree_util.keystr(other)} {least}; split into "
-                f"microbatches={microbatches}, they would not belong together. Give all arrays as many rows. "
+                f"microbatches={microbatches}, they would not belong together. Give all arrays as many rows."
                 f"{_remedy(names[other])}"
             )
         # A micro-batch is every microbatches-th row, so that rows sharded over devices stay there.
@@ -76,4 +76,5 @@ def _within(name: str, root: str) -> bool:
 
 
 def _remedy(name: str) -> str:
-    return f"What each micro-batch needs as it is, name in whole=({name!r},)."
+    """Return how to give an array to every micro-batch whole; nothing for a batch that is a single array."""
+    return f" What each micro-batch needs as it is, name in whole=({name!r},)." if name else ""

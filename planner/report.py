@@ -24,7 +24,7 @@ def title(training: Training, plans: Sequence[Plan]) -> str:
 
 
 def table(plans: Sequence[Plan]) -> list[list[str]]:
-    """Return the headings, and a line for each mode: the peak, its parts, and the difference from plain (or the first mode)."""
+    """Return the headings, and a line for each mode: the peak, its parts, and how much less than plain (or the first mode)."""
     _, size = _unit(plans)
 
     def shown(nbytes: int) -> str:
@@ -39,7 +39,7 @@ def table(plans: Sequence[Plan]) -> list[list[str]]:
         "gradients",
         "activations,\ntemporaries",
         "peak\ngradients",
-        "saved",
+        f"less than\n{base.mode}",
     ]
     return [
         [*headings, "result"],
@@ -81,6 +81,7 @@ def summary(shape: LlamaShape, training: Training, plans: Sequence[Plan]) -> lis
         f"{counted(shape.parameters)} parameters in {shape.layers} layers. {training.optimizer} keeps {training.kept_bytes} "
         f"bytes for each {choice}: {kept}. {sequences} of {training.sequence} tokens{micro}, {checkpointing} "
         "activation checkpointing.",
+        *_cheaper(training),
         *(
             [f"torch's own AdamW keeps {of_torch} bytes for each: parameter and moments in {training.dtype}, no compensation."]
             if any(plan.mode == "torch" for plan in plans)
@@ -89,6 +90,17 @@ def summary(shape: LlamaShape, training: Training, plans: Sequence[Plan]) -> lis
         "The update allocates nothing (as a fused kernel's); workspaces inside kernels, an allocator's rounding and its "
         "fragmentation are not counted. Gradients that backward is about to hand over count as temporaries at the peak; "
         "'peak gradients' is the release's own account over the whole step.",
+    ]
+
+
+def _cheaper(training: Training) -> list[str]:
+    """Return what the lost bits cost, and the setting without them, where bfloat16 parameters keep them."""
+    if training.dtype != "bfloat16" or "compensation" not in training.kept:
+        return []
+    stochastic = dataclasses.replace(training, compensation="stochastic")
+    return [
+        f"The compensation keeps the bits that bfloat16 parameters lose. --compensation stochastic keeps "
+        f"{stochastic.kept_bytes} bytes for each, and small steps are right in the mean; none keeps as many, and loses them."
     ]
 
 

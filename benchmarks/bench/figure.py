@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import statistics
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -19,11 +20,12 @@ ROWS = (
     ("optimi AdamW, released", "optimi AdamW release", "fp32", "#fd8d3c"),
     ("penstock AdamW, released", "penstock AdamW release, default", "fp32", "#000000"),
     ("bfloat16: torch AdamW", "torch AdamW fused plain", "bf16", "#a1d99b"),
-    ("penstock StableAdamW, released, exact", "penstock StableAdamW release, default", "bf16", "#006d2c"),
+    ("penstock StableAdamW, released, split", "penstock StableAdamW release, default", "bf16", "#006d2c"),
     ("penstock StableAdamW, released, stochastic", "penstock StableAdamW release, stochastic", "bf16", "#88419d"),
 )
 """Label, method of `benchmarks.methods`, dtype and colour. Another method is another row."""
 
+LAST = 50
 PAIRS = tuple((name, dtype) for _, name, dtype, _ in ROWS)
 
 
@@ -65,7 +67,10 @@ def draw(result: Mapping[str, Any], path: Path) -> None:
     for number, (label, row) in enumerate(rows.items()):
         broad = 5.0 if number == 0 else 1.6
         curves.plot(range(1, len(row["losses"]) + 1), row["losses"], label=label, color=row["colour"], linewidth=broad)
-    curves.set(title="Loss of the same methods\n(a small transformer, one initialisation, same batches)", xlabel="step")
+    means = [statistics.fmean(row["losses"][-LAST:]) for row in rows.values()]
+    spread = f"{min(means):.2f} to {max(means):.2f}"
+    title = f"Loss of the same methods, same start and batches\n(mean of the last {LAST} steps: {spread})"
+    curves.set(title=title, xlabel="step")
     curves.set_ylabel("cross entropy, nats per byte")
     curves.grid(alpha=0.3)
     curves.legend(fontsize=8)

@@ -31,6 +31,8 @@ def test_every_mode_is_printed_and_written(tmp_path: Path, capsys: pytest.Captur
     assert content["training"]["kept"]["compensation"] == "int16"
     assert "StableAdamW with its defaults" in printed
     assert "4.78 thousand parameters in 2 layers" in printed
+    assert "less than\n" in printed
+    assert "--compensation stochastic keeps 6 bytes for each" in printed
 
 
 @pytest.mark.parametrize(
@@ -54,6 +56,7 @@ def test_one_mode_may_be_chosen(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", *TINY, "--mode", "release", "--optimizer", "AdamW", "--compensation", "none"]) == 0
     printed, _ = capsys.readouterr()
     assert "AdamW(compensation='none')" in printed
+    assert "stochastic" not in printed
     assert "release" in printed
     assert "guard" not in printed
 

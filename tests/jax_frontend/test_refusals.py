@@ -243,6 +243,10 @@ BATCHES: dict[str, Row] = {
     "empty": (lambda: release(data={}), "batch has no arrays"),
     "not divisible": (lambda: release(microbatches=3), r"microbatches=3 does not divide.*\['\w+'\].*\(8, 6\)"),
     "not divisible, unrolled": (lambda: train(microbatches=3), r"microbatches=3 does not divide.*\['\w+'\].*\(8"),
+    "not divisible, a single array": (
+        lambda: train(data=jnp.ones((8, 3)), microbatches=3),
+        r"leading axis of batch, which.*multiple of microbatches\.(\n|$)",
+    ),
     "of unequal rows": (
         lambda: train(data={**rows(), "mask": jnp.ones(4, bool)}, microbatches=2),
         r"\['mask'\] 4; split into microbatches=2.*belong together.*whole=\('mask',\)",
