@@ -18,6 +18,7 @@ STYLES: tuple[dict[str, Any], ...] = (
     {"color": "#9ecae1", "linewidth": 6.0, "solid_capstyle": "round"},
     {"color": "#08519c", "linewidth": 2.2},
     {"color": "#fd8d3c", "linewidth": 1.6, "linestyle": (0, (4, 3))},
+    {"color": "#238b45", "linewidth": 1.2, "linestyle": (0, (1, 2))},
     {"color": "black", "linestyle": "none", "marker": "o", "markersize": 4.5, "markerfacecolor": "none"},
     {"color": "#88419d", "linestyle": "none", "marker": "x", "markersize": 4.5},
 )
@@ -112,7 +113,7 @@ def _draw_memory(axes: Any, runs: Sequence[Run], gradient_bytes: int) -> None:
         xlabel="gradients that have arrived, from the last layer to the first",
         ylabel="gradient alive (MiB)",
     )
-    axes.set_ylim(0, 1.3 * gradient_bytes / MIB)
+    axes.set_ylim(0, 1.45 * gradient_bytes / MIB)
     axes.set_xlim(left=1)
     axes.grid(alpha=0.3)
     axes.legend(loc="upper right")
@@ -126,5 +127,6 @@ def _draw_steps(axes: Any, runs: Sequence[Run], kept_bytes: int) -> None:
     axes.bar_label(axes.bar(names, values, color=[colour for _, colour in known], width=0.6), fmt="%.0f", padding=2)
     axes.axhline(kept_bytes / MIB, color="grey", linewidth=1, linestyle=":", label="parameters and moments")
     axes.set(title="Peak of a whole step\n(JAX, XLA's analysis)", ylabel="MiB")
+    axes.set_ylim(top=1.3 * max([*values, kept_bytes / MIB]))
     axes.tick_params(axis="x", labelsize=8)
     axes.legend(loc="upper right")

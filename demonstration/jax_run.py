@@ -77,7 +77,8 @@ def train(name: str, settings: Settings, parameters: Parameters, batches: Batche
             report(losses[-1])
         seconds = time.perf_counter() - start
         final = _unstacked(jax.tree.map(np.array, state.params))
-    return Run(name, losses, final, seconds, peak_step_bytes=peak)
+        of_state = sum(leaf.nbytes for leaf in jax.tree.leaves(state.opt_state))
+    return Run(name, losses, final, seconds, peak_step_bytes=peak, state_bytes=of_state)
 
 
 def _peak(analysis: Any) -> int | None:

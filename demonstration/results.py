@@ -21,7 +21,7 @@ class Run:
     took. peak_gradient_bytes: most bytes of gradient alive at any moment of the run, measured; timeline: bytes alive at
     each arrival of a gradient in the last backward pass, and after it; None and empty for JAX, where nobody can look inside
     a compiled step. peak_step_bytes: most bytes that a compiled step holds (parameters, moments, gradients, activations), by
-    XLA's analysis; None for PyTorch, and where XLA does not tell.
+    XLA's analysis; None for PyTorch, and where XLA does not tell. state_bytes: that the optimizer keeps from step to step.
     """
 
     name: str
@@ -31,6 +31,7 @@ class Run:
     peak_gradient_bytes: int | None = None
     timeline: Sequence[int] = ()
     peak_step_bytes: int | None = None
+    state_bytes: int | None = None
 
 
 def relative_difference(parameters: Parameters, reference: Parameters) -> float:

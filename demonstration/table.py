@@ -29,7 +29,8 @@ def closing_table(runs: Sequence[Run], *, tokens: int, model: str, parameter_byt
         caption_justify="left",
     )
     table.add_column("run")
-    for heading in ("final loss", "tokens/s", "difference\nfrom first run", "gradient alive,\npeak", "whole step,\npeak (JAX)"):
+    memory = ("optimizer\nstate", "gradient alive,\npeak", "whole step,\npeak (JAX)")
+    for heading in ("final loss", "tokens/s", "difference\nfrom first run", *memory):
         table.add_column(heading, justify="right")
     for run in runs:
         difference = relative_difference(run.parameters, reference.parameters)
@@ -38,6 +39,7 @@ def closing_table(runs: Sequence[Run], *, tokens: int, model: str, parameter_byt
             f"{run.losses[-1]:.6f}",
             f"{tokens / run.seconds:,.0f}",
             "-" if run is reference else "0 (bitwise)" if difference == 0 else f"{difference:.1e}",
+            _mebibytes(run.state_bytes),
             _mebibytes(run.peak_gradient_bytes),
             _mebibytes(run.peak_step_bytes),
         )

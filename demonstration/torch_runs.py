@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -12,6 +13,7 @@ import torch
 from ..core.errors import InvalidArgumentError
 from ..planner.live_gradients import LiveGradientMeter
 from ..torch_frontend import AdamW, release_gradients
+from ..torch_frontend.releasable import ReleasableOptimizer
 from .initialisation import Parameters
 from .results import Report, Run
 from .settings import Settings
@@ -21,21 +23,29 @@ from .torch_model import Transformer
 ZEROED = "PyTorch, zero_grad(set_to_none=False)"
 DROPPED = "PyTorch, zero_grad(set_to_none=True)"
 RELEASED = "PyTorch, gradient release"
+CODED = "PyTorch, release, 8-bit moments"
 
 
 @dataclasses.dataclass(frozen=True)
 class Way:
     """A way to train.
 
-    set_to_none: of zero_grad(). released: under gradient release. optimizer: takes the parameters, and lr.
+    set_to_none: of zero_grad(). released: under gradient release. optimizer: takes the parameters, and lr. exact: the numbers
+    are those of the others; what is not is left out where runs must agree.
     """
 
     set_to_none: bool = True
     released: bool = False
-    optimizer: Callable[..., torch.optim.Optimizer] = AdamW
+    optimizer: Callable[..., ReleasableOptimizer] = AdamW
+    exact: bool = True
 
 
-WAYS = {ZEROED: Way(set_to_none=False), DROPPED: Way(), RELEASED: Way(released=True)}
+WAYS = {
+    ZEROED: Way(set_to_none=False),
+    DROPPED: Way(),
+    RELEASED: Way(released=True),
+    CODED: Way(released=True, optimizer=functools.partial(AdamW, state_dtype="8bit"), exact=False),
+}
 """By the name of the run. Another run is another row."""
 
 
@@ -86,4 +96,13 @@ def train(name: str, settings: Settings, parameters: Parameters, batches: Batche
             losses.append(loss.item())
             report(losses[-1])
         seconds = time.perf_counter() - start
-    return Run(name, losses, model.to_numpy(), seconds, peak_gradient_bytes=meter.peak, timeline=timeline)
+    tensors = [value for kept in optimizer.state.values() for value in kept.values() if isinstance(value, torch.Tensor)]
+    return Run(
+        name,
+        losses,
+        model.to_numpy(),
+        seconds,
+        peak_gradient_bytes=meter.peak,
+        timeline=timeline,
+        state_bytes=sum(tensor.nbytes for tensor in tensors),
+    )

@@ -95,6 +95,17 @@ def test_released_equals_plain_bitwise() -> None:
     assert plain.losses[-1] < plain.losses[0]
 
 
+def test_8_bit_moments_train_to_the_same_loss_with_less_state() -> None:
+    settings = dataclasses.replace(SETTINGS, steps=20)
+    plain, coded = (train(name, settings) for name in (torch_runs.DROPPED, torch_runs.CODED))
+    assert coded.losses[0] == plain.losses[0]
+    assert coded.losses[-1] == pytest.approx(plain.losses[-1], rel=2e-2)
+    assert relative_difference(coded.parameters, plain.parameters) > 0
+    assert plain.state_bytes is not None
+    assert coded.state_bytes is not None
+    assert coded.state_bytes < 0.75 * plain.state_bytes  # small tensors keep float32
+
+
 def test_release_keeps_few_gradients_alive_and_plain_training_all() -> None:
     parameters = initial_parameters(SHAPE, seed=0, dtype="float32")
     everything, largest = nbytes(parameters), max(value.nbytes for value in parameters.values())
