@@ -152,6 +152,20 @@ METHODS = {
         *of_penstock("AdamW"),
         *of_penstock("StableAdamW"),
         Method(
+            "penstock AdamW release, 8-bit",
+            functools.partial(AdamW, state_dtype="8bit"),
+            released,
+            module="penstock",
+            compensation="split",
+        ),
+        Method(
+            "penstock AdamW release, 8-bit, stochastic",
+            functools.partial(AdamW, state_dtype="8bit", compensation="stochastic"),
+            released,
+            module="penstock",
+            dtypes=("bf16",),
+        ),
+        Method(
             "penstock StableAdamW release, stochastic",
             functools.partial(StableAdamW, compensation="stochastic"),
             released,

@@ -93,9 +93,10 @@ def test_there_is_one_version() -> None:
 def test_links_of_the_packages_readme_are_absolute_or_text() -> None:
     setup, text = loaded(SETUP), (ROOT / "README.md").read_text()
     assert "](docs/" in text
-    assert not re.findall(r"\]\((?!https?:)", setup.readme(text, "", "1.2"))
+    assert not re.findall(r"\]\((?!https?:)|!\[", setup.readme(text, "", "1.2"))
     absolute = setup.readme(text, "https://example.org/penstock", "1.2")
     assert "](https://example.org/penstock/blob/v1.2/docs/pytorch.md)" in absolute
+    assert "](https://example.org/penstock/raw/v1.2/docs/bench.png)" in absolute  # a picture, not a page with one
     assert len(re.findall(r"\]\(https?:", absolute)) == text.count("](")
 
 

@@ -22,6 +22,8 @@ ROWS = (
     ("bfloat16: torch AdamW", "torch AdamW fused plain", "bf16", "#a1d99b"),
     ("penstock StableAdamW, released, split", "penstock StableAdamW release, default", "bf16", "#006d2c"),
     ("penstock StableAdamW, released, stochastic", "penstock StableAdamW release, stochastic", "bf16", "#88419d"),
+    ("penstock AdamW, released, 8-bit moments", "penstock AdamW release, 8-bit", "bf16", "#dd3497"),
+    ("penstock AdamW, released, 8-bit, stochastic", "penstock AdamW release, 8-bit, stochastic", "bf16", "#7f2704"),
 )
 """Label, method of `benchmarks.methods`, dtype and colour. Another method is another row."""
 

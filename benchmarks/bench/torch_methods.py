@@ -29,6 +29,8 @@ NAMES = (
     "bitsandbytes AdamW8bit plain",
     "penstock AdamW plain, default",
     "penstock AdamW release, default",
+    "penstock AdamW release, 8-bit",
+    "penstock AdamW release, 8-bit, stochastic",
     "penstock StableAdamW release, default",
     "penstock StableAdamW release, stochastic",
 )
@@ -100,7 +102,10 @@ def _error(method: Method, dtype: str, steps: int) -> float:
     def make(parameters: Any, h: Any) -> torch.optim.Optimizer:
         return method.make(parameters, lr=h.learning_rate, betas=(h.beta1, h.beta2), eps=h.eps, weight_decay=h.weight_decay)
 
-    parity.register(parity.torch_optimizer(method.name, {method.rule: make}, [dtype]))
+    def kept(optimizer: Any, parameter: Any) -> dict[str, torch.Tensor]:
+        return {} if compensation == "none" else {"compensation": optimizer.state[parameter]["compensation"]}
+
+    parity.register(parity.torch_optimizer(method.name, {method.rule: make}, {dtype: compensation}, kept=kept))
     try:
         return _first(parity.run([method.name], case, [steps]))
     finally:

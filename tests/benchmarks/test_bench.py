@@ -51,6 +51,7 @@ def test_every_method_is_measured_or_named_with_the_reason(
 
 def test_the_figure_shows_the_memory_and_the_losses_of_the_json(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(resident, "measure", lambda names, dtypes, model: {dtype: {OURS: BYTES} for dtype in dtypes})
+    monkeypatch.setattr(figure, "ROWS", (("wide", OURS, "fp32", "#000000"), ("low", OURS, "bf16", "#000000")))
     monkeypatch.setattr(figure, "PAIRS", ((OURS, "fp32"), (OURS, "bf16"), (HOOKS, "fp32")))
     result = run(monkeypatch, tmp_path, "memory", "loss")
     assert set(result["loss"]["rows"]) == {f"{OURS}, fp32", f"{OURS}, bf16", f"{HOOKS}, fp32"}
@@ -58,7 +59,10 @@ def test_the_figure_shows_the_memory_and_the_losses_of_the_json(tmp_path: Path, 
         pytest.approx(loss, rel=1e-4) for loss in result["loss"]["rows"][f"{HOOKS}, fp32"][1:]
     ]
     shown = figure.drawn(result)
-    assert {row["bytes"] for row in shown.values()} == {12.0, 6.0}  # 4 and 2 for the parameter, and twice that above
+    assert {label: row["bytes"] for label, row in shown.items()} == {
+        "wide": 12.0,
+        "low": 6.0,
+    }  # 4 and 2 for the parameter, and twice that above
     assert figure.digest(result).encode() in (tmp_path / "bench.png").read_bytes()
 
 
