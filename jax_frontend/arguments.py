@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import numbers
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from ..core import compensation as compensations
-from ..core.codings import StateDtypes, state_dtypes
+from ..core.codings import EIGHT_BIT, StateDtypes, random_fields, state_dtypes
 from ..core.errors import InvalidArgumentError, PenstockError
 from ..core.hyperparameters import Hyperparameters, Scalar
 from ..core.random_bits import check_seed
@@ -60,6 +60,12 @@ class Arguments:
             )
         check_seed(0 if self.seed is None else self.seed)
         self.dtypes("float32")
+        for argument in {"mu_dtype", "nu_dtype"} - {dtype_argument(field) for field in self.rule.fields}:
+            if getattr(self, argument) is not None:
+                raise InvalidArgumentError(
+                    f"{argument}={getattr(self, argument)!r} is not possible for {self.rule.name}, which keeps no such state; "
+                    "leave it out."
+                )
 
     def hyperparameters(self, count: Any, *, check_schedules: bool = True) -> Hyperparameters:
         """Return the hyperparameters of the update after `count` others.
@@ -93,14 +99,33 @@ class Arguments:
                 raise InvalidArgumentError(f"{NAMES.get(field, field)} has shape {shape}; it must be a number or a 0-d array.")
         return hyperparameters
 
-    def dtypes(self, parameter_dtype: str) -> StateDtypes:
-        """Return the dtypes of the rule's fields for a parameter."""
+    def dtypes(self, parameter_dtype: str, shape: Sequence[int] | None = None) -> StateDtypes:
+        """Return the dtypes of the rule's fields for a parameter of this shape, or for a large matrix."""
         fields = self.rule.fields
         arguments = [dtype_argument(field) for field in fields]
         given = [getattr(self, argument) for argument in arguments]
         asked = [None if dtype is None else _dtype_name(dtype, name) for dtype, name in zip(given, arguments, strict=True)]
-        betas = [None if field.beta is None else self.own[field.beta] for field in fields]
-        return state_dtypes(fields, parameter_dtype, betas, asked, arguments=arguments, names=NAMES)
+        return state_dtypes(fields, parameter_dtype, self._field_decays, asked, shape=shape, arguments=arguments, names=NAMES)
+
+    def rounds_by_chance(self, parameter_dtype: str, dtypes: StateDtypes) -> bool:
+        """Whether the parameter or a field is rounded stochastically.
+
+        Args:
+            parameter_dtype: of the parameter.
+            dtypes: of its fields.
+        """
+        resolved = compensations.resolve(self.compensation, parameter_dtype)
+        fields = random_fields(self.rule.fields, dtypes, self._field_decays)
+        return bool(fields) or resolved in compensations.WITH_RANDOM_BITS
+
+    @property
+    def may_round_by_chance(self) -> bool:
+        """Whether there may be a parameter for which something is rounded stochastically."""
+        return any(self.rounds_by_chance(dtype, self.dtypes(dtype)) for dtype in ("float32", "bfloat16"))
+
+    @property
+    def _field_decays(self) -> list[Scalar | None]:
+        return [None if field.beta is None else self.own[field.beta] for field in self.rule.fields]
 
     @property
     def betas(self) -> dict[str, Scalar]:
@@ -151,10 +176,12 @@ def _is_number(value: Any) -> bool:
 
 
 def _dtype_name(dtype: Any, argument: str) -> str:
+    if isinstance(dtype, str) and dtype == EIGHT_BIT:
+        return dtype
     try:
         return jnp.dtype(dtype).name
     except TypeError as error:
-        raise InvalidArgumentError(f"{argument}={dtype!r} is not a dtype.") from error
+        raise InvalidArgumentError(f"{argument}={dtype!r} is not a dtype; give a floating-point one, or '8bit'.") from error
 
 
 def decayed(mask: Mask, params: PyTree) -> PyTree:

@@ -23,10 +23,11 @@ from ..core.errors import InvalidArgumentError
 from .array_ops import jax_ops
 from .direct import as_transformation
 from .records import Record, recorder
-from .state import CompensatedState, PyTree, compensated_leaves, initial_compensation
+from .state import CompensatedState, PyTree, Stochastic, compensated_leaves, initial_tree
 
 _MAGNITUDE = 0x7FFFFFFF  # a float32's bits without its sign
-_INT16 = (-0x8000, 0x7FFF)
+_REMAINDERS = {"split": ("int16", 1), "split8": ("int8", 1 << 8)}
+"""The dtype of k, and its unit in bits of a float32."""
 
 
 class Stepped(NamedTuple):
@@ -41,12 +42,12 @@ def residual(compensation: str, exact: Array, reached: Array) -> Array:
     """Return k for a parameter that is `reached` and should be `exact`, or the nearest that k can hold.
 
     Args:
-        compensation: "kahan" or "split".
-        exact: float32.
+        compensation: "kahan", "split" or "split8".
+        exact: float32; for split8 one of those that it can hold.
         reached: float32, a number of the parameter's dtype.
 
     Returns:
-        float32 for kahan (to be cast), int16 for split.
+        float32 for kahan (to be cast), int16 for split, int8 for split8.
     """
     ops, xp = jax_ops, jax_ops.xp
     if compensation == "kahan":
@@ -55,8 +56,10 @@ def residual(compensation: str, exact: Array, reached: Array) -> Array:
     # Differences of bits are distances within one sign only; from the other side of zero, zero is the nearest.
     same_sign = (exact_bits ^ reached_bits) >= 0
     magnitude = xp.where(same_sign, exact_bits & _MAGNITUDE, 0)
-    kept = xp.clip(magnitude - (reached_bits & _MAGNITUDE), *_INT16)
-    return ops.cast(xp.where(xp.isnan(reached), 0, kept), "int16")
+    dtype, unit = _REMAINDERS[compensation]
+    limits = xp.iinfo(dtype)
+    kept = xp.clip((magnitude - (reached_bits & _MAGNITUDE)) // unit, limits.min, limits.max)
+    return ops.cast(xp.where(xp.isnan(reached), 0, kept), dtype)
 
 
 def step(
@@ -65,12 +68,12 @@ def step(
     """Add `added` to a parameter.
 
     Args:
-        compensation: resolved: "none", "kahan", "split" or "stochastic".
+        compensation: resolved: one of `core.compensation.COMPENSATIONS` but "auto".
         parameter: as it is stored.
         value: of the parameter and its compensation together, in the compute dtype.
         added: what the update adds to the value, in the compute dtype.
         direct: the caller takes the exact new parameter; otherwise it adds the increment.
-        bits: for "stochastic".
+        bits: for "stochastic" and "split8".
     """
     ops, xp = jax_ops, jax_ops.xp
     dtype = ops.dtype_name(parameter)
@@ -83,6 +86,8 @@ def step(
     kept = stored.compensation
     if not direct and kept is not None:
         reached = ops.round_to(old + increment, dtype)
+        if compensation == "split8":
+            exact = compensations.load(ops, compensation, stored)  # as it was rounded
         kept = ops.cast(residual(compensation, exact, reached), ops.dtype_name(kept))
     return Stepped(ops.cast(increment, dtype), stored.parameter, kept)
 
@@ -116,10 +121,10 @@ def compensated(tx: optax.GradientTransformation, compensation: str = "auto") ->
     References:
         Kahan, Further remarks on reducing truncation errors, 1965; Zamirai et al., https://arxiv.org/abs/2010.06192.
     """
-    if compensations.resolve(compensation, "bfloat16") == "stochastic":
+    if compensations.resolve(compensation, "bfloat16") in compensations.WITH_RANDOM_BITS:
         raise InvalidArgumentError(
-            "compensated(tx, 'stochastic') is not possible, as it does not count updates, of which each has other random bits; "
-            "use 'split' or 'kahan', or compensation='stochastic' of penstock's own transforms."
+            f"compensated(tx, {compensation!r}) is not possible, as it does not count updates, of which each has other random "
+            f"bits; use 'split' or 'kahan', or compensation={compensation!r} of penstock's own transforms."
         )
     inner = as_transformation(tx)
 
@@ -131,7 +136,7 @@ def compensated(tx: optax.GradientTransformation, compensation: str = "auto") ->
                 "compensation='none'."
             )
         kept = [initial_leaf(compensation, leaf) for leaf in jax.tree.leaves(params)]
-        return CompensatedState(state, initial_compensation(params, kept))
+        return CompensatedState(state, initial_tree(params, kept))
 
     def update(updates: PyTree, state: Any, params: PyTree | None = None, **extra_args: Any) -> tuple[PyTree, CompensatedState]:
         if params is None:
@@ -162,14 +167,17 @@ def compensated(tx: optax.GradientTransformation, compensation: str = "auto") ->
     return optax.GradientTransformationExtraArgs(init, update)
 
 
-def initial_leaf(compensation: str, parameter: Array) -> Array | None:
+def initial_leaf(compensation: str, parameter: Array) -> Array | Stochastic | None:
     """Return the compensation of a parameter that was never updated: zeros, or None where it is not compensated.
 
     Raises:
         InvalidArgumentError: split for a float16 parameter.
     """
     dtype = jax_ops.dtype_name(parameter)
-    kept = compensations.compensation_dtype(compensations.resolve(compensation, dtype), dtype)
+    resolved = compensations.resolve(compensation, dtype)
+    if resolved == "stochastic":
+        return Stochastic()
+    kept = compensations.compensation_dtype(resolved, dtype)
     return None if kept is None else jax_ops.zeros_like(parameter, kept)
 
 

@@ -11,17 +11,17 @@ import jax.numpy as jnp
 import optax
 
 from ..core import compensation as compensations
-from ..core import random_bits
 from ..core import update as specification
 from ..core.array_ops import Array
+from ..core.codings import EIGHT_BIT, Coded, EightBit, random_fields
 from ..core.dtypes import compute_dtype
 from ..core.errors import InvalidArgumentError, UnsupportedTensorError
 from ..core.hyperparameters import Hyperparameters
 from ..core.rules import Rule
 from .arguments import Arguments, decayed
 from .array_ops import jax_ops
-from .random_bits import bits_like
-from .state import AnyRuleState, PyTree
+from .random_bits import Randomness
+from .state import AnyRuleState, PyTree, Stochastic
 
 
 @dataclasses.dataclass(frozen=True)
@@ -63,24 +63,29 @@ class Leaf(NamedTuple):
     parameter: Array
     gradient: Array
     state: specification.TensorState
-    random: tuple[Array, Array] | None = None  # for stochastic rounding: the key, and `core.random_bits.when` of this update
+    random: Randomness | None = None  # None: nothing is rounded stochastically
 
     @property
     def arguments(self) -> tuple[Any, ...]:
         """Those of `core.update`."""
         return self[:-1]
 
-    def bits(self, number: int) -> Array | None:
-        """Return the random bits of all elements, uint32, of the parameter (0); None without stochastic rounding."""
-        return None if self.random is None or number else bits_like(*self.random, self.parameter)
+    def part(self, row: Any, gradient: Array, kept: Array | None, parameter: Array, fields: tuple[Coded, ...]) -> Leaf:
+        """Return the leaf of some rows of the parameter, or of all: of those from `row` on."""
+        state, random = specification.TensorState(fields, kept), self.random and self.random._replace(row=row)
+        return self._replace(parameter=parameter, gradient=gradient, state=state, random=random)
 
-    def kept(self, compensation: Array | None) -> Array | None:
-        """Return what the new state keeps: the new compensation, or the key, which stays."""
-        return compensation if self.random is None else self.random[0]
+    def bits(self, number: int) -> Array | None:
+        """Return the `core.update.Bits` of the parameter (0) or of its nth field."""
+        return None if self.random is None else self.random.bits(number, self.parameter)
+
+    def kept(self, compensation: Array | None) -> Array | Stochastic | None:
+        """Return what the new state keeps as compensation."""
+        return Stochastic() if self.compensation == "stochastic" else compensation
 
 
 def leaves_of(
-    arguments: Arguments, updates: PyTree, state: AnyRuleState, params: PyTree | None
+    arguments: Arguments, updates: PyTree, state: AnyRuleState, params: PyTree | None, microbatch: Any = 0
 ) -> tuple[jax.Array, Any, list[Leaf | None]]:
     """Return the number of this update, the structure of updates, and every leaf; None where there is no gradient.
 
@@ -88,6 +93,7 @@ def leaves_of(
         updates: the gradients, or a tree of None with the structure of params.
         state: as it is before the update; its count is that of earlier updates.
         params: None where neither weight decay nor compensation needs them.
+        microbatch: its number within the update, an int or a 0-d array.
     """
     count: Any = optax.safe_increment(state.count)
     hyperparameters = arguments.hyperparameters(state.count)
@@ -100,10 +106,13 @@ def leaves_of(
         decays_of = treedef.flatten_up_to(decayed(arguments.mask, params))
     trees = (state.fields[field.name] for field in arguments.rule.fields)
     states = [_flatten_like(treedef, tree, "the optimizer state") for tree in (*trees, state.compensation)]
+    keys = [None] * len(grads) if state.random_keys is None else _flatten_like(treedef, state.random_keys, "the random keys")
+    field_decays = arguments.rule.decays(hyperparameters)
     by_dtype: dict[str, _Numbers] = {}
-    when: Array | None = None
     leaves: list[Leaf | None] = []
-    for (path, gradient), parameter, decays, *fields, kept in zip(grads, parameters, decays_of, *states, strict=True):
+    for (path, gradient), parameter, decays, *fields, kept, key in zip(
+        grads, parameters, decays_of, *states, keys, strict=True
+    ):
         if gradient is None:
             leaves.append(None)
             continue
@@ -114,16 +123,20 @@ def leaves_of(
         else:
             compensation = compensations.resolve(arguments.compensation, jax_ops.dtype_name(parameter))
             _check_compensation(compensation, kept, parameter, path)
-            if compensation == "stochastic":
-                when = random_bits.when(jax_ops.cast(count, "uint32")) if when is None else when
-                random, kept = (kept, when), None
+        by_chance = random_fields(arguments.rule.fields, tuple(map(stored_dtype, fields)), field_decays)
+        if compensation in compensations.WITH_RANDOM_BITS:
+            by_chance = (0, *by_chance)
+        if by_chance:
+            _check_key(key, path)
+            update, part = jax_ops.cast(count, "uint32"), jax_ops.cast(microbatch, "uint32")
+            random = Randomness(key, update, part, by_chance, size=jnp.size(parameter))
         dtype = compute_dtype(jax_ops.dtype_name(parameter))
         if dtype not in by_dtype:
             by_dtype[dtype] = _Numbers.of(arguments.rule, hyperparameters, count, dtype)
-        numbers_ = by_dtype[dtype]
-        chosen = numbers_.decaying if decays else numbers_.plain
-        state_of_leaf = specification.TensorState(tuple(fields), kept)
-        leaves.append(Leaf(chosen, numbers_.corrections, compensation, parameter, gradient, state_of_leaf, random))
+        scalars = by_dtype[dtype]
+        chosen = scalars.decaying if decays else scalars.plain
+        state_of_leaf = specification.TensorState(tuple(fields), None if isinstance(kept, Stochastic) else kept)
+        leaves.append(Leaf(chosen, scalars.corrections, compensation, parameter, gradient, state_of_leaf, random))
     return count, treedef, leaves
 
 
@@ -137,21 +150,38 @@ def _flatten_like(gradients: Any, tree: PyTree, name: str) -> list[Any]:
         ) from error
 
 
-def _check_gradient(gradient: Array, fields: list[Array], path: Any) -> None:
+def stored_dtype(field: Coded) -> str:
+    """Return the dtype of a stored field, as `core.codings.state_dtypes` names it."""
+    return EIGHT_BIT if isinstance(field, EightBit) else jax_ops.dtype_name(field)
+
+
+def _shape(field: Coded) -> tuple[int, ...]:
+    return jnp.shape(field.codes if isinstance(field, EightBit) else field)
+
+
+def _check_gradient(gradient: Array, fields: list[Coded], path: Any) -> None:
     name = f"the gradient of params{jax.tree_util.keystr(path)}"
     dtype = jax_ops.dtype_name(gradient)
     if not jnp.issubdtype(dtype, jnp.floating):
         raise UnsupportedTensorError(f"{name} has dtype {dtype}; it must be a floating-point array.")
-    if fields and jnp.shape(gradient) != jnp.shape(fields[0]):
+    if fields and jnp.shape(gradient) != _shape(fields[0]):
         raise InvalidArgumentError(
-            f"{name} has shape {jnp.shape(gradient)}, but its state has {jnp.shape(fields[0])}; they must be equal."
+            f"{name} has shape {jnp.shape(gradient)}, but its state has {_shape(fields[0])}; they must be equal."
         )
 
 
-def _check_compensation(compensation: str, kept: Array | None, parameter: Array, path: Any) -> None:
+def _check_key(key: Array | None, path: Any) -> None:
+    if key is None:
+        raise InvalidArgumentError(
+            f"params{jax.tree_util.keystr(path)} is rounded stochastically, it or its state, and the state has no random key "
+            "for it; make the state with tx.init(params) of this transform."
+        )
+
+
+def _check_compensation(compensation: str, kept: Array | Stochastic | None, parameter: Array, path: Any) -> None:
     dtype = jax_ops.dtype_name(parameter)
-    needed = "uint32" if compensation == "stochastic" else compensations.compensation_dtype(compensation, dtype)
-    found = None if kept is None else jax_ops.dtype_name(kept)
+    needed = "stochastic" if compensation == "stochastic" else compensations.compensation_dtype(compensation, dtype)
+    found = "stochastic" if isinstance(kept, Stochastic) else None if kept is None else jax_ops.dtype_name(kept)
     if needed != found:
         raise InvalidArgumentError(
             f"params{jax.tree_util.keystr(path)} has dtype {dtype}, whose compensation is {needed}, and the state has {found}: "

@@ -1,10 +1,15 @@
-"""Updates of large tensors in low precision on a CPU: one result after the other, so that no float32 copy of a tensor exists.
+"""Updates of large tensors on a CPU without a float32 copy of them: one result after the other, or some rows after the other.
 
 A CPU program of XLA has one loop for each result of an elementwise computation. What several results need (the new moment, the
 new number before it is rounded) is stored in float32 for the whole tensor: up to 6 bytes for each byte of a bfloat16
-parameter. Here every result is computed by itself, in a conditional, so that XLA shares nothing between them; each condition
-depends on the result before, so that they are written in this order. (A loop over pieces would be slow: a CPU program writes
-a slice of a bfloat16 array by writing all of it. A GPU program has one loop for all results.)
+parameter, and 13 to 19 for each element with fields in 8 bits.
+
+**Low precision, one by one.** Every result is computed by itself, in a conditional, so that XLA shares nothing between them;
+each condition depends on the result before, so that they are written in this order. (A loop over pieces would be slow: a CPU
+program writes a slice of a bfloat16 array by writing all of it. A GPU program has one loop for all results.)
+
+**Coded fields, by rows.** What a block's scale and its codes share would be computed twice, so here is a loop over rows. A
+conditional in it separates the reading of old rows from the writing of new ones, without which XLA copies the arrays.
 """
 
 from __future__ import annotations
@@ -18,14 +23,15 @@ import jax.numpy as jnp
 from jax import lax
 
 from ..core.array_ops import Array
+from ..core.codings import Coded, EightBit
 from ..core.dtypes import LOW_PRECISION
 from .array_ops import jax_ops
 
 LARGE = 2**20
-"""Tensors with more elements are updated in this way."""
+"""Tensors in low precision with more elements are updated in this way."""
 
 PIECE = 2**18
-"""Number of elements that are summed at a time."""
+"""Number of elements that are summed at a time, or updated, where fields are coded."""
 
 
 @dataclasses.dataclass
@@ -42,8 +48,16 @@ class Turn:
 
 def is_updated_one_by_one(parameter: Array) -> bool:
     """Return whether a parameter is to be updated in this way: large, in low precision, and on the only device, a CPU."""
-    if jax_ops.dtype_name(parameter) not in LOW_PRECISION or jnp.size(parameter) <= LARGE:
-        return False
+    return jax_ops.dtype_name(parameter) in LOW_PRECISION and jnp.size(parameter) > LARGE and _on_the_only_cpu()
+
+
+def is_updated_by_rows(parameter: Array, fields: Sequence[Coded]) -> bool:
+    """Return whether a parameter is to be updated some rows after the other: with coded fields, on the only device, a CPU."""
+    coded = any(isinstance(field, EightBit) for field in fields)
+    return coded and jnp.size(parameter) > PIECE and _on_the_only_cpu()
+
+
+def _on_the_only_cpu() -> bool:
     return jax.device_count() == 1 and jax.default_backend() == "cpu"
 
 
@@ -82,22 +96,84 @@ def _bits(x: Array) -> Array:
     return jax_ops.bitcast(x, f"uint{8 * x.dtype.itemsize}")
 
 
-def mean_of_pieces(function: Callable[..., Array], arrays: Sequence[Array | None]) -> Array:
+def by_rows(
+    function: Callable[..., Sequence[Coded | None]], gradient: Array, old: Sequence[Coded | None], turn: Turn
+) -> Sequence[Any]:
+    """Return function(0, gradient, *old), some rows after the other; each result is written over what it replaces.
+
+    Temporaries are the float32 copies of the rows, and one array like each of `old` in low precision: its bits as integers, of
+    which XLA writes a slice without writing all of it.
+
+    Args:
+        function: takes the number of the first of some rows (uint32), and these; returns what replaces each of `old`, in its
+            dtype, or None.
+        gradient: of any shape.
+        old: arrays of as many rows, coded fields, or None.
+        turn: of this update; afterwards of what is to wait for it.
+    """
+    length = gradient.shape[0]
+    rows = _length_of_piece(gradient, 0)
+    count, rest = divmod(length, rows)
+
+    def replaced(arrays: Any, start: Any, size: int, always: Array) -> Any:
+        def new(part: Any) -> Any:
+            given = lax.dynamic_slice_in_dim(gradient, start, size)
+            results = function(jax_ops.cast(start, "uint32"), given, *jax.tree.map(_numbers, part, old))
+            return jax.tree.map(_integers, tuple(results))
+
+        part = jax.tree.map(lambda x: lax.dynamic_slice_in_dim(x, start, size), arrays)
+        changed = lax.cond(always, new, lambda part: part, part)
+        return jax.tree.map(lambda x, y: lax.dynamic_update_slice_in_dim(x, y, start, 0), arrays, changed)
+
+    def body(i: Array, arrays: Any) -> Any:
+        return replaced(arrays, i * rows, rows, turn.always & (i < count))
+
+    arrays = lax.fori_loop(0, count, body, jax.tree.map(lambda x: _integers_after(turn.always, x), tuple(old)))
+    if rest:
+        arrays = replaced(arrays, jnp.asarray(count * rows), rest, turn.always)
+    turn.pass_on(jax.tree.leaves(arrays)[-1])
+    found: Sequence[Any] = jax.tree.map(_numbers, arrays, tuple(old))
+    return found
+
+
+def _integers(x: Array) -> Array:
+    """Return the bits of an array in low precision; others as they are."""
+    return _bits(x) if jax_ops.dtype_name(x) in LOW_PRECISION else x
+
+
+def _integers_after(always: Array, x: Array) -> Array:
+    """Return `_integers` of an array that is not copied before `always` is known."""
+    if jax_ops.dtype_name(x) not in LOW_PRECISION:
+        return x
+    return lax.cond(always, _bits, lambda x: jnp.zeros_like(_bits(x)), x)
+
+
+def _numbers(x: Array, like: Array) -> Array:
+    """Return what `_integers` has made of an array like that."""
+    return jax_ops.bitcast(x, jax_ops.dtype_name(like)) if x.dtype != like.dtype else x
+
+
+def _length_of_piece(x: Array, axis: int) -> int:
+    return int(max(1, PIECE * x.shape[axis] // x.size))
+
+
+def mean_of_pieces(function: Callable[..., Array], arrays: Sequence[Coded | None], axis: int | None = None) -> Array:
     """Return function(*arrays) of a function that returns a mean over all elements, from its means over pieces.
 
     XLA sums with a library on a CPU, for which it stores scalars as arrays of the tensor's shape.
 
     Args:
         function: returns a 0-d array.
-        arrays: of one shape, the first of them not None.
+        arrays: of one shape, the first of them an array; coded fields where axis is 0.
+        axis: along which they are cut; None: the longest.
     """
     first: Any = arrays[0]
-    axis = max(range(first.ndim), key=first.shape.__getitem__)
+    axis = max(range(first.ndim), key=first.shape.__getitem__) if axis is None else axis
     length = first.shape[axis]
-    rows = max(1, PIECE * length // first.size)
+    rows = _length_of_piece(first, axis)
 
     def of(start: Any, size: int) -> Array:
-        pieces = (None if x is None else lax.dynamic_slice_in_dim(x, start, size, axis) for x in arrays)
+        pieces = jax.tree.map(lambda x: lax.dynamic_slice_in_dim(x, start, size, axis), tuple(arrays))
         return function(*pieces) * (size / length)
 
     count, rest = divmod(length, rows)

@@ -1,6 +1,6 @@
 """Random bits for stochastic rounding in JAX: `core.random_bits` of whole arrays, and the keys in optimizer states.
 
-The key of a parameter, 0-d uint32, is its leaf in `RuleState.compensation`. The bits of an array that is sharded are those of
+The key of a parameter, 0-d uint32, is its leaf in `RuleState.random_keys`. The bits of an array that is sharded are those of
 the whole, as indices are computed where the elements are.
 """
 
@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -20,18 +20,36 @@ from ..core.array_ops import Array
 from .state import RULE_STATES, PyTree
 
 KEY = jnp.uint32
-"""The dtype of a key; no other leaf of a compensation has it."""
+"""The dtype of a key."""
+
+
+class Randomness(NamedTuple):
+    """What the random bits of one parameter are made of, in one update."""
+
+    key: Array  # 0-d uint32
+    update: Array  # its number, 0-d uint32
+    microbatch: Array  # its number within the update, 0-d uint32
+    numbers: tuple[int, ...]  # of what is rounded stochastically: 0 for the parameter, n for the nth field of its rule
+    row: Any = 0  # the first one, of a part of a parameter: an int, or 0-d uint32
+    size: int = 0  # of the whole parameter
+
+    def bits(self, number: int, like: Array) -> Array | None:
+        """Return random bits of the parameter (0) or of its nth field; None where it is rounded to nearest.
+
+        Args:
+            number: 0 or n.
+            like: the parameter, or its rows from `row` on.
+        """
+        if number not in self.numbers:
+            return None
+        when = random_bits.when(self.update, number, self.microbatch if number else 0)
+        return bits_like(self.key, when, like, row=self.row, size=self.size)
 
 
 def initial_key(seed: int, path: jax.tree_util.KeyPath) -> Array:
     """Return the key of a parameter with this path."""
     name = jax.tree_util.keystr(path, simple=True, separator=".")
     return jnp.asarray(random_bits.tensor_key(seed, name), KEY)
-
-
-def is_key(leaf: Any) -> bool:
-    """Whether a leaf of a compensation is a key, or one for each layer."""
-    return jnp.result_type(leaf) == KEY
 
 
 def with_layer_keys(state: PyTree, layers: range) -> PyTree:
@@ -54,25 +72,29 @@ def _with_keys(state: PyTree, new: Callable[[Array], Array]) -> PyTree:
     def replaced(node: Any) -> Any:
         if not isinstance(node, RULE_STATES):
             return node
-        return node._replace(compensation=jax.tree.map(lambda leaf: new(leaf) if is_key(leaf) else leaf, node.compensation))
+        return node._replace(random_keys=jax.tree.map(new, node.random_keys))
 
     return jax.tree.map(replaced, state, is_leaf=lambda node: isinstance(node, RULE_STATES))
 
 
-def bits_like(key: Array, when: Array, like: Array) -> Array:
+def bits_like(key: Array, when: Array, like: Array, *, row: Any = 0, size: int = 0) -> Array:
     """Return random bits for each element of an array, uint32.
 
     Args:
         key: of the array, 0-d uint32.
         when: `core.random_bits.when`, 0-d uint32.
         like: of any shape.
+        row: the first one, where it is a part of an array, some of its rows: an int, or 0-d uint32.
+        size: number of elements of that array.
     """
     shape = jnp.shape(like)
     indices = [lax.broadcasted_iota(KEY, shape, axis) for axis in range(len(shape))]
+    if indices and not (isinstance(row, int) and row == 0):
+        indices[0] = indices[0] + row
     strides = [math.prod(shape[axis + 1 :]) for axis in range(len(shape))]
     high: Any = 0
     low = jnp.zeros(shape, KEY)
-    if math.prod(shape) > 2**32:
+    if max(size, math.prod(shape)) > 2**32:
         high, low = words_of(indices, strides)
     elif math.prod(shape):
         for index, stride in zip(indices, strides, strict=True):

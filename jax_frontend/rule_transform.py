@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Iterable
 from typing import Any
 
@@ -10,9 +11,11 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from ..core import codings
 from ..core import compensation as compensations
 from ..core import update as specification
 from ..core.array_ops import Array
+from ..core.codings import Coded, EightBit
 from ..core.compensation import Stored
 from ..core.dtypes import check_parameter_dtype
 from ..core.errors import InvalidArgumentError
@@ -22,10 +25,18 @@ from .arguments import Arguments
 from .array_ops import jax_ops
 from .compensation import initial_leaf, params_needed, step
 from .leaves import Leaf, leaves_of
-from .one_by_one import Turn, is_updated_one_by_one, mean_of_pieces, one_by_one
+from .one_by_one import Turn, by_rows, is_updated_by_rows, is_updated_one_by_one, mean_of_pieces, one_by_one
 from .random_bits import initial_key
 from .records import Record, Source, recorder
-from .state import RULE_STATES, AnyRuleState, PyTree, RuleState, RuleStateWithBetas, initial_compensation
+from .state import (
+    RULE_STATES,
+    AnyRuleState,
+    PyTree,
+    RuleState,
+    RuleStateWithBetas,
+    compensations_in,
+    initial_tree,
+)
 
 
 class RuleTransformation(optax.GradientTransformationExtraArgs):
@@ -46,23 +57,25 @@ def transformation(arguments: Arguments) -> RuleTransformation:
     def init(params: PyTree) -> AnyRuleState:
         treedef: Any = jax.tree.structure(params)
         columns: list[list[Any]] = [[] for _ in rule.fields]
-        kept = []
+        kept, keys = [], []
         for path, leaf in jax.tree_util.tree_leaves_with_path(params):
             dtype = jax_ops.dtype_name(leaf)
             check_parameter_dtype(dtype, f"params{jax.tree_util.keystr(path)}")
-            for column, of_field in zip(columns, arguments.dtypes(dtype), strict=True):
-                column.append(jax_ops.zeros_like(leaf, of_field))
-            stochastic = compensations.resolve(arguments.compensation, dtype) == "stochastic"
-            kept.append(initial_key(arguments.seed or 0, path) if stochastic else initial_leaf(arguments.compensation, leaf))
+            dtypes = arguments.dtypes(dtype, jnp.shape(leaf))
+            for column, field, of_field in zip(columns, rule.fields, dtypes, strict=True):
+                column.append(codings.zeros(jax_ops, field, leaf, of_field))
+            kept.append(initial_leaf(arguments.compensation, leaf))
+            keys.append(initial_key(arguments.seed or 0, path) if arguments.rounds_by_chance(dtype, dtypes) else None)
         state = RuleState(
             count=jnp.zeros([], jnp.int32),
             fields=named(rule, map(treedef.unflatten, columns)),
-            compensation=initial_compensation(params, kept),
+            compensation=initial_tree(params, kept),
+            random_keys=initial_tree(params, keys) if arguments.may_round_by_chance else None,
         )
         if not arguments.betas_may_change:
             return state
         betas = {name: jnp.array(beta, getattr(beta, "dtype", float)) for name, beta in arguments.betas.items()}  # copies
-        return RuleStateWithBetas(*state, betas)
+        return RuleStateWithBetas(**state._asdict(), betas=betas)
 
     def update(updates: PyTree, state: Any, params: PyTree | None = None, **extra_args: Any) -> tuple[PyTree, AnyRuleState]:
         if not isinstance(state, RULE_STATES) or state.fields.keys() != {field.name for field in rule.fields}:
@@ -133,7 +146,8 @@ def under_betas(arguments: Arguments, state: AnyRuleState) -> AnyRuleState:
         if beta is None:
             return tree
         before, after = state.betas[beta], now[beta]
-        return jax.tree.map(lambda x: specification.rebiased(jax_ops, x, state.count, before, after), tree)
+        rebiased = functools.partial(specification.rebiased, jax_ops, step=state.count, before=before, after=after)
+        return jax.tree.map(rebiased, tree, is_leaf=lambda node: isinstance(node, EightBit))
 
     fields = {field.name: of(state.fields[field.name], field.beta) for field in arguments.rule.fields}
     return state._replace(fields=fields, betas=now)
@@ -143,46 +157,57 @@ def _check_without_params(arguments: Arguments, state: AnyRuleState) -> None:
     why = None
     if arguments.decays:
         why = "for weight_decay"
-    elif jax.tree.leaves(state.compensation):
+    elif compensations_in(state.compensation):
         why = f"for compensation={arguments.compensation!r}"
     if why is not None:
         raise InvalidArgumentError(params_needed(arguments.rule.name, why))
 
 
 def _update_leaf(rule: Rule, leaf: Leaf, scales_only: bool, *, direct: bool, turn: Turn) -> tuple[Any, ...]:
-    """Return (increment, new parameter, *fields of its new state); no new parameter where scales_only."""
-    hyperparameters, corrections, compensation, parameter, gradient, state, _ = leaf
-    mean_square = None
+    """Return (increment, new parameter, *fields of its new state, compensation); no new parameter where scales_only."""
+    state, mean_square = leaf.state, None
 
-    def new(g: Array, kept: Any, p: Array, *fields: Array) -> tuple[Any, ...]:
-        value = compensations.load(jax_ops, compensation, Stored(p, kept))
-        old = specification.TensorState(fields, kept)
+    def new(part: Leaf) -> tuple[Any, ...]:
+        p, kept = part.parameter, part.state.compensation
+        value = compensations.load(jax_ops, part.compensation, Stored(p, kept))
         added, state = specification.increment(
-            jax_ops, rule, hyperparameters, corrections, value, g, old, mean_square=mean_square
+            jax_ops,
+            rule,
+            part.hyperparameters,
+            part.corrections,
+            value,
+            part.gradient,
+            part.state,
+            mean_square=mean_square,
+            bits=part.bits,
         )
         if scales_only:
             return jax_ops.cast(-added, jax_ops.dtype_name(p)), None, *state.fields, None
-        stepped = step(compensation, p, value, added, direct=direct, bits=leaf.bits(0))
+        stepped = step(part.compensation, p, value, added, direct=direct, bits=part.bits(0))
         return stepped.increment, stepped.parameter, *state.fields, stepped.compensation
 
-    old = state.compensation, parameter, *state.fields
-    if not is_updated_one_by_one(parameter):
-        *others, kept = new(gradient, *old)
+    rows = is_updated_by_rows(leaf.parameter, state.fields)
+    if not rows and not is_updated_one_by_one(leaf.parameter):
+        *others, kept = new(leaf)
         return *others, leaf.kept(kept)
+    old = state.compensation, leaf.parameter, *state.fields
 
-    def squares(g: Array, kept: Any, p: Array, *fields: Array) -> Any:
-        piece = leaf._replace(parameter=p, gradient=g, state=specification.TensorState(fields, kept))
-        return specification.accumulate(jax_ops, rule, *piece.arguments, first=True).mean_square
+    def squares(g: Array, kept: Any, p: Array, *fields: Coded) -> Any:
+        part = leaf.part(0, g, kept, p, fields)  # bits do not matter
+        return specification.accumulate(jax_ops, rule, *part.arguments, first=True, bits=part.bits).mean_square
 
     if rule.clips_update:
-        mean_square = mean_of_pieces(squares, (gradient, *old))
+        mean_square = mean_of_pieces(squares, (leaf.gradient, *old), axis=0 if rows else None)
 
-    def ordered(*arrays: Any) -> tuple[Any, ...]:
-        increment, parameter, *fields, kept = new(*arrays)
-        return kept, increment if parameter is None or not direct else parameter, *fields
+    def ordered(row: Any, g: Array, kept: Any, p: Array, *fields: Coded) -> tuple[Any, ...]:
+        increment, parameter, *stored, kept = new(leaf.part(row, g, kept, p, fields))
+        return kept, increment if parameter is None or not direct else parameter, *stored
 
-    kept, first, *fields = one_by_one(ordered, gradient, old, turn)
+    if rows:
+        kept, first, *fields = by_rows(ordered, leaf.gradient, old, turn)
+    else:
+        kept, first, *fields = one_by_one(functools.partial(ordered, 0), leaf.gradient, old, turn)
     kept = leaf.kept(kept)
     if scales_only or not direct:
         return first, None, *fields, kept
-    return new(gradient, *old)[0], first, *fields, kept  # the increment; XLA leaves out what is not needed
+    return new(leaf)[0], first, *fields, kept  # the increment; XLA leaves out what is not needed

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -11,6 +12,9 @@ import numpy as np
 from jax.experimental.shard_alike import shard_alike
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
+from ..core.codings import EightBit
+from ..core.codings.eight_bit import BLOCK
+from ..core.errors import RefusedError
 from .buffers import is_concrete
 from .state import PyTree
 
@@ -59,13 +63,17 @@ def init_sharded_like(init: Callable[[PyTree], PyTree], params: PyTree, model: P
     """Return init(params) with every array that belongs to a parameter sharded as that is, and all others replicated.
 
     An array belongs to the parameter whose path its own path ends with, as in state.exp_avg["w"] and params["w"], if it has
-    that parameter's shape. It is made where it stays: no device has to hold the whole of it.
+    that parameter's shape. The codes of a field in 8 bits do, too, and its scales are where their blocks are. It is made where
+    it stays: no device has to hold the whole of it.
 
     Args:
         init: can be traced.
         params: concrete arrays or traced ones, some or all of the model's.
         model: all parameters of the model. Unless some of them are on several devices (`NamedSharding`), of this process or
             of others, init is simply called.
+
+    Raises:
+        RefusedError: a field is to be kept in 8 bits, and the parameter is cut within blocks.
     """
     replicated = _replicated(model)
     if replicated is None:
@@ -74,13 +82,40 @@ def init_sharded_like(init: Callable[[PyTree], PyTree], params: PyTree, model: P
 
     def sharding(path: Any, leaf: Any) -> Any:
         suffixes = (tuple(path[start:]) for start in range(len(path) + 1))
-        owner = next((owners[suffix] for suffix in suffixes if suffix in owners), None)
-        if owner is None or owner.shape != leaf.shape or owner.sharding.device_set != replicated.device_set:
-            return _spelled(replicated, leaf.ndim)
-        return owner.sharding
+        name = next((suffix for suffix in suffixes if suffix in owners), None)
+        owner = None if name is None else owners[name]
+        shape = leaf.codes.shape if isinstance(leaf, EightBit) else leaf.shape
+        if owner is None or owner.shape != shape or owner.sharding.device_set != replicated.device_set:
+            return jax.tree.map(lambda each: _spelled(replicated, each.ndim), leaf)
+        if not isinstance(leaf, EightBit):
+            return owner.sharding
+        scales = _sharding_of_scales(owner, leaf.scale.ndim, f"params{jax.tree_util.keystr(name or ())}")
+        return EightBit(owner.sharding, scales)
 
-    shardings = jax.tree_util.tree_map_with_path(sharding, jax.eval_shape(init, params))
+    made = jax.eval_shape(init, params)
+    shardings = jax.tree_util.tree_map_with_path(sharding, made, is_leaf=lambda node: isinstance(node, EightBit))
     return jax.jit(init, out_shardings=shardings)(params)
+
+
+def _sharding_of_scales(owner: Any, ndim: int, name: str) -> NamedSharding:
+    """Return the sharding of the scales of a coded field, with those of the parameter's blocks that a device holds.
+
+    Args:
+        owner: the parameter.
+        ndim: of the scales, whose last two axes are rows and blocks of a row; an axis of layers may be before them.
+        name: of the parameter, for the error.
+    """
+    sharding = owner.sharding
+    axes = [*sharding.spec, *[None] * (owner.ndim - len(sharding.spec))]
+    row, shard = ndim - 1, sharding.shard_shape(owner.shape)  # row: the first axis of a row
+    cut = [axis for axis in range(row, owner.ndim) if shard[axis] != owner.shape[axis]]
+    if cut and (length := math.prod(shard[cut[-1] :])) % BLOCK:
+        raise RefusedError(
+            f"{name} is sharded so that devices have {length} neighbouring elements of a row, not a multiple of the {BLOCK} "
+            "that share a scale in 8 bits; shard another axis, such as the first one of a matrix, or leave mu_dtype='8bit' and "
+            "nu_dtype='8bit' out."
+        )
+    return _spelled(NamedSharding(sharding.mesh, PartitionSpec(*axes[:row], axes[row] if cut == [row] else None)), ndim)
 
 
 def replicate(tree: PyTree, params: PyTree) -> PyTree:

@@ -11,6 +11,7 @@ import jax
 import numpy as np
 import optax
 
+from ...core.compensation import resolve
 from ...core.errors import InvalidArgumentError, RefusedError
 from ...core.portable.bias import Decays, decays_of
 from ...core.portable.match import Expected
@@ -19,7 +20,6 @@ from ...core.portable.state import PortableGroup
 from ...core.rules import Rule
 from ..arguments import Settings, settings_of
 from ..direct import as_transformation
-from ..random_bits import is_key
 from ..records import ARGUMENT, Record, Source
 from ..state import PyTree
 from ..train_state import TrainState, check_made_by
@@ -35,10 +35,12 @@ class Slot:
     parameter: Any
     fields: dict[str, Any]  # of its rule, by name
     compensation: Any  # or None
+    random_key: Any  # or None
     betas_kept: dict[str, Any]  # in the state, by core's names: what the fields are debiased by
     biased: bool  # the fields are those of Optax's Adam
     count: Any  # number of updates; of each layer
     layered: bool
+    stochastic: bool = False  # the parameter is rounded stochastically
 
     @property
     def step(self) -> int:
@@ -77,8 +79,7 @@ class Slot:
     @property
     def random_keys(self) -> tuple[int, ...]:
         """The keys of its random bits: one, or one for each layer; none without stochastic rounding."""
-        has_keys = self.compensation is not None and is_key(self.compensation)
-        return tuple(to_host(self.compensation).reshape(-1).tolist()) if has_keys else ()
+        return () if self.random_key is None else tuple(to_host(self.random_key).reshape(-1).tolist())
 
     def dtypes(self, rule: Rule) -> dict[str, str]:
         """Dtypes of the fields of its rule, by name."""
@@ -87,8 +88,8 @@ class Slot:
     def expected(self, rule: Rule) -> Expected:
         """The shapes, dtypes and compensation that a file must have for the parameter."""
         dtype, kept = self.parameter.dtype.name, self.compensation
-        kinds = {"int16": "split", "uint32": "stochastic"}
-        compensated = "none" if kept is None else kinds.get(kept.dtype.name, "kahan")
+        uncompensated = "stochastic" if self.stochastic else "none"
+        compensated = uncompensated if kept is None else {"int16": "split"}.get(kept.dtype.name, "kahan")
         dtypes = self.dtypes(rule)
         return Expected(dtype, self.parameter.shape, compensated, dict.fromkeys(dtypes) if self.biased else dtypes)
 
@@ -134,6 +135,7 @@ class Opened:
             raise InvalidArgumentError(
                 "rule and betas are for optax.adam and optax.adamw; this transform tells its own. Leave them out."
             )
+        slots |= {name: _with_rounding(name, slots[name], source) for name, source in sources.items()}
         if len(rules) > 1:
             listed = " and ".join(sorted(each.name for each in rules))
             raise RefusedError(f"the transform updates some parameters by {listed}: a file has one rule for all of them.")
@@ -173,6 +175,22 @@ class Opened:
         return tuple(PortableGroup(dict(settings), tuple(sorted(found))) for settings, found in members.items())
 
 
+def _with_rounding(name: str, slot: Slot, source: Source) -> Slot:
+    """Return the slot of a parameter that a transform of penstock updates, with what it says of stochastic rounding.
+
+    Raises:
+        RefusedError: something else than the parameter is rounded stochastically.
+    """
+    stochastic = resolve(source.arguments.compensation, slot.parameter.dtype.name) == "stochastic"
+    if slot.random_key is not None and not stochastic:
+        raise RefusedError(
+            f"the compensation or the state of {name!r} is rounded stochastically, and a portable state has a random key only "
+            "where the parameter is. Keep such a state in a checkpoint of JAX, or leave compensation='split8' and "
+            "nu_dtype='bfloat16' out."
+        )
+    return dataclasses.replace(slot, stochastic=stochastic)
+
+
 def beta_in(rule: Rule, decays: Decays, name: str) -> float | None:
     """Return the beta of this name among the decays of a rule's fields."""
     return next(decay for field, decay in zip(rule.fields, decays, strict=True) if field.beta == name)
@@ -210,7 +228,7 @@ def _slots(part: Part, roles: PyTree) -> dict[str, Slot]:
     counts: dict[str, Any] = {}
     biased = set()
     for role, leaf in zipped(part, roles):
-        if role.kind in (Kind.FIELD, Kind.COMPENSATION):
+        if role.kind in (Kind.FIELD, Kind.COMPENSATION, Kind.KEY):
             (name,) = role.names
             if role.field in arrays[role.kind, name]:
                 raise RefusedError(f"two transforms keep {role.field} of {name!r}; a file has a place for one.")
@@ -232,7 +250,8 @@ def _slots(part: Part, roles: PyTree) -> dict[str, Slot]:
         fields, kept = arrays[Kind.FIELD, name], arrays[Kind.COMPENSATION, name].get("compensation")
         if name in counts:  # a rule updates it
             betas = arrays[Kind.BETA, name]
-            slots[name] = Slot(parameter, fields, kept, betas, name in biased, counts[name], part.layered)
+            key = arrays[Kind.KEY, name].get("random_keys")
+            slots[name] = Slot(parameter, fields, kept, key, betas, name in biased, counts[name], part.layered)
         elif kept is not None and to_host(kept).any():  # compensated, and updated by something else
             raise RefusedError(f"{name!r} is compensated, but no rule updates it; a file would lose its compensation.")
     return slots

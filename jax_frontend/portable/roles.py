@@ -14,9 +14,10 @@ from typing import Any, cast
 import jax
 import optax
 
+from ...core.codings import EightBit
 from ...core.errors import InvalidArgumentError, RefusedError
 from ...core.rules import ADAM
-from ..state import RULE_STATES, CompensatedState, PyTree, RuleState
+from ..state import RULE_STATES, AnyRuleState, CompensatedState, PyTree, RuleState, Stochastic
 from ..train_state import LayeredState, check_train_state
 from ..walk.layer_stack import looks_stacked
 
@@ -26,6 +27,7 @@ class Kind(enum.Enum):
 
     FIELD = "field"  # of a rule
     COMPENSATION = "compensation"
+    KEY = "key"  # of random bits
     COUNT = "count"  # of updates
     BETA = "beta"  # that a field is debiased by
     ZERO = "zero"  # between updates
@@ -40,7 +42,7 @@ class Role:
     names: tuple[str, ...]  # the parameter it belongs to; of a count or a beta, those that have it
     where: str  # its place in the optimizer state, for errors
     biased: bool = False  # a moment of Optax's Adam, or its count
-    field: str = ""  # the name of a field, of a compensation or of a beta
+    field: str = ""  # the name of a field or of a beta; "compensation", "random_keys"
 
 
 # The known states of Optax by the names of their types (not all are exported), and the kinds of their fields; None: a state
@@ -151,12 +153,16 @@ def roles_of(part: Part, state: PyTree) -> PyTree:
     return _roles(part, state, (), type(state).__name__)
 
 
+def _is_empty(compensation: Any) -> bool:
+    return compensation is None or isinstance(compensation, Stochastic)
+
+
 def _names(part: Part, node: PyTree) -> tuple[str, ...]:
     """Return the names of the parameters that are updated by rules whose state is a node, or below it."""
     states = [found for found in jax.tree.leaves(node, is_leaf=has_fields) if has_fields(found)]
-    # A rule may keep no field; its compensation is a tree like its parameters, of None where there is none.
+    # A rule may keep no field; its compensation is a tree like its parameters, of what has no leaf where there is none.
     trees = [found.mu if isinstance(found, optax.ScaleByAdamState) else found.compensation for found in states]
-    leaves = (leaf for tree in trees for leaf in jax.tree_util.tree_leaves_with_path(tree, is_leaf=lambda x: x is None))
+    leaves = (leaf for tree in trees for leaf in jax.tree_util.tree_leaves_with_path(tree, is_leaf=_is_empty))
     known = part.parameters()
     return tuple(name for path, _ in leaves if (name := part.name(path)) in known)
 
@@ -180,10 +186,12 @@ def _roles(part: Part, node: PyTree, scope: tuple[str, ...], where: str) -> PyTr
         moments = {"mu": each(Kind.FIELD, node.mu, "mu", mu), "nu": each(Kind.FIELD, node.nu, "nu", nu)}
         return node._replace(count=all_of(Kind.COUNT, node.count, "count"), **moments)
     if isinstance(node, RULE_STATES):
+        _check_uncoded(node, where)
         node = node._replace(
             count=all_of(Kind.COUNT, node.count, "count"),
             fields={name: each(Kind.FIELD, tree, f"fields[{name!r}]", name) for name, tree in node.fields.items()},
             compensation=each(Kind.COMPENSATION, node.compensation, "compensation", "compensation"),
+            random_keys=each(Kind.KEY, node.random_keys, "random_keys", "random_keys"),
         )
         if isinstance(node, RuleState):
             return node
@@ -212,6 +220,15 @@ def _roles(part: Part, node: PyTree, scope: tuple[str, ...], where: str) -> PyTr
         f"a portable state has no place for the {kind.__name__} at {where} of the optimizer state: it holds a rule's fields, "
         "compensations and counts of updates. Keep such a state in a checkpoint of JAX, or take its transform out of the chain."
     )
+
+
+def _check_uncoded(state: AnyRuleState, where: str) -> None:
+    for path, leaf in jax.tree_util.tree_leaves_with_path(state.fields, is_leaf=lambda node: isinstance(node, EightBit)):
+        if isinstance(leaf, EightBit):
+            raise RefusedError(
+                f"{where}.fields{jax.tree_util.keystr(path)} is kept in 8 bits, for which a portable state has no place. Keep "
+                "such a state in a checkpoint of JAX, or leave mu_dtype='8bit' and nu_dtype='8bit' out."
+            )
 
 
 def zipped(part: Part, roles: PyTree) -> Iterator[tuple[Role, Any]]:

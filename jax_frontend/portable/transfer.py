@@ -84,7 +84,7 @@ def export_state(
             compensated=expected.compensated,
             step=step,
             fields=fields,
-            compensation=None if kept is None or keys else to_host(kept),
+            compensation=None if kept is None else to_host(kept),
             random_keys=keys,
             parameter=to_host(slot.parameter) if parameters else None,
         )
@@ -144,8 +144,7 @@ def import_state(
         arrays |= {(name, field): array for field, array in fields.items()}
         arrays[name, "compensation"] = entry.compensation
         if entry.random_keys:
-            here = np.asarray(entry.random_keys if slot.layered else entry.random_keys[0], KEY)
-            arrays[name, "compensation"] = here
+            arrays[name, "random_keys"] = np.asarray(entry.random_keys if slot.layered else entry.random_keys[0], KEY)
     steps = {name: entry.step for name, entry in entries.items()}
 
     def value(role: Role, leaf: Any) -> np.ndarray | None:

@@ -77,51 +77,57 @@ def in_state_step(settings: StepSettings, state: TrainState, batch: PyTree) -> t
     for name in layers:
         moments[name], read[name] = _split(jax.vmap(of_layer)(states[name]), layers[name], stacked=True)
 
-    def one_microbatch(sums: PyTree, chunk: PyTree, first: bool = False) -> tuple[PyTree, tuple[jax.Array, PyTree]]:
+    def one_microbatch(sums: PyTree, of: PyTree, first: bool = False) -> tuple[PyTree, tuple[jax.Array, PyTree]]:
         of_outer, of_layers = sums
-        returned, g, of_layers = walk(chunk, functools.partial(accumulate, first=first), of_layers, read)
-        return (accumulate(tx, of_outer | outer_read, g, first=first), of_layers), returned
+        chunk, number = of
+        add = functools.partial(accumulate, first=first, microbatch=number)
+        returned, g, of_layers = walk(chunk, add, of_layers, read)
+        return (add(tx, of_outer | outer_read, g), of_layers), returned
 
-    sums, returned = one_microbatch((outer_moments, moments), at(batch, 0), first=True)
+    sums, returned = one_microbatch((outer_moments, moments), (at(batch, 0), 0), first=True)
     losses, auxes = [returned[0]], [returned[1]]
-    if settings.microbatches > 2:
-        sums, (of_each, aux) = lax.scan(one_microbatch, sums, jax.tree.map(lambda leaf: leaf[1:-1], batch))
+    last = settings.microbatches - 1
+    if last > 1:
+        between = jax.tree.map(lambda leaf: leaf[1:-1], batch), jnp.arange(1, last)
+        sums, (of_each, aux) = lax.scan(one_microbatch, sums, between)
         losses.append(jnp.sum(of_each))
         auxes.append(jax.tree.map(lambda leaf: jnp.reshape(leaf, (-1, *leaf.shape[2:])), aux))
     outer_moments, moments = sums
     mean_squares = {name: {"mean_square": moments[name].pop("mean_square")} for name in layers}
     written = {name: moments[name] | read[name] for name in layers}
-    returned, g, new = walk(at(batch, -1), update_last, written, mean_squares)
-    new_outer = update_last(tx, outer_moments | outer_read, g)
+    step = functools.partial(update_last, microbatch=last)
+    returned, g, new = walk(at(batch, -1), step, written, mean_squares)
+    new_outer = step(tx, outer_moments | outer_read, g)
     new_state = joined_state(model, _pair(new_outer), {name: _pair(arrays) for name, arrays in new.items()}, None)
     loss = functools.reduce(operator.add, [*losses, returned[0]])
     aux = jax.tree.map(lambda *leaves: jnp.concatenate(leaves), *auxes, returned[1])
     return new_state, with_aux({"loss": loss, "skipped": jnp.asarray(False)}, settings.has_aux, aux)
 
 
-def accumulate(tx: Any, arrays: Arrays, grads: PyTree, *, first: bool) -> Arrays:
+def accumulate(tx: Any, arrays: Arrays, grads: PyTree, *, first: bool, microbatch: Any = 0) -> Arrays:
     """Add one micro-batch to the moments of one layer, and return them.
 
     Args:
         tx: one of penstock's transforms.
-        arrays: "params", "count", "compensation", and what changes: "fields" and "mean_square", the sum over the
+        arrays: "params", "count", "compensation", "random_keys", and what changes: "fields" and "mean_square", the sum over the
             micro-batches so far.
         grads: of the layer.
         first: this is the first micro-batch, which decays the moments.
+        microbatch: its number, an int or a 0-d array.
     """
-    _, treedef, leaves = _leaves(tx, arrays, grads)
+    _, treedef, leaves = _leaves(tx, arrays, grads, microbatch)
 
     def new(leaf: Leaf) -> tuple[Any, ...]:
-        state = specification.accumulate(jax_ops, tx.rule, *leaf.arguments, first=first)
+        state = specification.accumulate(jax_ops, tx.rule, *leaf.arguments, first=first, bits=leaf.bits)
         return *state.fields, state.mean_square
 
     *fields, mean_square = _columns(treedef, leaves, new, len(tx.rule.fields) + 1)
     return {"fields": named(tx.rule, fields), "mean_square": mean_square}
 
 
-def update_last(tx: Any, arrays: Arrays, grads: PyTree) -> Arrays:
+def update_last(tx: Any, arrays: Arrays, grads: PyTree, *, microbatch: int) -> Arrays:
     """Add the last micro-batch to the moments of one layer, update it, and return all its arrays but the mean square."""
-    count, treedef, leaves = _leaves(tx, arrays, grads)
+    count, treedef, leaves = _leaves(tx, arrays, grads, microbatch)
 
     def new(leaf: Leaf) -> tuple[Any, ...]:
         parameter, state = specification.update(jax_ops, tx.rule, *leaf.arguments, first=False, bits=leaf.bits)
@@ -129,7 +135,8 @@ def update_last(tx: Any, arrays: Arrays, grads: PyTree) -> Arrays:
 
     params, *fields, compensation = _columns(treedef, leaves, new, len(tx.rule.fields) + 2)
     changed = {"params": params, "fields": named(tx.rule, fields), "compensation": compensation, "count": count}
-    return changed | ({"betas": arrays["betas"]} if "betas" in arrays else {})  # they stay after the first micro-batch
+    # The betas stay after the first micro-batch, and keys always.
+    return changed | {name: arrays[name] for name in ("betas", "random_keys") if name in arrays}
 
 
 def _columns(treedef: Any, leaves: Sequence[Leaf | None], new: Callable[[Leaf], tuple[Any, ...]], count: int) -> list[PyTree]:
@@ -138,9 +145,9 @@ def _columns(treedef: Any, leaves: Sequence[Leaf | None], new: Callable[[Leaf], 
     return [treedef.unflatten([row[i] for row in rows]) for i in range(count)]
 
 
-def _leaves(tx: RuleTransformation, arrays: Arrays, grads: PyTree) -> tuple[jax.Array, Any, list[Leaf | None]]:
+def _leaves(tx: RuleTransformation, arrays: Arrays, grads: PyTree, microbatch: Any) -> tuple[jax.Array, Any, list[Leaf | None]]:
     _, state = _pair(arrays)
-    count, treedef, leaves = leaves_of(tx.arguments, grads, state, arrays["params"])
+    count, treedef, leaves = leaves_of(tx.arguments, grads, state, arrays["params"], microbatch)
     sums = treedef.flatten_up_to(arrays["mean_square"])
 
     def with_sum(leaf: Leaf | None, mean_square: Any) -> Leaf | None:

@@ -13,7 +13,7 @@ from tests.support.jax_training import TRANSFORMS, float64
 from tests.support.rules import ADAM_FAMILY
 
 from penstock.core.errors import InvalidArgumentError, UnsupportedTensorError
-from penstock.jax_frontend import adam, adamw, compensated, lion, scale_by_stable_adam, stable_adamw
+from penstock.jax_frontend import adam, adamw, compensated, lion, scale_by_stable_adam, sgd, stable_adamw
 
 
 @pytest.mark.parametrize("rule", ADAM_FAMILY)
@@ -44,6 +44,11 @@ def updated(tx, params):
     return tx.update(params, tx.init(params), params)
 
 
+def float64_state(tx):
+    with float64():
+        return tx.init(jnp.ones((64, 128)))
+
+
 DECOUPLED = {"weight_decay": 1e-5, "decouple_lr": True}
 ONES, W = jnp.ones(3), {"w": jnp.ones(3)}
 REFUSED = {
@@ -52,11 +57,14 @@ REFUSED = {
     "mu_dtype=int32": (lambda: adamw(1e-3, mu_dtype="int32"), "mu_dtype=int32"),
     "nu_dtype=int32": (lambda: adamw(1e-3, nu_dtype="int32"), "nu_dtype=int32"),
     "a low float16 nu": (lambda: adamw(1e-3, b2=0.999, nu_dtype="float16"), "nu_dtype=float16 is too low"),
-    "a low bfloat16 nu": (
-        lambda: adamw(1e-3, b2=0.999, nu_dtype="bfloat16"),
-        r"nu_dtype=bfloat16 is too low.*b2=0\.999",
+    "a momentum that is not there": (
+        lambda: sgd(1e-2, mu_dtype="8bit"),
+        "mu_dtype='8bit' is not possible for sgd, which keeps",
     ),
-    "an unknown b2": (lambda: stable_adamw(1e-3, b2=jnp.asarray(0.99), nu_dtype="bfloat16"), "nu_dtype=bfloat16 is too low"),
+    "8 bits of float64": (
+        lambda: float64_state(adamw(1e-3, nu_dtype="8bit")),
+        "nu_dtype='8bit' is not possible for a float64 parameter",
+    ),
     **{
         f"three {argument}": (
             lambda a=argument: stable_adamw(**{"learning_rate": 1e-3, a: ONES}),

@@ -121,13 +121,13 @@ def test_a_learning_rate_of_zero_freezes_every_bit_and_float32_is_as_ever() -> N
     assert_equal(trained(params, adamw(0.0, weight_decay=0.1, compensation="stochastic")), params)
     params = tree("float32", w=(30, 30))
     assert_equal(trained(params), trained(params, lion(LR, 0.0, weight_decay=0.0, compensation="none")))
-    assert jax.tree.leaves(TX.init(params).compensation) == []
+    assert jax.tree.leaves(TX.init(params).random_keys) == []
 
 
 def test_seeds_and_leaves_differ() -> None:
     params = {"a": jnp.ones((50, 50), jnp.bfloat16), "b": {"a": jnp.ones((50, 50), jnp.bfloat16)}}
     keys = [TX.init(params), lion(LR, compensation="stochastic", seed=1).init(params)]
-    found = [int(key) for state in keys for key in jax.tree.leaves(state.compensation)]
+    found = [int(key) for state in keys for key in jax.tree.leaves(state.random_keys)]
     assert len(set(found)) == 4
     assert found[0] == random_bits.tensor_key(0, "a")
 
@@ -143,14 +143,14 @@ STEPS = {
 def test_every_layer_of_a_stack_is_rounded_as_a_tensor_of_its_own(step: str) -> None:
     """Like the plain gradient and an update of each layer; Lion's steps depend on the gradients' signs only."""
     state, data = init_train_state(TX, parameters("bfloat16")), batch()
-    keys = [int(key) for leaf in jax.tree.leaves(state.opt_state.layers.compensation) for key in leaf]
+    keys = [int(key) for leaf in jax.tree.leaves(state.opt_state.layers.random_keys) for key in leaf]
     assert len(set(keys)) == len(keys) == 3 * LAYERS
     expected, *_ = reference(STACK, TX)(state, data)
     if step == "in the caller's loop" and not hasattr(jax, "new_ref"):
         pytest.skip("this jax has no references")
     start = jax.tree.map(jnp.copy, state.params)
     found, _ = STEPS[step]()(state, data)
-    assert_equal(found.opt_state.layers.compensation, expected.opt_state.layers.compensation)
+    assert_equal(found.opt_state.layers.random_keys, expected.opt_state.layers.random_keys)
     for new, there, before in zip(*map(jax.tree.leaves, (found.params, expected.params, start)), strict=True):
         different = np.asarray(new != there).mean()  # a gradient near zero may have another sign
         assert different < 0.02
@@ -163,7 +163,7 @@ def test_in_state_accumulation_rounds_the_step_alone() -> None:
     exact, _ = make_release_step(STACK, tx)(init_train_state(tx, params), data)
     assert_equal(inside, exact)
     several, _ = make_release_step(STACK, tx, microbatches=2, accumulation="state")(init_train_state(tx, params), data)
-    assert_equal(several.opt_state.layers.compensation, exact.opt_state.layers.compensation)
+    assert_equal(several.opt_state.layers.random_keys, exact.opt_state.layers.random_keys)
 
 
 def test_the_layers_of_several_stacks_have_keys_of_their_own() -> None:
@@ -171,8 +171,8 @@ def test_the_layers_of_several_stacks_have_keys_of_their_own() -> None:
     several = {"outer": params["outer"], "layers": {"low": params["layers"], "high": params["layers"]}}
     stack = LayerStack(STACK.embed, {name: Layers(one_layer) for name in ("low", "high")}, STACK.loss)
     state = init_train_state(TX, several, stack=stack)
-    compensations = [state.opt_state.outer.compensation, *(state.opt_state.layers[name].compensation for name in stack.layer)]
-    keys = [int(key) for leaf in jax.tree.leaves(compensations) for key in jnp.ravel(leaf)]
+    found = [state.opt_state.outer.random_keys, *(state.opt_state.layers[name].random_keys for name in stack.layer)]
+    keys = [int(key) for leaf in jax.tree.leaves(found) for key in jnp.ravel(leaf)]
     assert len(set(keys)) == len(keys) == 1 + 2 * 3 * LAYERS
 
 
@@ -199,7 +199,7 @@ def test_what_cannot_be_is_refused_by_name() -> None:
     with pytest.raises(RefusedError, match=r"compensated transform must be the last"):
         make_update(tx)(gradients(params, 0), tx.init(params), params)
     state = lion(LR, compensation="none").init(tree(w=(3, 4)))
-    with pytest.raises(InvalidArgumentError, match=r"whose compensation is uint32, and the state has None"):
+    with pytest.raises(InvalidArgumentError, match=r"whose compensation is stochastic, and the state has None"):
         TX.update(gradients(tree(w=(3, 4)), 0), state, tree(w=(3, 4)))
 
 
@@ -218,7 +218,7 @@ def test_a_run_goes_on_in_the_other_framework_bit_for_bit(tmp_path: Path) -> Non
     torch_steps(0)
     export_from_torch(tmp_path / "state", optimizer, model, parameters=True)
     state = import_state(tmp_path / "state", TX, init_train_state(TX, params), parameters=True)
-    keys = {name: int(key) for name, key in state.opt_state.compensation.items()}
+    keys = {name: int(key) for name, key in state.opt_state.random_keys.items()}
     assert keys == {name: optimizer.state[parameter]["random_key"] for name, parameter in model.items()}
     torch_steps(2)
     new, opt_state, update = state.params, state.opt_state, make_update(TX)
@@ -232,7 +232,7 @@ def test_a_file_has_a_key_for_each_layer(tmp_path: Path) -> None:
     state = init_train_state(TX, parameters("bfloat16"))
     export_state(tmp_path / "state", TX, state)
     other = init_train_state(lion(LR, compensation="stochastic", seed=1), parameters("bfloat16"))
-    assert_equal(import_state(tmp_path / "state", TX, other).opt_state.layers.compensation, state.opt_state.layers.compensation)
+    assert_equal(import_state(tmp_path / "state", TX, other).opt_state.layers.random_keys, state.opt_state.layers.random_keys)
     found = {name: about.random_keys for name, about in describe(tmp_path / "state").parameters.items()}
-    assert found["layers.1.up"] == (int(state.opt_state.layers.compensation["up"][1]),)
-    assert found["outer.embedding"] == (int(state.opt_state.outer.compensation["embedding"]),)
+    assert found["layers.1.up"] == (int(state.opt_state.layers.random_keys["up"][1]),)
+    assert found["outer.embedding"] == (int(state.opt_state.outer.random_keys["embedding"]),)
