@@ -95,12 +95,14 @@ def test_jax_rounds_as_pytorch_bit_for_bit(dtype: str) -> None:
         assert torch.equal(to_torch(leaf), dict(named)[name].detach()), name
 
 
-def test_added_increments_are_the_new_parameters() -> None:
+@pytest.mark.parametrize("compensation", ["stochastic", "split8"])
+def test_added_increments_are_the_new_parameters(compensation: str) -> None:
     """While p/2 <= p' <= 2p; here elements are at least 64 steps away from zero."""
+    tx = lion(LR / 3, 0.0, weight_decay=0.0, compensation=compensation)
     params = jax.tree.map(lambda leaf: jnp.sign(leaf) + leaf / 2, tree(w=(40, 50)))
-    directly, state = trained(params), TX.init(params)
+    directly, state = trained(params, tx), tx.init(params)
     for step in range(3):
-        updates, state = jax.jit(TX.update)(gradients(params, step), state, params)
+        updates, state = jax.jit(tx.update)(gradients(params, step), state, params)
         params = optax.apply_updates(params, updates)
     assert_equal(params, directly)
 

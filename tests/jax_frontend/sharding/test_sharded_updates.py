@@ -12,11 +12,13 @@ import numpy as np
 import optax
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
+from tests.support.jax_codings import ROWS as ROWS_OF_CODINGS
+from tests.support.jax_codings import assert_codes_agree
 from tests.support.jax_sharding import DEVICES, LAYOUTS, ROWS, WIDTH, assert_lies_like, rows, spread, three_steps
-from tests.support.jax_training import assert_close, float64
+from tests.support.jax_training import assert_close, assert_equal, float64
 from tests.support.jax_walk import STACK, batch, parameters
 
-from penstock.core.errors import InvalidArgumentError
+from penstock.core.errors import InvalidArgumentError, RefusedError
 from penstock.jax_frontend import (
     LayerStack,
     adamw,
@@ -76,15 +78,20 @@ def test_a_mesh_of_explicit_axes_equals_one_device(options: dict[str, Any]) -> N
     assert_close(state, alone, rtol=1e-12, atol=1e-12)
 
 
-@pytest.mark.parametrize("kind", ["Auto", "Explicit"])
-def test_a_sharded_parameter_is_rounded_stochastically_as_the_whole_one(kind: str) -> None:
-    """Every element has the random bits of its index in the whole tensor; the steps of Lion are exact."""
+@pytest.mark.parametrize(
+    ("kind", "coded"),
+    [("Auto", False), ("Auto", True), ("Explicit", False), pytest.param("Explicit", True, marks=pytest.mark.exhaustive)],
+)
+def test_a_sharded_parameter_is_rounded_stochastically_as_the_whole_one(kind: str, coded: bool) -> None:
+    """Every element has the random bits of its index in the whole tensor; the steps of Lion are exact. With a state in 8 bits
+    the blocks are whole on each device, and the program of each is the same."""
     axis_type = getattr(jax.sharding.AxisType, kind)
     if kind == "Explicit" and not hasattr(jax, "set_mesh"):
         pytest.skip("this jax has no meshes of explicit axes")
     generator, tx = np.random.default_rng(5), lion(2.0**-10, 0.0, weight_decay=0.0, compensation="stochastic")
-    params = {"w": jnp.asarray(generator.normal(size=(3 * DEVICES, WIDTH)), jnp.bfloat16)}
-    given = [{"w": jnp.asarray(generator.normal(size=(3 * DEVICES, WIDTH)), jnp.bfloat16)} for _ in range(2)]
+    tx, shape = (ROWS_OF_CODINGS["compact"][0], (DEVICES, 128 * DEVICES)) if coded else (tx, (3 * DEVICES, WIDTH))
+    params = {"w": jnp.asarray(generator.normal(size=shape), jnp.bfloat16)}
+    given = [{"w": jnp.asarray(generator.normal(size=shape), jnp.bfloat16)} for _ in range(2)]
     mesh = jax.make_mesh((DEVICES,), ("data",), axis_types=(axis_type,))
     found = []
     for spec in (None, PartitionSpec("data"), PartitionSpec(None, "data")):
@@ -98,10 +105,25 @@ def test_a_sharded_parameter_is_rounded_stochastically_as_the_whole_one(kind: st
             here, opt_state = state.params, state.opt_state
             for gradients in given:
                 here, opt_state = update(placed(gradients), opt_state, here)
-            assert spec is None or here["w"].sharding.is_equivalent_to(NamedSharding(mesh, spec), 2)
-            found.append(np.asarray(here["w"]))
-    np.testing.assert_array_equal(found[1], found[0])
-    np.testing.assert_array_equal(found[2], found[0])
+            matrices = [leaf for leaf in jax.tree.leaves((here, opt_state)) if leaf.ndim == 2]
+            assert len(matrices) == (6 if coded else 2)  # the codes and scales of two fields, and a compensation
+            assert spec is None or all(leaf.sharding.is_equivalent_to(NamedSharding(mesh, spec), 2) for leaf in matrices)
+            found.append(jax.tree.map(np.asarray, (here, opt_state)))
+    assert_codes_agree(found[1], found[0])
+    assert_codes_agree(found[2], found[0])
+    if not coded:
+        assert_equal(found[1:], [found[0]] * 2)
+
+
+def test_a_shard_that_cuts_a_block_is_refused() -> None:
+    tx, mesh = adamw(1e-3, nu_dtype="8bit"), jax.make_mesh((DEVICES,), ("data",))
+    leaf = jnp.ones((64, 64 * DEVICES), jnp.float32)
+    with pytest.raises(
+        RefusedError, match=r"params\['w'\] is sharded so that devices have 64 neighbouring.*multiple of the 128"
+    ):
+        init_train_state(tx, {"w": jax.device_put(leaf, NamedSharding(mesh, PartitionSpec(None, "data")))})
+    state = init_train_state(tx, {"w": jax.device_put(leaf, NamedSharding(mesh, PartitionSpec("data")))})
+    assert state.opt_state.fields["exp_avg_sq"]["w"].scale.sharding.shard_shape((64, 4)) == (8, 4)
 
 
 def test_the_mean_square_over_devices_is_that_of_the_whole_tensor() -> None:
