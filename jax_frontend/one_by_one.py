@@ -97,9 +97,9 @@ def _bits(x: Array) -> Array:
 
 
 def by_rows(
-    function: Callable[..., Sequence[Coded | None]], gradient: Array, old: Sequence[Coded | None], turn: Turn
+    function: Callable[..., Sequence[Coded | None]], read: Sequence[Array | None], old: Sequence[Coded | None], turn: Turn
 ) -> Sequence[Any]:
-    """Return function(0, gradient, *old), some rows after the other; each result is written over what it replaces.
+    """Return function(0, *read, *old), some rows after the other; each result is written over what it replaces.
 
     Temporaries are the float32 copies of the rows, and one array like each of `old` in low precision: its bits as integers, of
     which XLA writes a slice without writing all of it.
@@ -107,18 +107,18 @@ def by_rows(
     Args:
         function: takes the number of the first of some rows (uint32), and these; returns what replaces each of `old`, in its
             dtype, or None.
-        gradient: of any shape.
+        read: arrays of one shape, the first of them not None.
         old: arrays of as many rows, coded fields, or None.
         turn: of this update; afterwards of what is to wait for it.
     """
-    length = gradient.shape[0]
-    rows = _length_of_piece(gradient, 0)
+    first: Any = read[0]
+    length, rows = first.shape[0], _length_of_piece(first, 0)
     count, rest = divmod(length, rows)
 
     def replaced(arrays: Any, start: Any, size: int, always: Array) -> Any:
         def new(part: Any) -> Any:
-            given = lax.dynamic_slice_in_dim(gradient, start, size)
-            results = function(jax_ops.cast(start, "uint32"), given, *jax.tree.map(_numbers, part, old))
+            given = jax.tree.map(lambda x: lax.dynamic_slice_in_dim(x, start, size), tuple(read))
+            results = function(jax_ops.cast(start, "uint32"), *given, *jax.tree.map(_numbers, part, old))
             return jax.tree.map(_integers, tuple(results))
 
         part = jax.tree.map(lambda x: lax.dynamic_slice_in_dim(x, start, size), arrays)

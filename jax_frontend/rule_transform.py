@@ -192,22 +192,29 @@ def _update_leaf(rule: Rule, leaf: Leaf, scales_only: bool, *, direct: bool, tur
         return *others, leaf.kept(kept)
     old = state.compensation, leaf.parameter, *state.fields
 
-    def squares(g: Array, kept: Any, p: Array, *fields: Coded) -> Any:
-        part = leaf.part(0, g, kept, p, fields)  # bits do not matter
-        return specification.accumulate(jax_ops, rule, *part.arguments, first=True, bits=part.bits).mean_square
-
     if rule.clips_update:
-        mean_square = mean_of_pieces(squares, (leaf.gradient, *old), axis=0 if rows else None)
+        mean_square = mean_square_of(rule, leaf, axis=0 if rows else None)
 
     def ordered(row: Any, g: Array, kept: Any, p: Array, *fields: Coded) -> tuple[Any, ...]:
         increment, parameter, *stored, kept = new(leaf.part(row, g, kept, p, fields))
         return kept, increment if parameter is None or not direct else parameter, *stored
 
     if rows:
-        kept, first, *fields = by_rows(ordered, leaf.gradient, old, turn)
+        kept, first, *fields = by_rows(ordered, [leaf.gradient], old, turn)
     else:
         kept, first, *fields = one_by_one(functools.partial(ordered, 0), leaf.gradient, old, turn)
     kept = leaf.kept(kept)
     if scales_only or not direct:
         return first, None, *fields, kept
     return new(leaf)[0], first, *fields, kept  # the increment; XLA leaves out what is not needed
+
+
+def mean_square_of(rule: Rule, leaf: Leaf, *, axis: int | None, first: bool = True) -> Array:
+    """Return the mean square of a gradient, from pieces along an axis (None: the longest), as `Rule.mean_square` gives it."""
+
+    def of(g: Array, kept: Any, p: Array, *fields: Coded) -> Any:
+        part = leaf.part(0, g, kept, p, fields)  # bits do not matter
+        return specification.accumulate(jax_ops, rule, *part.arguments, first=first, bits=part.bits).mean_square
+
+    arrays = leaf.gradient, leaf.state.compensation, leaf.parameter, *leaf.state.fields
+    return mean_of_pieces(of, arrays, axis)

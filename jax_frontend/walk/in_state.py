@@ -17,11 +17,14 @@ import optax
 from jax import lax
 
 from ...core import update as specification
+from ...core.codings import Coded
 from ...core.errors import RefusedError
+from ...core.rules import Rule
 from ..array_ops import jax_ops, upcast
 from ..leaves import Leaf, leaves_of
 from ..losses import with_aux
-from ..rule_transform import RuleTransformation, named, under_betas
+from ..one_by_one import Turn, by_rows, is_updated_by_rows
+from ..rule_transform import RuleTransformation, mean_square_of, named, under_betas
 from ..state import AnyRuleState, PyTree, RuleState, RuleStateWithBetas
 from ..train_state import TrainState
 from .passes import Arrays, backward, forward, head
@@ -115,11 +118,23 @@ def accumulate(tx: Any, arrays: Arrays, grads: PyTree, *, first: bool, microbatc
         first: this is the first micro-batch, which decays the moments.
         microbatch: its number, an int or a 0-d array.
     """
-    _, treedef, leaves = _leaves(tx, arrays, grads, microbatch)
+    count, treedef, leaves = _leaves(tx, arrays, grads, microbatch)
+    turn = Turn(count > 0)
+
+    def of(leaf: Leaf) -> specification.TensorState:
+        return specification.accumulate(jax_ops, tx.rule, *leaf.arguments, first=first, bits=leaf.bits)
 
     def new(leaf: Leaf) -> tuple[Any, ...]:
-        state = specification.accumulate(jax_ops, tx.rule, *leaf.arguments, first=first, bits=leaf.bits)
-        return *state.fields, state.mean_square
+        if not is_updated_by_rows(leaf.parameter, leaf.state.fields):
+            state = of(leaf)
+            return *state.fields, state.mean_square
+
+        def of_rows(row: Any, g: Any, kept: Any, p: Any, *fields: Coded) -> tuple[Coded, ...]:
+            return of(leaf.part(row, g, kept, p, fields)).fields
+
+        squares = _squares_by_rows(tx.rule, leaf, first)
+        read = leaf.gradient, leaf.state.compensation, leaf.parameter
+        return *by_rows(of_rows, read, leaf.state.fields, turn), squares
 
     *fields, mean_square = _columns(treedef, leaves, new, len(tx.rule.fields) + 1)
     return {"fields": named(tx.rule, fields), "mean_square": mean_square}
@@ -128,15 +143,39 @@ def accumulate(tx: Any, arrays: Arrays, grads: PyTree, *, first: bool, microbatc
 def update_last(tx: Any, arrays: Arrays, grads: PyTree, *, microbatch: int) -> Arrays:
     """Add the last micro-batch to the moments of one layer, update it, and return all its arrays but the mean square."""
     count, treedef, leaves = _leaves(tx, arrays, grads, microbatch)
+    turn = Turn(count > 0)
+
+    def of(leaf: Leaf, mean_square: Any = None) -> tuple[Any, ...]:
+        parameter, state = specification.update(
+            jax_ops, tx.rule, *leaf.arguments, first=False, mean_square=mean_square, bits=leaf.bits
+        )
+        return state.compensation, parameter, *state.fields
 
     def new(leaf: Leaf) -> tuple[Any, ...]:
-        parameter, state = specification.update(jax_ops, tx.rule, *leaf.arguments, first=False, bits=leaf.bits)
-        return parameter, *state.fields, leaf.kept(state.compensation)
+        if is_updated_by_rows(leaf.parameter, leaf.state.fields):
+            squares = _squares_by_rows(tx.rule, leaf, first=False)
+
+            def of_rows(row: Any, g: Any, kept: Any, p: Any, *fields: Coded) -> tuple[Any, ...]:
+                return of(leaf.part(row, g, kept, p, fields), squares)
+
+            old = leaf.state.compensation, leaf.parameter, *leaf.state.fields
+            kept, *changed = by_rows(of_rows, [leaf.gradient], old, turn)
+        else:
+            kept, *changed = of(leaf)
+        return *changed, leaf.kept(kept)
 
     params, *fields, compensation = _columns(treedef, leaves, new, len(tx.rule.fields) + 2)
     changed = {"params": params, "fields": named(tx.rule, fields), "compensation": compensation, "count": count}
     # The betas stay after the first micro-batch, and keys always.
     return changed | {name: arrays[name] for name in ("betas", "random_keys") if name in arrays}
+
+
+def _squares_by_rows(rule: Rule, leaf: Leaf, first: bool) -> Any:
+    """Return the sum of the mean squares of the micro-batches so far, with this one; as it was where the rule has none."""
+    if not rule.clips_update:
+        return leaf.state.mean_square
+    square = mean_square_of(rule, leaf, axis=0, first=first)
+    return square if first else leaf.state.mean_square + square
 
 
 def _columns(treedef: Any, leaves: Sequence[Leaf | None], new: Callable[[Leaf], tuple[Any, ...]], count: int) -> list[PyTree]:

@@ -184,10 +184,25 @@ def test_the_walk_equals_the_plain_gradient_and_an_update_of_each_layer(loss_sca
         assert_equal(jax.tree.map(np.asarray, found.opt_state), before)
 
 
-@pytest.mark.parametrize("row", [row for row in EACH if row.values[0] not in ("float32", "lion")])
-def test_micro_batches_into_the_state_have_random_bits_of_their_own(row: str) -> None:
+@pytest.mark.parametrize(
+    ("row", "cut"),
+    [
+        ("compact", False),
+        ("float32", True),
+        *(
+            pytest.param(row, cut, marks=pytest.mark.exhaustive)
+            for row in ("smallest", "bfloat16 states")
+            for cut in (False, True)
+        ),
+    ],
+)
+def test_micro_batches_into_the_state_have_random_bits_of_their_own(
+    row: str, cut: bool, request: pytest.FixtureRequest
+) -> None:
     """Four of them, of which the scan has two, and in every layer, against the specification on numpy; the gradients of a layer
-    and of the outer matrix are the numbers of the micro-batch."""
+    and of the outer matrix are the numbers of the micro-batch. Cut: some rows after the other."""
+    if cut:
+        request.getfixturevalue("in_rows")
     tx, dtype = ROWS[row]
     generator = np.random.default_rng(0)
     numbers = jnp.asarray(generator.normal(size=(4, *SHAPE)) * generator.lognormal(0, 2, SHAPE), dtype)
