@@ -11,12 +11,13 @@ import jax
 import numpy as np
 import optax
 
+from ...core.codings import EIGHT_BIT
 from ...core.compensation import resolve
 from ...core.errors import InvalidArgumentError, RefusedError
 from ...core.portable.bias import Decays, decays_of
 from ...core.portable.match import Expected
 from ...core.portable.names import Line, Names, each, table_of
-from ...core.portable.state import PortableGroup
+from ...core.portable.state import PortableGroup, scale_name
 from ...core.rules import Rule
 from ..arguments import Settings, settings_of
 from ..direct import as_transformation
@@ -33,7 +34,7 @@ class Slot:
     """One parameter and the arrays of the optimizer state that belong to it; all with a layer axis where `layered`."""
 
     parameter: Any
-    fields: dict[str, Any]  # of its rule, by name
+    fields: dict[str, Any]  # of its rule, by name; codes, and their scales by `scale_name`
     compensation: Any  # or None
     random_key: Any  # or None
     betas_kept: dict[str, Any]  # in the state, by core's names: what the fields are debiased by
@@ -82,14 +83,16 @@ class Slot:
         return () if self.random_key is None else tuple(to_host(self.random_key).reshape(-1).tolist())
 
     def dtypes(self, rule: Rule) -> dict[str, str]:
-        """Dtypes of the fields of its rule, by name."""
-        return {field.name: self.fields[field.name].dtype.name for field in rule.fields}
+        """Dtypes of the fields of its rule, by name, as `core.codings.state_dtypes` has them."""
+        names = (field.name for field in rule.fields)
+        return {name: EIGHT_BIT if scale_name(name) in self.fields else self.fields[name].dtype.name for name in names}
 
     def expected(self, rule: Rule) -> Expected:
         """The shapes, dtypes and compensation that a file must have for the parameter."""
         dtype, kept = self.parameter.dtype.name, self.compensation
         uncompensated = "stochastic" if self.stochastic else "none"
-        compensated = uncompensated if kept is None else {"int16": "split"}.get(kept.dtype.name, "kahan")
+        kinds = {"int16": "split", "int8": "split8"}
+        compensated = uncompensated if kept is None else kinds.get(kept.dtype.name, "kahan")
         dtypes = self.dtypes(rule)
         return Expected(dtype, self.parameter.shape, compensated, dict.fromkeys(dtypes) if self.biased else dtypes)
 
@@ -135,7 +138,9 @@ class Opened:
             raise InvalidArgumentError(
                 "rule and betas are for optax.adam and optax.adamw; this transform tells its own. Leave them out."
             )
-        slots |= {name: _with_rounding(name, slots[name], source) for name, source in sources.items()}
+        for name, source in sources.items():
+            rounding = resolve(source.arguments.compensation, slots[name].parameter.dtype.name)
+            slots[name] = dataclasses.replace(slots[name], stochastic=rounding == "stochastic")
         if len(rules) > 1:
             listed = " and ".join(sorted(each.name for each in rules))
             raise RefusedError(f"the transform updates some parameters by {listed}: a file has one rule for all of them.")
@@ -173,22 +178,6 @@ class Opened:
         for name in self.slots:
             members[tuple(sorted(self.settings[name].items()))].append(name)
         return tuple(PortableGroup(dict(settings), tuple(sorted(found))) for settings, found in members.items())
-
-
-def _with_rounding(name: str, slot: Slot, source: Source) -> Slot:
-    """Return the slot of a parameter that a transform of penstock updates, with what it says of stochastic rounding.
-
-    Raises:
-        RefusedError: something else than the parameter is rounded stochastically.
-    """
-    stochastic = resolve(source.arguments.compensation, slot.parameter.dtype.name) == "stochastic"
-    if slot.random_key is not None and not stochastic:
-        raise RefusedError(
-            f"the compensation or the state of {name!r} is rounded stochastically, and a portable state has a random key only "
-            "where the parameter is. Keep such a state in a checkpoint of JAX, or leave compensation='split8' and "
-            "nu_dtype='bfloat16' out."
-        )
-    return dataclasses.replace(slot, stochastic=stochastic)
 
 
 def beta_in(rule: Rule, decays: Decays, name: str) -> float | None:

@@ -16,8 +16,9 @@ import optax
 
 from ...core.codings import EightBit
 from ...core.errors import InvalidArgumentError, RefusedError
+from ...core.portable.state import scale_name
 from ...core.rules import ADAM
-from ..state import RULE_STATES, AnyRuleState, CompensatedState, PyTree, RuleState, Stochastic
+from ..state import RULE_STATES, CompensatedState, PyTree, RuleState, Stochastic
 from ..train_state import LayeredState, check_train_state
 from ..walk.layer_stack import looks_stacked
 
@@ -42,7 +43,7 @@ class Role:
     names: tuple[str, ...]  # the parameter it belongs to; of a count or a beta, those that have it
     where: str  # its place in the optimizer state, for errors
     biased: bool = False  # a moment of Optax's Adam, or its count
-    field: str = ""  # the name of a field or of a beta; "compensation", "random_keys"
+    field: str = ""  # the name of a field, of its scales, or of a beta; "compensation", "random_keys"
 
 
 # The known states of Optax by the names of their types (not all are exported), and the kinds of their fields; None: a state
@@ -153,6 +154,11 @@ def roles_of(part: Part, state: PyTree) -> PyTree:
     return _roles(part, state, (), type(state).__name__)
 
 
+def is_coded(node: Any) -> bool:
+    """Whether a node of an optimizer state is a field in 8 bits."""
+    return isinstance(node, EightBit)
+
+
 def _is_empty(compensation: Any) -> bool:
     return compensation is None or isinstance(compensation, Stochastic)
 
@@ -178,6 +184,17 @@ def _roles(part: Part, node: PyTree, scope: tuple[str, ...], where: str) -> PyTr
             lambda path, _: Role(kind, (part.name(path),), f"{where}.{at}", biased, field), tree
         )
 
+    def each_field(tree: PyTree, at: str, field: str) -> PyTree:
+        """Return the roles of a field; of a coded one, of its codes and scales."""
+        roles = each(Kind.FIELD, jax.tree.map(lambda leaf: 0, tree, is_leaf=is_coded), at, field)
+
+        def of(role: Role, leaf: Any) -> Any:
+            if not is_coded(leaf):
+                return role
+            return EightBit(role, dataclasses.replace(role, where=f"{role.where}.scale", field=scale_name(field)))
+
+        return jax.tree.map(of, roles, tree, is_leaf=lambda node: isinstance(node, Role))
+
     def all_of(kind: Kind, tree: PyTree, at: str, field: str = "") -> PyTree:
         return jax.tree.map(lambda _: Role(kind, scope, f"{where}.{at}", biased, field), tree)
 
@@ -186,10 +203,9 @@ def _roles(part: Part, node: PyTree, scope: tuple[str, ...], where: str) -> PyTr
         moments = {"mu": each(Kind.FIELD, node.mu, "mu", mu), "nu": each(Kind.FIELD, node.nu, "nu", nu)}
         return node._replace(count=all_of(Kind.COUNT, node.count, "count"), **moments)
     if isinstance(node, RULE_STATES):
-        _check_uncoded(node, where)
         node = node._replace(
             count=all_of(Kind.COUNT, node.count, "count"),
-            fields={name: each(Kind.FIELD, tree, f"fields[{name!r}]", name) for name, tree in node.fields.items()},
+            fields={name: each_field(tree, f"fields[{name!r}]", name) for name, tree in node.fields.items()},
             compensation=each(Kind.COMPENSATION, node.compensation, "compensation", "compensation"),
             random_keys=each(Kind.KEY, node.random_keys, "random_keys", "random_keys"),
         )
@@ -220,15 +236,6 @@ def _roles(part: Part, node: PyTree, scope: tuple[str, ...], where: str) -> PyTr
         f"a portable state has no place for the {kind.__name__} at {where} of the optimizer state: it holds a rule's fields, "
         "compensations and counts of updates. Keep such a state in a checkpoint of JAX, or take its transform out of the chain."
     )
-
-
-def _check_uncoded(state: AnyRuleState, where: str) -> None:
-    for path, leaf in jax.tree_util.tree_leaves_with_path(state.fields, is_leaf=lambda node: isinstance(node, EightBit)):
-        if isinstance(leaf, EightBit):
-            raise RefusedError(
-                f"{where}.fields{jax.tree_util.keystr(path)} is kept in 8 bits, for which a portable state has no place. Keep "
-                "such a state in a checkpoint of JAX, or leave mu_dtype='8bit' and nu_dtype='8bit' out."
-            )
 
 
 def zipped(part: Part, roles: PyTree) -> Iterator[tuple[Role, Any]]:

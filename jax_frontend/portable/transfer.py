@@ -17,7 +17,7 @@ from ...core.portable.bias import Decays, decays_in, for_decays, with_bias, with
 from ...core.portable.match import check_own, matched
 from ...core.portable.names import Names
 from ...core.portable.rename import rename, rename_back
-from ...core.portable.state import ParameterState, PortableState
+from ...core.portable.state import ParameterState, PortableState, scale_name
 from ..arguments import dtype_argument
 from ..random_bits import KEY
 from ..state import PyTree
@@ -40,7 +40,8 @@ def export_state(
 ) -> None:
     r"""Write the state of an optimizer to a file that both frameworks read; an earlier file is replaced at the end.
 
-    The file holds the debiased moments, the compensation and the number of updates of every parameter, bit for bit. The moments
+    The file holds the debiased moments, the compensation, the random key and the number of updates of every parameter, bit for
+    bit; of moments in 8 bits the codes and scales. The moments
     of optax.adam and optax.adamw are biased. They are divided in float64,
 
         mu / (1-b1^t)        nu / (1-b2^t)
@@ -73,7 +74,8 @@ def export_state(
     opened = _opened(tx, state, rule, betas, parameters)
     entries = {}
     for name, slot in opened.slots.items():
-        fields, step = {field.name: to_host(slot.fields[field.name]) for field in opened.rule.fields}, slot.step
+        known = [array for field in opened.rule.fields for array in (field.name, scale_name(field.name))]
+        fields, step = {array: to_host(slot.fields[array]) for array in known if array in slot.fields}, slot.step
         if opened.betas and slot.biased:
             fields = without_bias(fields, opened.betas, step, [array.dtype.name for array in fields.values()])
         kept, keys = slot.compensation, slot.random_keys
@@ -110,7 +112,7 @@ def import_state(
     r"""Return a train state with what `export_state`, of either frontend, has written. All of the file is checked first.
 
     Training goes on bit for bit where the file came from this package in JAX. Moments of a lower dtype than tx keeps are
-    upcast, which is exact; a compensation that the file does not have starts with zeros. For
+    upcast, and codes of 8 bits decoded, which is exact; a compensation that the file does not have starts with zeros. For
     optax.adam and optax.adamw the moments are multiplied by 1-b^t in float64 and rounded to the dtypes that they have there.
     Counts of updates, those of schedules as well, become the file's. Where tx has other betas than the file, training goes on
     as if they had changed at this moment.
