@@ -12,6 +12,7 @@ layers itself, and updates each one as soon as its gradient exists. All of them 
 
 from importlib.util import find_spec
 
+from ..core.codings import EightBit
 from ..core.errors import MissingDependencyError
 
 for _package in ("jax", "optax"):
@@ -27,7 +28,7 @@ from .portable import export_state, import_state  # noqa: E402
 from .release_layers import release_layers  # noqa: E402
 from .released_layers import ReleasedLayers  # noqa: E402
 from .separability import check_separable  # noqa: E402
-from .state import CompensatedState, RuleState, RuleStateWithBetas  # noqa: E402
+from .state import CompensatedState, RuleState, RuleStateWithBetas, Stochastic  # noqa: E402
 from .train_state import LayeredState, TrainState, init_train_state  # noqa: E402
 from .train_step import make_train_step  # noqa: E402
 from .transforms import adam, adamw, adan, lion, radam, scale_by_stable_adam, sgd, stable_adamw  # noqa: E402
@@ -37,6 +38,7 @@ from .walk.release_step import make_release_step  # noqa: E402
 
 __all__ = [
     "CompensatedState",
+    "EightBit",
     "LayerStack",
     "LayeredState",
     "Layers",
@@ -44,6 +46,7 @@ __all__ = [
     "ReleasedLayers",
     "RuleState",
     "RuleStateWithBetas",
+    "Stochastic",
     "TrainState",
     "WeightedMean",
     "adam",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from pathlib import Path
 from typing import Any
 
@@ -63,12 +64,18 @@ def to_torch(array: jax.Array) -> torch.Tensor:
     return torch.from_numpy(np.asarray(array, np.float32)).to(getattr(torch, array.dtype.name))
 
 
-@pytest.mark.parametrize("shape", [(), (0, 3), (7,), (5, 3, 4)])
-def test_bits_are_the_specifications(shape: tuple[int, ...]) -> None:
+@pytest.mark.parametrize(
+    ("shape", "row", "size"),
+    [((), 0, 0), ((0, 3), 0, 0), ((7,), 0, 0), ((5, 3, 4), 0, 0), ((5, 3, 4), 9, 240), ((2, 4), 2**30 + 7, 2**33)],
+)
+def test_bits_are_the_specifications(shape: tuple[int, ...], row: int, size: int) -> None:
+    """Of a whole array, and of rows of one."""
     key, when = random_bits.tensor_key(3, "w"), random_bits.when(9)
-    found = jax.jit(bits_like)(jnp.uint32(key), jnp.asarray(when, jnp.uint32), jnp.zeros(shape, jnp.bfloat16))
-    expected = random_bits.bits(random_bits.stream(key, when), np.arange(int(np.prod(shape))).reshape(shape))
-    assert found.tolist() == expected.tolist()
+    of = functools.partial(bits_like, row=jnp.uint32(row) if size else 0, size=size)
+    found = jax.jit(of)(jnp.uint32(key), jnp.asarray(when, jnp.uint32), jnp.zeros(shape, jnp.bfloat16))
+    index = row * int(np.prod(shape[1:])) + np.arange(int(np.prod(shape))).reshape(shape)
+    high, low = np.divmod(index, 2**32)
+    assert found.tolist() == random_bits.bits(random_bits.stream(key, when, high), low).tolist()
 
 
 def test_the_index_of_an_element_has_two_words() -> None:
