@@ -31,6 +31,12 @@ from penstock.jax_frontend import (
 
 MICROBATCHES = 4
 OPTIMIZERS = {"optax.adamw": optax.adamw(1e-3), "adamw": adamw(1e-3), "stable_adamw": stable_adamw(1e-3)}
+CODINGS = {
+    "optax.adamw": optax.adamw(1e-3),
+    "adamw": adamw(1e-3),
+    "8bit, split8": adamw(1e-3, mu_dtype="8bit", nu_dtype="8bit", compensation="split8"),
+    "8bit, stochastic": adamw(1e-3, mu_dtype="8bit", nu_dtype="8bit", compensation="stochastic"),
+}
 
 Step = Any
 """A jitted function of (state, batch)."""
@@ -200,6 +206,13 @@ SIZES = {
 """Models with a vocabulary as language models have it: for few layers most parameters are outside of them."""
 
 
+OF_CODINGS = ("scan, remat", "make_train_step, unrolled", "make_release_step", "release_layers")
+"""The methods for which CODINGS are compared."""
+
+CODED = SIZES["12 layers, bfloat16"]
+"""The model for which CODINGS are compared."""
+
+
 def bytes_of(tree: Any) -> int:
     """Return the bytes of all arrays of a tree."""
     return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))
@@ -253,7 +266,7 @@ def spread(tree: Any, stacked: bool) -> Any:
 
 def transform_of(method: Method, optimizer: str) -> Any:
     """Return the transform of this name, in optax.MultiSteps if the method has it."""
-    tx: Any = OPTIMIZERS[optimizer]
+    tx: Any = (OPTIMIZERS | CODINGS)[optimizer]
     return tx if method.every == 1 else optax.MultiSteps(tx, method.every).gradient_transformation()
 
 

@@ -220,7 +220,8 @@ def walk() -> str:
             "## JAX: peak bytes of a step",
             f"Over the bytes of the parameters, of a decoder of {settings['layers']} layers and width {settings['width']} in "
             f"{settings['dtype']}: XLA's memory analysis of the compiled programs. Parameters and Adam's two moments are 3.00. "
-            "[What the rows are, other sizes (`peak_memory_jax_sizes.json`), several devices](jax.md#memory).",
+            "[What the rows are, other sizes (`peak_memory_jax_sizes.json`), several devices](jax.md#memory), and "
+            "[states in 8 bits (`peak_memory_jax_codings.json`)](jax.md#states-in-8-bits).",
             table(["step", *optimizers], rows),
             conditions("peak_memory_jax", content),
         ]

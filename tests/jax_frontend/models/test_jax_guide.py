@@ -14,7 +14,7 @@ GUIDE = examples("jax.md")
 
 def test_there_is_an_example_for_every_use() -> None:
     steps = ("Micro-batches, clipping, loss scaling", "Evaluation, averages and metrics", "A loop of one's own")
-    assert {*steps, "Donation", "Checkpoints", "Many devices"} == set(GUIDE)
+    assert {*steps, "States in 8 bits", "Donation", "Checkpoints", "Many devices"} == set(GUIDE)
 
 
 @pytest.mark.parametrize("heading", GUIDE)
@@ -41,8 +41,12 @@ def table(start: str) -> list[list[str]]:
 
 @pytest.mark.parametrize(
     ("start", "result"),
-    [("| step | optax", "peak_memory_jax.json"), ("| step, on 4 devices", "peak_memory_jax_4_devices.json")],
-    ids=["one device", "four devices"],
+    [
+        ("| step | optax", "peak_memory_jax.json"),
+        ("| step, on 4 devices", "peak_memory_jax_4_devices.json"),
+        ("| step, 12 layers in bfloat16", "peak_memory_jax_codings.json"),
+    ],
+    ids=["one device", "four devices", "states in 8 bits"],
 )
 def test_the_memory_tables_equal_the_measured_figures(start: str, result: str) -> None:
     (_, *optimizers), _, *lines = table(start)
@@ -59,6 +63,8 @@ def test_the_measured_figures_keep_the_promises() -> None:
     assert max(figures["make_release_step, max_norm"].values()) <= 3.40
     assert figures["make_release_step, 4 micro-batches into the moments"]["stable_adamw"] <= 3.30
     assert max(figures["make_train_step, unrolled, max_norm"].values()) <= 3.25
+    coded = measured("peak_memory_jax_codings.json")["make_release_step"]
+    assert coded["8bit, stochastic"] < coded["8bit, split8"] < coded["optax.adamw"] < coded["adamw"]
 
 
 def test_the_table_of_sizes_equals_the_measured_figures() -> None:
