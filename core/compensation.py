@@ -30,7 +30,7 @@ from .dtypes import LOW_PRECISION, compute_dtype
 from .errors import InvalidArgumentError
 from .stochastic_rounding import stochastically_rounded, without_low_bits
 
-COMPENSATIONS = ("auto", "none", "kahan", "split", "split8", "stochastic")
+COMPENSATIONS = ("auto", "auto8", "none", "kahan", "split", "split8", "stochastic")
 WITH_RANDOM_BITS = ("split8", "stochastic")
 
 _HALF = 0x8000  # half of a bfloat16 spacing, in units of the float32 bit pattern
@@ -47,7 +47,7 @@ class Stored(NamedTuple):
 
 
 def resolve(compensation: str, parameter_dtype: str) -> str:
-    """Return the compensation of a parameter with this dtype: one of `COMPENSATIONS` but "auto".
+    """Return the compensation of a parameter with this dtype: one of `COMPENSATIONS` but "auto" and "auto8".
 
     Raises:
         InvalidArgumentError: an unknown name, or "split" or "split8" for a float16 parameter.
@@ -56,12 +56,12 @@ def resolve(compensation: str, parameter_dtype: str) -> str:
         raise InvalidArgumentError(f"compensation={compensation!r} is not known; it must be one of {', '.join(COMPENSATIONS)}.")
     if parameter_dtype not in LOW_PRECISION:
         return "none"
-    if compensation == "auto":
-        return "split" if parameter_dtype == "bfloat16" else "kahan"
+    if compensation in ("auto", "auto8"):
+        return compensation.replace("auto", "split") if parameter_dtype == "bfloat16" else "kahan"
     if compensation in ("split", "split8") and parameter_dtype == "float16":
         raise InvalidArgumentError(
             f"compensation={compensation!r} is not possible for a float16 parameter (float16 is not the upper half of "
-            "float32); use compensation='kahan', 'stochastic' or 'auto'."
+            "float32); use compensation='kahan', 'stochastic', 'auto' or 'auto8'."
         )
     return compensation
 

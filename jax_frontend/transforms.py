@@ -17,6 +17,7 @@ import optax
 
 from ..core.errors import InvalidArgumentError
 from ..core.hyperparameters import HIGH_FULLY_DECOUPLED_DECAY, Scalar
+from ..core.precision import chosen
 from ..core.rules import ADAM, ADAMW, ADAN, LION, RADAM, SGD, STABLE_ADAMW, Field, Rule
 from ..core.rules.sgd import SGD_MOMENTUM
 from .arguments import NAMES, Arguments, Mask, ScalarOrSchedule, dtype_argument
@@ -51,11 +52,14 @@ Args:
         for L2 regularisation.
     max_lr: highest learning rate of the schedule, in (0, inf). Default: learning_rate, where that is a number; a schedule
         needs it given.
+    precision: what is kept for each parameter: "exact", the defaults of the dtypes and of compensation; "compact": 8-bit states
+        and compensation="auto8"; "smallest": 8-bit states and compensation="stochastic". adamw of a bfloat16 matrix then keeps
+        10, 5.07 or 4.07 bytes.
     compensation: how low-precision parameters keep the bits that rounding loses: "auto" (split for bfloat16, kahan for
-        float16), "kahan", "split" (bfloat16 only) or "none"; "split8" (bfloat16 only) keeps 8 of split's 16 bits, and rounds
-        the others up or down by chance; "stochastic" keeps nothing, and rounds the parameter up or down by chance, so that
-        small steps are right in the mean. Unless it is "none", the transform must be the last of a chain, and with
-        low-precision parameters no wrapper around it may change its updates (`optax.lookahead`,
+        float16; "auto8": split8 and kahan), "kahan", "split" (bfloat16 only) or "none"; "split8" (bfloat16 only) keeps 8 of
+        split's 16 bits, and rounds the others up or down by chance; "stochastic" keeps nothing, and rounds the parameter up or
+        down by chance, so that small steps are right in the mean. Unless it is "none", the transform must be the last of a
+        chain, and with low-precision parameters no wrapper around it may change its updates (`optax.lookahead`,
         `optax.contrib.schedule_free`); `compensated` says why.
     seed: of the random bits, an int in [0, 2**32), where something is rounded by chance. With a parameter's path, from which
         init makes its key, and the number of the update it determines them. None: 0.
@@ -101,10 +105,15 @@ def transform_of(rule: Rule, notes: str = "", fields: tuple[Field, ...] | None =
             bound = signature.bind(*args, **kwargs)
         except TypeError as error:  # which does not name what was called
             raise TypeError(f"{rule.name}() {error}") from None
+        dtypes = [name for name in signature.parameters if name in _DTYPES]
         bound.apply_defaults()
         given = bound.arguments
+        by_user = {n: given[n] for n in ("compensation", *dtypes) if given[n] != signature.parameters[n].default}
+        preset = chosen(given.pop("precision"), by_user)
         values = {name: given.pop(argument) for argument, name in own.items()}
         row = rule.row(values)
+        if not by_user:
+            given |= {"compensation": preset.compensation} | dict.fromkeys(dtypes, preset.state_dtype if row.fields else None)
         if given["decouple_lr"] and row.l2:
             raise InvalidArgumentError(
                 f"decouple_lr=True is not possible for {rule.name}, whose weight_decay is L2 regularisation inside the "
@@ -125,7 +134,8 @@ def _signature(rule: Rule, fields: tuple[Field, ...], defaults: dict[str, Any]) 
     by_position, by_name = inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY
     own = rule.own_hyperparameters
     dtypes = dict.fromkeys(map(dtype_argument, fields))
-    named = {"mask": None, **dtypes, "decouple_lr": False, "max_lr": None, "compensation": "auto", "seed": None}
+    named = {"mask": None, **dtypes, "decouple_lr": False, "max_lr": None}
+    named |= {"precision": "exact", "compensation": "auto", "seed": None}
     return inspect.Signature(
         [
             inspect.Parameter("learning_rate", by_position),

@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 
 from ..core.codings import EIGHT_BIT
 from ..core.errors import InvalidArgumentError, NonFiniteGradientError, RefusedError
+from ..core.precision import chosen
 from ..core.release import Action
 from ..core.rules import RULES
 from . import state as saved_state
@@ -21,7 +22,7 @@ from .changing_betas import default_betas_of_moments
 from .finiteness import SkipCount, each_finite
 from .fused_back_pass import FusedBackPass
 from .groups import PLAIN_GRADIENT, Group, check_group, complete_group, hyperparameters, rule_of, storages_of
-from .signatures import signature_of
+from .signatures import COMMON, signature_of
 
 if TYPE_CHECKING:
     from .release import Release
@@ -54,6 +55,10 @@ class ReleasableOptimizer(FusedBackPass):
             raise TypeError(f"{type(self).__name__}() {error}") from None
         bound.apply_defaults()
         given = bound.arguments
+        by_user = {name: given[name] for name in ("compensation", "state_dtype") if given[name] != COMMON[name]}
+        preset = chosen(given.pop("precision"), by_user)
+        if not by_user:
+            given |= {"compensation": preset.compensation, "state_dtype": preset.state_dtype if self.rule.fields else None}
         _, backend, on_nonfinite, gradient_release = map(given.pop, ("params", "backend", "on_nonfinite", "gradient_release"))
         state_dtype = given["state_dtype"]
         if on_nonfinite not in ON_NONFINITE:

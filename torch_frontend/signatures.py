@@ -13,6 +13,7 @@ from .groups import own_defaults
 COMMON = {
     "decouple_lr": False,
     "max_lr": None,
+    "precision": "exact",
     "compensation": "auto",
     "seed": 0,
     "state_dtype": None,
@@ -39,13 +40,19 @@ Args:
     decouple_lr: fully decoupled weight decay: scaled by lr/max_lr instead of lr. Refused for L2 regularisation.
     max_lr: highest learning rate of the schedule, in (0, inf). Default: each group's initial lr. `OneCycleLR` writes its own
         into the groups.
+    precision: what is kept for each parameter: "exact", the defaults of the next arguments; "compact": 8-bit states, and of a
+        bfloat16 parameter 8 of the 16 bits that it lacks ("auto8"), so that a step is rounded by chance at 2^-17 of it;
+        "smallest": 8-bit states, and no bits ("stochastic"). AdamW of a bfloat16 matrix then keeps 10, 5.07 or 4.07 bytes.
     compensation: how low-precision parameters keep the bits that rounding loses: "none", "kahan" (in the parameter's dtype),
         "split" (bfloat16 and an int16 are together the exact float32), or "auto": split for bfloat16, kahan for float16.
-        "stochastic" keeps nothing, and rounds up or down by chance, so that small steps are right in the mean.
-    seed: of the random bits of "stochastic", an int in [0, 2**32). It takes effect where a parameter has its first update;
-        with the number of each update it determines them: the same seed gives the same run. Parameters that are given with
-        names (`model.named_parameters()`) are told apart by these, others by their numbers.
-    state_dtype: dtype of the state. Default: the parameter's, and float32 for a second moment that it cannot hold.
+        "split8" (bfloat16 and an int8) rounds what it does not keep up or down by chance, so that small steps are right in
+        the mean, and "stochastic" keeps nothing and rounds so. "auto8": split8 for bfloat16, kahan for float16.
+    seed: of the random bits, an int in [0, 2**32), where something is rounded by chance. It takes effect where a parameter has
+        its first update; with the number of each update it determines them: the same seed gives the same run. Parameters that
+        are given with names (`model.named_parameters()`) are told apart by these, others by their numbers.
+    state_dtype: dtype of the state. Default: the parameter's, and float32 for a second moment that it cannot hold. A second
+        moment in torch.bfloat16 that would not decay is rounded by chance. "8bit": codes of 8 bits in blocks of 128 elements
+        of a row with a float32 scale; tensors of less than 2 dimensions, 4096 elements or 128 columns keep float32.
     backend: "auto", "triton", "compiled" or "eager". "auto" is triton on CUDA devices, for the rules that it has, and eager
         elsewhere; `.backend` tells which was chosen.
     on_nonfinite: what to do with a gradient that contains an infinity or a NaN: "propagate" it, "skip" the step and count it

@@ -84,7 +84,7 @@ class Layout:
     def check(self, name: str, rule: Rule) -> None:
         """Raise `InvalidArgumentError` or `UnsupportedTensorError` unless they can be those of a parameter called `name`."""
         check_parameter_dtype(self.dtype, f"parameter {name!r}")
-        if self.compensated == "auto" or resolve(self.compensated, self.dtype) != self.compensated:
+        if self.compensated.startswith("auto") or resolve(self.compensated, self.dtype) != self.compensated:
             raise InvalidArgumentError(f"the compensation of parameter {name!r}, {self.dtype}, cannot be {self.compensated!r}.")
         count = len(self.random_keys)
         random = may_have_random_keys(rule, self.compensated, {array: dtype for array, (dtype, _) in self.arrays.items()})
