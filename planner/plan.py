@@ -110,7 +110,7 @@ def _optimizer(model: Llama, training: Training) -> ReleasableOptimizer:
     optimizer: ReleasableOptimizer = getattr(torch_frontend, training.optimizer)(
         model.parameters(),
         compensation=training.compensation,
-        state_dtype=None if training.state_dtype is None else getattr(torch, training.state_dtype),
+        state_dtype=getattr(torch, training.state_dtype or "", training.state_dtype),  # "8bit" is not a dtype
         backend="eager",
         capturable=True,  # the number of updates is a tensor that nobody reads
     )

@@ -78,9 +78,9 @@ def summary(shape: LlamaShape, training: Training, plans: Sequence[Plan]) -> lis
     sequences = "1 sequence" if training.batch == 1 else f"{training.batch} sequences"
     of_torch = numpy_dtype(training.dtype).itemsize * 3
     return [
-        f"{counted(shape.parameters)} parameters in {shape.layers} layers. {training.optimizer} keeps {training.kept_bytes} "
-        f"bytes for each {choice}: {kept}. {sequences} of {training.sequence} tokens{micro}, {checkpointing} "
-        "activation checkpointing.",
+        f"{counted(shape.parameters)} parameters in {shape.layers} layers. {training.optimizer} keeps "
+        f"{training.kept_bytes:.4g} bytes for each {choice}: {kept}. {sequences} of {training.sequence} tokens{micro}, "
+        f"{checkpointing} activation checkpointing.",
         *_cheaper(training),
         *(
             [f"torch's own AdamW keeps {of_torch} bytes for each: parameter and moments in {training.dtype}, no compensation."]
@@ -100,7 +100,7 @@ def _cheaper(training: Training) -> list[str]:
     stochastic = dataclasses.replace(training, compensation="stochastic")
     return [
         f"The compensation keeps the bits that bfloat16 parameters lose. --compensation stochastic keeps "
-        f"{stochastic.kept_bytes} bytes for each, and small steps are right in the mean; none keeps as many, and loses them."
+        f"{stochastic.kept_bytes:.4g} bytes for each, small steps being right in the mean; none keeps as many, and loses them."
     ]
 
 

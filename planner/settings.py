@@ -5,9 +5,11 @@ from __future__ import annotations
 import dataclasses
 
 from ..core.array_ops import numpy_dtype
-from ..core.codings import state_dtypes
+from ..core.codings import EIGHT_BIT, state_dtypes
+from ..core.codings.eight_bit import BLOCK
 from ..core.compensation import COMPENSATIONS, compensation_dtype, resolve
 from ..core.errors import InvalidArgumentError
+from ..core.precision import chosen
 from ..core.rules import ADAM, ADAMW, ADAN, LION, RADAM, SGD, STABLE_ADAMW
 
 DTYPES = ("bfloat16", "float16", "float32")
@@ -61,8 +63,9 @@ class Training:
     """How the model is trained; with the optimizers' own defaults.
 
     batch: sequences a step. sequence: tokens in each. micro_batches: backwards that a step is divided into, where the mode
-    divides it; `batch` must be a multiple. dtype: of the parameters. compensation, state_dtype: the optimizers' arguments.
-    checkpointing: of each layer's activations, outside of the mode "blocks", which needs none.
+    divides it; `batch` must be a multiple. dtype: of the parameters. precision: chooses the next two. compensation,
+    state_dtype: the optimizers' arguments. checkpointing: of each layer's activations, outside of the mode "blocks", which
+    needs none.
     """
 
     batch: int = 1
@@ -70,11 +73,12 @@ class Training:
     micro_batches: int = 1
     dtype: str = "bfloat16"
     optimizer: str = "StableAdamW"
+    precision: dataclasses.InitVar[str] = "exact"
     compensation: str = "auto"
     state_dtype: str | None = None
     checkpointing: bool = True
 
-    def __post_init__(self) -> None:
+    def __post_init__(self, precision: str) -> None:
         for name in ("batch", "sequence", "micro_batches"):
             if getattr(self, name) < 1:
                 raise InvalidArgumentError(f"{name}={getattr(self, name)} must be at least 1.")
@@ -85,8 +89,15 @@ class Training:
                 raise InvalidArgumentError(
                     f"{name}={getattr(self, name)!r} is not known; it must be one of {', '.join(known)}."
                 )
-        if self.state_dtype is not None and self.state_dtype not in DTYPES:
-            raise InvalidArgumentError(f"state_dtype={self.state_dtype!r} is not known; it must be one of {', '.join(DTYPES)}.")
+        if self.state_dtype is not None and self.state_dtype not in (*DTYPES, EIGHT_BIT):
+            dtypes = ", ".join((*DTYPES, EIGHT_BIT))
+            raise InvalidArgumentError(f"state_dtype={self.state_dtype!r} is not known; it must be one of {dtypes}.")
+        given = {"compensation": self.compensation} if self.compensation != "auto" else {}
+        given |= {} if self.state_dtype is None else {"state_dtype": self.state_dtype}
+        preset = chosen(precision, given)
+        if not given:
+            object.__setattr__(self, "compensation", preset.compensation)
+            object.__setattr__(self, "state_dtype", preset.state_dtype if OPTIMIZERS[self.optimizer].fields else None)
         _ = self.kept  # raises where they do not go together
 
     @property
@@ -100,9 +111,9 @@ class Training:
         return {"parameter": self.dtype, **({} if low is None else {"compensation": low}), **fields}
 
     @property
-    def kept_bytes(self) -> int:
-        """Bytes of `kept` for each element of a parameter."""
-        return sum(numpy_dtype(dtype).itemsize for dtype in self.kept.values())
+    def kept_bytes(self) -> float:
+        """Bytes of `kept` for each element of a parameter, of matrices where 8-bit states need them."""
+        return sum(1 + 4 / BLOCK if dtype == EIGHT_BIT else numpy_dtype(dtype).itemsize for dtype in self.kept.values())
 
     @property
     def changed(self) -> str:

@@ -66,7 +66,8 @@ def test_one_mode_may_be_chosen(capsys: pytest.CaptureFixture[str]) -> None:
     [
         (["--layers", "0"], "layers=0"),
         (["--mode", "magic"], "mode 'magic' is not known"),
-        (["--optimizer", "AdamW", "--state-dtype", "bfloat16", *TINY], "state_dtype"),
+        (["--optimizer", "AdamW", "--state-dtype", "4bit", *TINY], "state_dtype"),
+        (["--precision", "compact", "--compensation", "kahan", *TINY], "precision='compact' chooses compensation itself"),
         (["--output", "nowhere/plan.json"], "its directory does not exist"),
     ],
 )

@@ -39,10 +39,18 @@ def add_parser(subparsers: Any) -> None:
     parser.add_argument(
         "--optimizer", default="StableAdamW", help="StableAdamW (default), AdamW, Adam, Lion, SGD, RAdam or Adan"
     )
+    parser.add_argument("--precision", default="exact", help="exact (default), compact or smallest: chooses the next two")
     parser.add_argument(
-        "--compensation", default="auto", help="auto (default: split for bfloat16), none, kahan, split or stochastic"
+        "--table",
+        action="store_true",
+        help="print bytes a parameter and GiB by model size, rule and precision, and nothing else",
     )
-    parser.add_argument("--state-dtype", help="of the moments; default: the optimizer's choice for the dtype")
+    parser.add_argument(
+        "--compensation",
+        default="auto",
+        help="auto (default: split for bfloat16), auto8, none, kahan, split, split8 or stochastic",
+    )
+    parser.add_argument("--state-dtype", help="of the moments, or 8bit; default: the optimizer's choice for the dtype")
     parser.add_argument("--no-checkpointing", action="store_true", help="keep all activations")
     parser.add_argument(
         "--mode", action="append", metavar="NAME", help="torch, plain, release, guard, hold, state or blocks; may be repeated"
@@ -52,6 +60,12 @@ def add_parser(subparsers: Any) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Plan, print and write; 0, or 2 on bad usage."""
+    if arguments.table:
+        from ..planner import sizes
+
+        print(aligned(sizes.table(), left=(0,)), end="\n\n")
+        print(*sizes.NOTES, sep="\n")
+        return 0
     try:
         require("torch", extra="torch")
         from ..planner.settings import LlamaShape, Training, modes
@@ -70,6 +84,7 @@ def run(arguments: argparse.Namespace) -> int:
             micro_batches=arguments.micro_batches,
             dtype=arguments.dtype,
             optimizer=arguments.optimizer,
+            precision=arguments.precision,
             compensation=arguments.compensation,
             state_dtype=arguments.state_dtype,
             checkpointing=not arguments.no_checkpointing,
