@@ -7,6 +7,8 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from .dtypes import compute_dtype
+
 Array = Any
 """An array of any framework; the specification uses only functions that all of them have."""
 
@@ -51,6 +53,10 @@ class ArrayOps(Protocol):
         """Return x with zeros behind it in the last dimension."""
         ...
 
+    def addmm(self, base: Array | None, left: Array, right: Array, beta: float = 1.0, alpha: float = 1.0) -> Array:
+        """Return beta*base + alpha*(left @ right) in their dtype, the product summed in float32 at least. None: no base."""
+        ...
+
 
 def numpy_dtype(name: str) -> np.dtype:
     """Return the numpy dtype of that name; only "bfloat16" needs ml_dtypes."""
@@ -91,6 +97,12 @@ class NumpyOps:
 
     def padded(self, x: Array, count: int) -> Array:
         return np.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, count)])
+
+    def addmm(self, base: Array | None, left: Array, right: Array, beta: float = 1.0, alpha: float = 1.0) -> Array:
+        dtype = self.dtype_name(left)
+        wide = compute_dtype(dtype)
+        product = alpha * (self.cast(left, wide) @ self.cast(right, wide))
+        return self.cast(product if base is None else beta * self.cast(base, wide) + product, dtype)
 
 
 numpy_ops = NumpyOps()

@@ -82,7 +82,7 @@ CLAUSES: tuple[Clause, ...] = (
     _refused(
         "accumulation='state' puts micro-batches into the optimizer's state, and this rule's step needs the whole gradient "
         "besides its state, or it keeps none (SGD without momentum); use accumulation='hold' or microbatch_blocks, or SGD with "
-        "momentum and without nesterov.",
+        "momentum, or Muon, without nesterov.",
         lambda c: c.accumulation == "state" and c.rule == "gradient",
     ),
     _refused(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import numbers
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Annotated, Any, ClassVar, get_type_hints
 
 from .errors import InvalidArgumentError
@@ -42,6 +42,22 @@ HIGH_FULLY_DECOUPLED_DECAY = 1e-3
 """From this weight_decay on, fully decoupled decay (not multiplied by the learning rate) deserves a warning."""
 
 
+@dataclasses.dataclass(frozen=True)
+class Constant:
+    """What a setting may be that is not a number of the arithmetic, but chooses what is computed.
+
+    Args:
+        described: for errors: "True or False".
+        allows: whether it may be this value.
+    """
+
+    described: str
+    allows: Callable[[Any], bool]
+
+
+FLAG = Constant("True or False", lambda value: isinstance(value, bool))
+
+
 def is_zero(value: Scalar) -> bool:
     """Whether a Python number is zero, so that its term can be left out; arrays are not read."""
     return isinstance(value, numbers.Real) and value == 0
@@ -65,8 +81,8 @@ def check_number(name: str, value: Any, allowed: Range) -> None:
 class Hyperparameters:
     r"""What an update needs besides arrays: what every rule has. A rule adds its own in a subclass.
 
-    A number is annotated with the `Range` that it must lie in, and in a subclass with what it is; a boolean there has None
-    for the range.
+    A number is annotated with the `Range` that it must lie in, another setting with a `Constant`; in a subclass both also with
+    what they are.
 
     Args:
         learning_rate: step size, in [0, inf).
@@ -88,6 +104,8 @@ class Hyperparameters:
     names: dataclasses.InitVar[Mapping[str, str] | None] = None
     RANGES: ClassVar[Mapping[str, Range]]
     """The hyperparameters that are numbers, and the interval of each."""
+    CONSTANTS: ClassVar[Mapping[str, Constant]]
+    """The others, and what each may be."""
     MEANINGS: ClassVar[Mapping[str, str]]
     """What the hyperparameters of a rule alone are, in a few words."""
 
@@ -103,12 +121,12 @@ class Hyperparameters:
                     )
                 continue
             check_number(spelled.get(field, field), value, allowed)
-        for field in self.MEANINGS:
-            if field not in self.RANGES and not isinstance(getattr(self, field), bool):
-                raise InvalidArgumentError(f"{field}={getattr(self, field)!r} must be True or False.")
+        for field, constant in self.CONSTANTS.items():
+            if not constant.allows(value := getattr(self, field)):
+                raise InvalidArgumentError(f"{field}={value!r} must be {constant.described}.")
 
     def __init_subclass__(cls) -> None:
-        cls.RANGES, cls.MEANINGS = _annotations(cls, 0), _annotations(cls, 1)
+        _read_annotations(cls)
 
     @property
     def decay_rate(self) -> Scalar:
@@ -121,15 +139,13 @@ class Hyperparameters:
         return self.decouple_lr and float(self.weight_decay) >= HIGH_FULLY_DECOUPLED_DECAY
 
 
-def _annotations(cls: type[Hyperparameters], number: int) -> Mapping[str, Any]:
-    """Return the annotations of this number of the hyperparameters that have so many."""
+def _read_annotations(cls: type[Hyperparameters]) -> None:
+    """Set what is known of the hyperparameters from their annotations."""
     hints = get_type_hints(cls, include_extras=True)
-    found = {name: getattr(hint, "__metadata__", ()) for name, hint in hints.items()}
-    return {
-        name: annotations[number]
-        for name, annotations in found.items()
-        if len(annotations) > number and annotations[number] is not None
-    }
+    found = {name: hint.__metadata__ for name, hint in hints.items() if hasattr(hint, "__metadata__")}
+    cls.RANGES = {name: first for name, (first, *_) in found.items() if isinstance(first, Range)}
+    cls.CONSTANTS = {name: first for name, (first, *_) in found.items() if isinstance(first, Constant)}
+    cls.MEANINGS = {name: meaning for name, (_, *rest) in found.items() for meaning in rest}
 
 
-Hyperparameters.RANGES, Hyperparameters.MEANINGS = _annotations(Hyperparameters, 0), {}
+_read_annotations(Hyperparameters)

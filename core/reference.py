@@ -8,7 +8,7 @@ of the papers and debiases them where they are used:
 
 Adam: Kingma and Ba, 2015. AdamW: Loshchilov and Hutter, 2019. StableAdamW: Wortsman et al., 2023, algorithm 2. Lion: Chen et
 al., 2023, algorithm 2. SGD: torch.optim.SGD's documentation. RAdam: Liu et al., 2020, with eps where torch.optim.RAdam has it.
-Adan: Xie et al., 2022, algorithm 1, debiased as optimi does.
+Adan: Xie et al., 2022, algorithm 1, debiased as optimi does. Muon: torch.optim.Muon's documentation, by singular values.
 In-state accumulation: Zhang et al., 2023 (AdamA): of K micro-batches only the first decays the moments.
 """
 
@@ -40,6 +40,10 @@ class Settings:
     dampening: float = 0.0
     nesterov: bool = False
     decoupled_weight_decay: bool = False
+    ns_coefficients: tuple[float, float, float] = (0.0, 0.0, 0.0)
+    ns_steps: int = 0
+    adjust_lr_fn: str | None = None
+    output_axis: int = 0
 
     @property
     def l2(self) -> bool:
@@ -150,6 +154,10 @@ class Reference:
                 tensor.m = (s.momentum * tensor.m if first else tensor.m) + entering
                 tensor.step = g + s.momentum * tensor.m if s.nesterov else tensor.m
             return
+        if s.rule.startswith("muon"):
+            tensor.m = (s.momentum * tensor.m if first else tensor.m) + (1 - s.momentum) * g
+            tensor.step = self._orthogonalised((1 - s.momentum) * g + s.momentum * tensor.m if s.nesterov else tensor.m)
+            return
         beta1, beta2 = s.betas[:2]
         if s.rule == "lion":
             tensor.step = np.sign(beta1 * tensor.m + (1 - beta1) * g)
@@ -173,6 +181,20 @@ class Reference:
         tensor.d = (beta2 * tensor.d if first else tensor.d) + (1 - beta2) * change
         tensor.v = (beta3 * tensor.v if first else tensor.v) + (1 - beta3) * (g + beta2 * change) ** 2
         tensor.previous = g if first else tensor.previous + g
+
+    def _orthogonalised(self, u: np.ndarray) -> np.ndarray:
+        """Muon's step: the iteration takes each singular value x to a*x + b*x^3 + c*x^5, and leaves the singular vectors."""
+        s = self.settings
+        if not u.size:
+            return u
+        left, values, right = np.linalg.svd(u, full_matrices=False)
+        values = values / max(float(np.linalg.norm(u)), s.eps)
+        for _ in range(s.ns_steps):
+            a, b, c = s.ns_coefficients
+            values = a * values + b * values**3 + c * values**5
+        outputs, inputs = u.shape[s.output_axis], u.shape[1 - s.output_axis]
+        scale = 0.2 * max(u.shape) ** 0.5 if s.adjust_lr_fn == "match_rms_adamw" else max(1.0, outputs / inputs) ** 0.5
+        return scale * (left * values) @ right
 
     def _step(self, tensor: ReferenceTensor) -> np.ndarray:
         s = self.settings

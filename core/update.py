@@ -138,6 +138,8 @@ def _stepped(
     The decay is folded into the step: p*(1 - eta*decay) would round eta*decay away.
     """
     step = rule.direction(hyperparameters, corrections, fields, entered, ops.xp)
+    if rule.of_matrix is not None:
+        step = rule.of_matrix(ops, hyperparameters, step)
     decay = 0.0 if rule.l2 else hyperparameters.decay_rate
     if not is_zero(decay):
         step = step + decay * parameter

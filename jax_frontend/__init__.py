@@ -31,7 +31,18 @@ from .separability import check_separable  # noqa: E402
 from .state import CompensatedState, RuleState, RuleStateWithBetas, Stochastic  # noqa: E402
 from .train_state import LayeredState, TrainState, init_train_state  # noqa: E402
 from .train_step import make_train_step  # noqa: E402
-from .transforms import adam, adamw, adan, lion, radam, scale_by_stable_adam, sgd, stable_adamw  # noqa: E402
+from .transforms import (  # noqa: E402
+    adam,
+    adamw,
+    adan,
+    lion,
+    muon,
+    param_labels_for_muon,
+    radam,
+    scale_by_stable_adam,
+    sgd,
+    stable_adamw,
+)
 from .update import make_update  # noqa: E402
 from .walk.layer_stack import Layers, LayerStack  # noqa: E402
 from .walk.release_step import make_release_step  # noqa: E402
@@ -62,6 +73,8 @@ __all__ = [
     "make_release_step",
     "make_train_step",
     "make_update",
+    "muon",
+    "param_labels_for_muon",
     "radam",
     "release_layers",
     "scale_by_stable_adam",

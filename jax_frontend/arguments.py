@@ -85,6 +85,11 @@ class Arguments:
                     f"{name} is a {value.dtype} array, in which it may round to a value out of its range; give a Python "
                     "number or a float32 array: optax.inject_hyperparams(..., hyperparam_dtype=jnp.float32)."
                 )
+            if name in self.rule.hyperparameters.CONSTANTS and isinstance(value, jax.Array):
+                raise InvalidArgumentError(
+                    f"{name} is an array, and it chooses what is computed; give optax.inject_hyperparams "
+                    f"static_args={tuple(self.rule.hyperparameters.CONSTANTS)}."
+                )
         highest_by_default = self.decouple_lr and self.max_lr is None and isinstance(self.learning_rate, numbers.Real)
         hyperparameters = self.rule.hyperparameters(
             **self.own,
@@ -148,12 +153,12 @@ def dtype_argument(field: Field) -> str:
     return "nu_dtype" if field.of_squares else "mu_dtype"
 
 
-Settings = Mapping[str, float | bool | None]
+Settings = Mapping[str, Any]
 """Hyperparameters by the names of `core.hyperparameters.Hyperparameters`."""
 
 
 def settings_of(arguments: Arguments, decays: bool) -> Settings:
-    """Return the hyperparameters of a parameter that are numbers, but not schedules or arrays of the optimizer state.
+    """Return the hyperparameters of a parameter, but for schedules and arrays of the optimizer state.
 
     Args:
         arguments: of the transform that updates it.
@@ -167,7 +172,8 @@ def settings_of(arguments: Arguments, decays: bool) -> Settings:
         "weight_decay": arguments.weight_decay if decays else 0.0,
         "max_lr": highest if decoupled else None,
     }
-    known = {name: value if isinstance(value, bool) else float(value) for name, value in given.items() if _is_number(value)}
+    known: dict[str, Any] = {name: given[name] for name in arguments.rule.hyperparameters.CONSTANTS}
+    known |= {name: float(value) for name, value in given.items() if name not in known and _is_number(value)}
     return {**known, **({} if decoupled else {"max_lr": None}), "decouple_lr": decoupled, "maximize": False}
 
 

@@ -54,6 +54,12 @@ class JaxOps:
     def padded(self, x: Array, count: int) -> Array:
         return jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, count)])
 
+    def addmm(self, base: Array | None, left: Array, right: Array, beta: float = 1.0, alpha: float = 1.0) -> Array:
+        """In full precision, also on devices whose products of float32 are of a lower one by default."""
+        wide = compute_dtype(self.dtype_name(left))
+        product = alpha * jnp.matmul(left, right, precision=lax.Precision.HIGHEST, preferred_element_type=wide)
+        return (product if base is None else beta * base.astype(wide) + product).astype(left.dtype)
+
 
 jax_ops = JaxOps()
 

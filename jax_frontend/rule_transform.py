@@ -38,6 +38,11 @@ from .state import (
     initial_tree,
 )
 
+_MATRICES_ONLY = (
+    "give it to adamw with optax.partition and param_labels_for_muon; stacked layers are updated one by one where they are "
+    'params["layers"] of init_train_state, or under jax.vmap'
+)
+
 
 class RuleTransformation(optax.GradientTransformationExtraArgs):
     """An Optax transform with the rule and the arguments that it was made of."""
@@ -60,7 +65,8 @@ def transformation(arguments: Arguments) -> RuleTransformation:
         kept, keys = [], []
         for path, leaf in jax.tree_util.tree_leaves_with_path(params):
             dtype = jax_ops.dtype_name(leaf)
-            check_parameter_dtype(dtype, f"params{jax.tree_util.keystr(path)}")
+            check_parameter_dtype(dtype, name := f"params{jax.tree_util.keystr(path)}")
+            rule.check_shape(jnp.shape(leaf), name, _MATRICES_ONLY)
             dtypes = arguments.dtypes(dtype, jnp.shape(leaf))
             for column, field, of_field in zip(columns, rule.fields, dtypes, strict=True):
                 column.append(codings.zeros(jax_ops, field, leaf, of_field))
@@ -186,8 +192,9 @@ def _update_leaf(rule: Rule, leaf: Leaf, scales_only: bool, *, direct: bool, tur
         stepped = step(part.compensation, p, value, added, direct=direct, bits=part.bits(0))
         return stepped.increment, stepped.parameter, *state.fields, stepped.compensation
 
-    rows = is_updated_by_rows(leaf.parameter, state.fields)
-    if not rows and not is_updated_one_by_one(leaf.parameter):
+    whole = rule.of_matrix is not None
+    rows = not whole and is_updated_by_rows(leaf.parameter, state.fields)
+    if not rows and (whole or not is_updated_one_by_one(leaf.parameter)):
         *others, kept = new(leaf)
         return *others, leaf.kept(kept)
     old = state.compensation, leaf.parameter, *state.fields

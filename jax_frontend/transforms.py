@@ -13,15 +13,20 @@ import warnings
 from collections.abc import Callable
 from typing import Any
 
+import jax
+import jax.numpy as jnp
 import optax
 
 from ..core.errors import InvalidArgumentError
 from ..core.hyperparameters import HIGH_FULLY_DECOUPLED_DECAY, Scalar
 from ..core.precision import chosen
-from ..core.rules import ADAM, ADAMW, ADAN, LION, RADAM, SGD, STABLE_ADAMW, Field, Rule
+from ..core.rules import ADAM, ADAMW, ADAN, LION, MUON, RADAM, SGD, STABLE_ADAMW, Field, Rule
+from ..core.rules.muon import is_hidden_matrix
 from ..core.rules.sgd import SGD_MOMENTUM
 from .arguments import NAMES, Arguments, Mask, ScalarOrSchedule, dtype_argument
 from .rule_transform import transformation
+from .state import PyTree
+from .walk.layer_stack import looks_stacked
 
 Transform = Callable[..., optax.GradientTransformationExtraArgs]
 
@@ -189,6 +194,11 @@ _PER_LEAF = (
     "the layer axis to clip each layer by itself."
 )
 
+_MATRICES = (
+    "It takes matrices only: `param_labels_for_muon` says which parameters those are. A stack of layers is orthogonalised "
+    "layer by layer where each layer is updated by itself (`init_train_state` with stacked layers), or under vmap."
+)
+
 stable_adamw = transform_of(STABLE_ADAMW, _PER_LEAF)
 adamw = transform_of(ADAMW, weight_decay=1e-4)  # as optax.adamw; PyTorch's AdamW has 1e-2
 adam = transform_of(ADAM)
@@ -196,6 +206,37 @@ lion = transform_of(LION, weight_decay=1e-3)  # as optax.lion
 sgd = transform_of(SGD, fields=SGD_MOMENTUM.fields)
 radam = transform_of(RADAM)
 adan = transform_of(ADAN)
+muon = transform_of(MUON, _MATRICES, weight_decay=0.0, output_axis=1)  # as optax.contrib.muon
+
+
+def param_labels_for_muon(params: PyTree) -> PyTree:
+    """Return labels for `optax.partition`: "muon" for the matrices of hidden layers, "adamw" for all else.
+
+    "adamw" are leaves that have not two dimensions, those with "emb" in their path, and those below head, lm_head, classifier,
+    score or embed_out. Of {"outer": ..., "layers": ...} as a whole the leaves of layers count without their layer axis. Other
+    labels are another function.
+
+    Args:
+        params: any tree of arrays, also of one layer.
+
+    Returns:
+        A tree of the same structure.
+
+    Example:
+        rules = {"muon": muon(2e-2), "adamw": adamw(3e-4)}
+        tx = optax.partition(rules, param_labels_for_muon)
+
+    References:
+        https://kellerjordan.github.io/posts/muon/
+    """
+    stacked = looks_stacked(params)
+
+    def label(path: Any, leaf: Any) -> str:
+        name = jax.tree_util.keystr(path, simple=True, separator=".")
+        axes = 1 if stacked and path[0].key == "layers" else 0
+        return "muon" if is_hidden_matrix(name, jnp.shape(leaf)[axes:]) else "adamw"
+
+    return jax.tree_util.tree_map_with_path(label, params)
 
 
 def scale_by_stable_adam(

@@ -72,6 +72,8 @@ def why_not(rule: Rule) -> str | None:
     """Return why the suite cannot follow a rule: what tracked arrays cannot do, or a step that is not the reference's."""
     if rule.mean_square not in (None, adam_family.mean_square):
         return "its step is divided by a mean that no bound is derived for."
+    if rule.of_matrix is not None:
+        return "its step needs the whole matrix, for which no bound is derived."
     missing = [field.name for field in rule.fields if field.name not in RAW]
     if missing:
         return f"the reference has no {missing[0]}."

@@ -17,7 +17,7 @@ from penstock import jax_frontend, torch_frontend
 from penstock.core import combinations_page
 from penstock.core.rules import RULES
 from penstock.planner.settings import Training
-from penstock.torch_frontend import Release, StableAdamW, microbatch_blocks, release_gradients
+from penstock.torch_frontend import Muon, Release, microbatch_blocks, param_groups_for_muon, release_gradients
 
 GUIDE = (ROOT / "docs" / "pytorch.md").read_text()
 EXAMPLES = examples("pytorch.md")
@@ -45,7 +45,7 @@ def test_a_rules_docstrings_have_each_argument_once(name: str) -> None:
 
 
 def test_every_example_was_found() -> None:
-    assert len(EXAMPLES) == GUIDE.count("```python") == 6
+    assert len(EXAMPLES) == GUIDE.count("```python") == 7
 
 
 def test_the_table_of_combinations_is_up_to_date() -> None:
@@ -83,7 +83,9 @@ def test_the_planned_figures_are_the_recorded_ones() -> None:
 
 
 def test_settings_and_files_that_it_names_exist() -> None:
-    arguments = [set(inspect.signature(f).parameters) for f in (release_gradients, microbatch_blocks, StableAdamW)]
+    arguments = [
+        set(inspect.signature(f).parameters) for f in (release_gradients, microbatch_blocks, Muon, param_groups_for_muon)
+    ]
     known = set().union(*arguments, {"use_cache"})
     for name in re.findall(r"`(\w+)=", GUIDE):
         assert name in known, name

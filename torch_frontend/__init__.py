@@ -16,7 +16,8 @@ from .compatibility import (
     to_low_precision,
 )
 from .microbatch import MicrobatchedBlocks, microbatch_blocks
-from .optimizers import SGD, Adam, AdamW, Adan, Lion, RAdam, StableAdamW
+from .muon_groups import param_groups_for_muon
+from .optimizers import SGD, Adam, AdamW, Adan, Lion, Muon, RAdam, StableAdamW
 from .portable import export_state, import_state
 from .release import Release, release_gradients
 from .token_mean import token_mean, total_weight
@@ -28,12 +29,14 @@ __all__ = [
     "Adan",
     "Lion",
     "MicrobatchedBlocks",
+    "Muon",
     "RAdam",
     "Release",
     "StableAdamW",
     "export_state",
     "import_state",
     "microbatch_blocks",
+    "param_groups_for_muon",
     "param_groups_weight_decay",
     "prepare_for_gradient_release",
     "release_gradients",

@@ -49,6 +49,10 @@ class TorchOps:
     def padded(self, x: Tensor, count: int) -> Tensor:
         return torch.nn.functional.pad(x, (0, count))
 
+    def addmm(self, base: Tensor | None, left: Tensor, right: Tensor, beta: float = 1.0, alpha: float = 1.0) -> Tensor:
+        """`torch.set_float32_matmul_precision` applies to it."""
+        return alpha * (left @ right) if base is None else torch.addmm(base, left, right, beta=beta, alpha=alpha)
+
 
 class CompiledOps(TorchOps):
     """For a compiler that deletes a cast to a low precision and back, and bit views of the result as well."""

@@ -18,7 +18,7 @@ from ..core.hyperparameters import DECAY, Hyperparameters, check_number
 from ..core.portable.state import check_rule
 from ..core.rules import RULES, Rule
 from .array_ops import dtype_name
-from .communication.shards import PLAIN, check_placements, is_sharded, local, placements, rows_before
+from .communication.shards import PLAIN, check_placements, is_interleaved, is_sharded, local, placements, rows_before
 
 NAMES = {"learning_rate": "lr", **{f"beta{number}": f"betas[{number - 1}]" for number in (1, 2, 3)}}
 """The names of hyperparameters in torch."""
@@ -77,7 +77,7 @@ def complete_group(group: Group, given: Collection[str], of_optimizer: Rule) -> 
             if name not in own:
                 del group[name]
         group |= {name: default for name, default in own_defaults(rule).items() if name not in given}
-    if "rule" not in given or not of_optimizer.is_of_one_kind_with(rule):
+    if rule is of_optimizer or not of_optimizer.is_of_one_kind_with(rule):
         group["rule"] = rule.row(own_values(rule, group)).name
 
 
@@ -153,9 +153,12 @@ def _betas(rule: Rule, group: Mapping[str, Any]) -> Sequence[Any]:
 
 
 def _number(name: str, value: Any) -> Any:
-    """Return the number in a tensor or an array; a tensor on a device is returned as it is."""
+    """Return the number in a tensor or an array; a tensor on a device is returned as it is.
+
+    What is no number is returned so that a change is seen, and as `core` spells it: a tuple for a list, a dtype's name.
+    """
     if not hasattr(value, "dtype"):
-        return value
+        return tuple(value) if type(value) is list else dtype_name(value) if type(value) is torch.dtype else value
     if value.shape != () and math.prod(value.shape) != 1:
         raise InvalidArgumentError(
             f"{name} is a tensor of shape {tuple(value.shape)}; it must be a number or have one element."
@@ -225,9 +228,10 @@ def check_group(group: Group) -> None:
     Raises:
         InvalidArgumentError: a hyperparameter, dtype or compensation is out of range or does not fit the others; a parameter
             that is given twice.
-        RefusedError: a parameter whose storage needs whole rows is sharded otherwise.
+        RefusedError: a parameter whose storage needs whole rows is sharded otherwise; one whose rule needs whole matrices is
+            sharded as it cannot be gathered.
         UnsupportedTensorError: a parameter is complex, integer, sparse or a DTensor of partial sums, or its elements share
-            memory.
+            memory, or the rule does not take its shape.
     """
     rule, ranges = rule_of(group), Hyperparameters.RANGES
     for name in ("decouple_lr", "maximize", "capturable"):
@@ -255,6 +259,7 @@ def check_group(group: Group) -> None:
         )
     for parameter in group["params"]:
         check_parameter(parameter)
+        check_shape(rule, parameter)
         if storage_of(group, parameter, checked) != PLAIN_STORAGE and is_sharded(parameter):
             first_index(parameter)  # raises
 
@@ -338,6 +343,18 @@ def check_parameter(parameter: Tensor) -> None:
             "together; give them memory of their own (torch.nn.Parameter(tensor.clone(memory_format=torch.contiguous_format)))."
         )
     dtypes.check_parameter_dtype(dtype_name(parameter.dtype), described)
+
+
+def check_shape(rule: Rule, parameter: Tensor) -> None:
+    """Raise `UnsupportedTensorError` or `RefusedError` for a shape or placements that the rule does not take."""
+    if rule.of_matrix is not None and not is_lazy(parameter):
+        remedy = 'put it into a group with "rule": "adamw", as param_groups_for_muon(model) does'
+        rule.check_shape(parameter.shape, "a parameter", remedy)
+        if is_interleaved(parameter):
+            raise RefusedError(
+                f"{rule.name} needs whole matrices, and a parameter of shape {tuple(parameter.shape)} with placements "
+                f"{placements(parameter)} cannot be gathered; {remedy}, or shard it along each dimension once."
+            )
 
 
 def _may_overlap(tensor: Tensor) -> bool:

@@ -54,3 +54,10 @@ class Adan(ReleasableOptimizer):
     """Nesterov's momentum through the difference of two gradients. In float64 it equals optimi's Adan."""
 
     rule = rules.ADAN
+
+
+@documented
+class Muon(ReleasableOptimizer):
+    """Momentum, orthogonalised matrix by matrix: for matrices only, which `param_groups_for_muon` finds in a model."""
+
+    rule = rules.MUON

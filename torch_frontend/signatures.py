@@ -36,7 +36,6 @@ Args:
         name another rule: {{"params": ..., "rule": "sgd", "momentum": 0.9}}; its own settings then have that rule's defaults.
     lr: step size: a number in [0, inf), or a 0-d tensor. Default: {lr}.
 {own}
-    weight_decay: {decay}, in [0, inf). Default: {weight_decay}.{booleans}
     decouple_lr: fully decoupled weight decay: scaled by lr/max_lr instead of lr. Refused for L2 regularisation.
     max_lr: highest learning rate of the schedule, in (0, inf). Default: each group's initial lr. `OneCycleLR` writes its own
         into the groups.
@@ -89,11 +88,10 @@ def documented(optimizer: Optimizer) -> Optimizer:
 
 @functools.cache
 def signature_of(rule: Rule) -> inspect.Signature:
-    """Return the signature of a rule's optimizer: params, lr, the rule's own settings, weight_decay; all others by name."""
+    """Return the signature of a rule's optimizer: params, lr, what its defaults name in their order; all others by name."""
     by_position, by_name = inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY
-    own = own_defaults(rule)
-    booleans = {name: own.pop(name) for name in _booleans(rule)}  # after weight_decay, as in torch.optim
-    first = {"lr": rule.defaults.get("learning_rate", 1e-3), **own, "weight_decay": rule.defaults["weight_decay"], **booleans}
+    known = {**own_defaults(rule), "weight_decay": rule.defaults["weight_decay"]}
+    first = {"lr": rule.defaults.get("learning_rate", 1e-3), **{name: known[name] for name in _names_by_position(rule)}}
     return inspect.Signature(
         [
             inspect.Parameter("params", by_position),
@@ -111,32 +109,27 @@ def docstring_of(rule: Rule, name: str, summary: str) -> str:
         summary=summary,
         mathematics="\n".join(f"    {line}" for line in lines),
         own="\n".join(f"    {line}" for line in _own_lines(rule)),
-        booleans="".join(f"\n    {line}" for line in _boolean_lines(rule)),
         lr=parameters["lr"].default,
-        decay="L2 regularisation, added to the gradient" if rule.l2 else "decoupled weight decay",
-        weight_decay=parameters["weight_decay"].default,
         name=name,
         source=rule.source,
     )
 
 
 def _own_lines(rule: Rule) -> Iterator[str]:
-    """Yield the lines on the settings that this rule has and others have not."""
+    """Yield the lines on the arguments that the rule's defaults name, in their order."""
     meanings, ranges = rule.hyperparameters.MEANINGS, rule.hyperparameters.RANGES
     betas = [name for name in rule.own_hyperparameters if name.startswith("beta")]
-    if betas:
-        yield f"betas: {'; '.join(meanings[name] for name in betas)}; each in {ranges[betas[0]]}."
-        yield f"    Default: {rule.betas}. They may change from step to step (`OneCycleLR`, `CyclicLR`), as in torch.optim."
-    for name in rule.own_hyperparameters:
-        if name in ranges and name not in betas:
-            yield f"{name}: {meanings[name]}, in {ranges[name]}. Default: {rule.defaults[name]}."
+    decay = "L2 regularisation, added to the gradient" if rule.l2 else "decoupled weight decay"
+    for name in _names_by_position(rule):
+        if name == "betas":
+            yield f"betas: {'; '.join(meanings[name] for name in betas)}; each in {ranges[betas[0]]}."
+            yield f"    Default: {rule.betas}. They may change from step to step (`OneCycleLR`, `CyclicLR`), as in torch.optim."
+            continue
+        allowed = f", in {ranges[name]}" if name in ranges else ""
+        yield f"{name}: {meanings.get(name, decay)}{allowed}. Default: {rule.defaults[name]}."
 
 
-def _booleans(rule: Rule) -> list[str]:
-    """Return the names of the settings that this rule alone has and that are True or False."""
-    return [name for name in rule.own_hyperparameters if name not in rule.hyperparameters.RANGES]
-
-
-def _boolean_lines(rule: Rule) -> Iterator[str]:
-    for name in _booleans(rule):
-        yield f"{name}: {rule.hyperparameters.MEANINGS[name]}. Default: {rule.defaults[name]}."
+def _names_by_position(rule: Rule) -> list[str]:
+    """Return the arguments after lr that may be given by position: those that the rule's defaults name, in their order."""
+    names = (name for name in rule.defaults if name != "learning_rate")
+    return list(dict.fromkeys("betas" if name.startswith("beta") else name for name in names))

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import numpy as np
 
@@ -26,7 +27,7 @@ from ..debiasing import one_minus_power
 from ..errors import InvalidArgumentError
 from ..rules import RULES, Rule
 from ..update import rebiased
-from .state import ParameterState, PortableState, scale_name
+from .state import ParameterState, PortableState, Settings, scale_name
 
 Decays = tuple[float | None, ...]
 """The beta that each field of a rule is debiased by; None for one that is not."""
@@ -100,9 +101,9 @@ def decays_in(state: PortableState, name: str) -> Decays | None:
     return decays_of(RULES[state.rule], group)
 
 
-def decays_of(rule: Rule, hyperparameters: Mapping[str, float | bool | None]) -> Decays | None:
+def decays_of(rule: Rule, hyperparameters: Settings) -> Decays | None:
     """Return the betas that the fields of a rule are debiased by; None where the hyperparameters lack one of them."""
-    found = tuple(None if field.beta is None else hyperparameters.get(field.beta) for field in rule.fields)
+    found: Any = tuple(None if field.beta is None else hyperparameters.get(field.beta) for field in rule.fields)
     missing = any(beta is None and field.beta is not None for beta, field in zip(found, rule.fields, strict=True))
     return None if missing else found
 

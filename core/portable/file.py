@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import numbers
 from collections.abc import Mapping
 from typing import Any
 
@@ -18,7 +19,7 @@ from ..compensation import WITH_RANDOM_BITS
 from ..errors import PenstockError
 from ..rules import RULES, Rule
 from .safetensors import Path, Reader, shown, write
-from .state import Layout, ParameterState, PortableGroup, PortableState, array_names, check_groups, check_rule
+from .state import Layout, ParameterState, PortableGroup, PortableState, Setting, array_names, check_groups, check_rule
 
 
 @dataclasses.dataclass(frozen=True)
@@ -141,8 +142,10 @@ def describe(path: Path) -> Description:
         return _describe(reader)
 
 
-def _plain(value: float | bool | None) -> float | bool | None:
-    return value if value is None or isinstance(value, bool) else float(value)
+def _plain(value: Setting) -> Setting:
+    if isinstance(value, numbers.Real) and not isinstance(value, int):
+        return float(value)
+    return list(value) if isinstance(value, tuple) else value
 
 
 def _describe(reader: Reader) -> Description:

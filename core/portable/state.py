@@ -45,6 +45,13 @@ def scale_name(field: str) -> str:
     return f"{field}_scale"
 
 
+CONSTANTS = {name: constant for rule in RULES.values() for name, constant in rule.hyperparameters.CONSTANTS.items()}
+"""Of all rules, the settings that are not numbers of the arithmetic."""
+
+Setting = float | bool | str | Sequence[float] | None
+Settings = Mapping[str, Setting]
+
+
 def array_names(rule: Rule) -> tuple[str, ...]:
     """Return the names of the arrays that a parameter of this rule may have."""
     fields = [field.name for field in rule.fields]
@@ -196,12 +203,16 @@ class PortableGroup:
         parameters: their names.
     """
 
-    hyperparameters: Mapping[str, float | bool | None]
+    hyperparameters: Settings
     parameters: tuple[str, ...]
 
     def check(self, number: int) -> None:
-        """Raise `InvalidArgumentError` for a hyperparameter that is not a finite number."""
+        """Raise `InvalidArgumentError` for a hyperparameter that is not a finite number, or what it may be instead."""
         for name, value in self.hyperparameters.items():
+            if (constant := CONSTANTS.get(name)) is not None:
+                if not constant.allows(tuple(value) if isinstance(value, list) else value):
+                    raise InvalidArgumentError(f"{name!r} of group {number} is {value!r}; it must be {constant.described}.")
+                continue
             if value is not None and not isinstance(value, (bool, int, float)):
                 raise InvalidArgumentError(f"{name!r} of group {number} is {value!r}; it must be a number.")
             if value is not None and not abs(value) <= sys.float_info.max:  # NaN is not <= anything

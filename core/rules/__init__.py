@@ -6,11 +6,27 @@ from .adam import ADAM
 from .adamw import ADAMW
 from .adan import ADAN
 from .lion import LION
+from .muon import MUON, MUON_MOMENTUM
 from .radam import RADAM, RADAMW
 from .rule import Entered, Field, Fields, Rule
 from .sgd import ROWS_OF_SGD, SGD
 from .stable_adamw import STABLE_ADAMW
 
-RULES = MappingProxyType({rule.name: rule for rule in (STABLE_ADAMW, ADAMW, ADAM, LION, *ROWS_OF_SGD, RADAM, RADAMW, ADAN)})
+_ROWS = (STABLE_ADAMW, ADAMW, ADAM, LION, *ROWS_OF_SGD, RADAM, RADAMW, ADAN, MUON, MUON_MOMENTUM)
+RULES = MappingProxyType({rule.name: rule for rule in _ROWS})
 
-__all__ = ["ADAM", "ADAMW", "ADAN", "LION", "RADAM", "RULES", "SGD", "STABLE_ADAMW", "Entered", "Field", "Fields", "Rule"]
+__all__ = [
+    "ADAM",
+    "ADAMW",
+    "ADAN",
+    "LION",
+    "MUON",
+    "RADAM",
+    "RULES",
+    "SGD",
+    "STABLE_ADAMW",
+    "Entered",
+    "Field",
+    "Fields",
+    "Rule",
+]

@@ -12,7 +12,7 @@ import numpy as np
 
 from ..array_ops import Array
 from ..debiasing import one_minus_power
-from ..hyperparameters import Scalar
+from ..hyperparameters import FLAG, Scalar
 from . import adam_family
 from .adam_family import AdamHyperparameters, Moments
 from .rule import Entered, Fields, Rule
@@ -36,7 +36,7 @@ class RAdamHyperparameters(AdamHyperparameters):
         decoupled_weight_decay: the decay is part of the step instead of the gradient.
     """
 
-    decoupled_weight_decay: Annotated[bool, None, "multiply weight_decay*p by lr only, instead of adding it to the gradient"]
+    decoupled_weight_decay: Annotated[bool, FLAG, "multiply weight_decay*p by lr only, instead of adding it to the gradient"]
 
 
 class Corrections(NamedTuple):

@@ -5,11 +5,11 @@ from __future__ import annotations
 import dataclasses
 import functools
 import numbers
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
-from ..array_ops import Array
-from ..errors import RefusedError
+from ..array_ops import Array, ArrayOps
+from ..errors import RefusedError, UnsupportedTensorError
 from ..hyperparameters import Hyperparameters, Scalar, is_zero
 
 Fields = tuple[Array, ...]
@@ -23,11 +23,13 @@ class Field(NamedTuple):
         name: in states and portable files ("exp_avg").
         beta: the hyperparameter by which it is debiased: it is stored divided by 1-beta^t. None: it is not debiased.
         of_squares: it is a mean of squares, for which a low precision has too little range, or never decays it.
+        is_mean: it is a mean though not debiased, where others of its name (SGD's momentum) are sums.
     """
 
     name: str
     beta: str | None = None
     of_squares: bool = False
+    is_mean: bool = False
 
 
 class Entered(NamedTuple):
@@ -61,7 +63,7 @@ class Rule:
         source: the paper.
         fields: what it keeps for each parameter.
         hyperparameters: what it needs besides arrays: a subclass of `Hyperparameters`.
-        defaults: of the hyperparameters that have one, by name.
+        defaults: of the hyperparameters that have one, by name, in the order of its arguments.
         corrections: from the hyperparameters and the number of this update to the scalars that follow from both: a tuple. The
             rule reads its decays here only; elsewhere it may ask whether one is zero.
         accumulate: the fields after one more gradient.
@@ -69,6 +71,8 @@ class Rule:
             decoupled decay apart.
         mean_square: from the hyperparameters, the fields and the gradient to a 0-d array, by whose root the step is divided
             where it is above 1 (Adafactor's update clipping). None: the rule does not clip.
+        of_matrix: from the framework's operations, the hyperparameters and the direction to what the step is proportional to,
+            where that needs a whole matrix at once. The rule then takes matrices only. None: the step is the direction.
         l2: weight decay enters the gradient (L2 regularisation) instead of the step (decoupled decay).
         implicit_decay: decoupled decay is that of the new parameter: the step, with the decay of the old one, is divided by
             1 + lr*decay.
@@ -91,6 +95,7 @@ class Rule:
     accumulate: Accumulate
     direction: Callable[[Any, Any, Fields, Entered | None, Any], Array]
     mean_square: Callable[[Any, Fields, Array, Any], Array] | None = None
+    of_matrix: Callable[[ArrayOps, Any, Array], Array] | None = None
     l2: bool = False
     implicit_decay: bool = False
     needs_gradient: bool = False
@@ -141,6 +146,19 @@ class Rule:
                 f"accumulation='state' is not possible for {self.name}, "
                 + ("whose step needs the whole gradient besides its state" if self.fields else "which keeps no state")
                 + f"; {instead}."
+            )
+
+    def check_shape(self, shape: Sequence[int], described: str, remedy: str) -> None:
+        """Raise `UnsupportedTensorError` for a parameter of a shape that the rule does not take.
+
+        Args:
+            shape: of the whole parameter.
+            described: the parameter, for the error.
+            remedy: what the user can do.
+        """
+        if self.of_matrix is not None and len(shape) != 2:
+            raise UnsupportedTensorError(
+                f"{described} has shape {tuple(shape)}, and {self.name} takes matrices only, of two dimensions; {remedy}."
             )
 
     def decays(self, current: Hyperparameters) -> tuple[Scalar | None, ...]:

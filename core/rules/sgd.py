@@ -9,7 +9,7 @@ from typing import Annotated, Any, NamedTuple
 
 from ..array_ops import Array
 from ..errors import InvalidArgumentError
-from ..hyperparameters import DECAY, Hyperparameters, Scalar, is_zero
+from ..hyperparameters import DECAY, FLAG, Hyperparameters, Scalar, is_zero
 from .rule import Entered, Field, Fields, Rule
 
 
@@ -26,8 +26,8 @@ class SGDHyperparameters(Hyperparameters):
 
     momentum: Annotated[Scalar, DECAY, "decay of the momentum; with 0 none is kept"]
     dampening: Annotated[Scalar, DECAY, "the momentum gets (1-dampening)*g, but the whole g in the first update"]
-    nesterov: Annotated[bool, None, "take the step g + momentum*m; needs momentum, and no dampening"]
-    decoupled_weight_decay: Annotated[bool, None, "multiply weight_decay*p by lr only, instead of adding it to the gradient"]
+    nesterov: Annotated[bool, FLAG, "take the step g + momentum*m; needs momentum, and no dampening"]
+    decoupled_weight_decay: Annotated[bool, FLAG, "multiply weight_decay*p by lr only, instead of adding it to the gradient"]
 
     def __post_init__(self, names: Mapping[str, str] | None) -> None:
         super().__post_init__(names)
@@ -104,9 +104,9 @@ SGD = Rule(
         "learning_rate": 1e-3,
         "momentum": 0.0,
         "dampening": 0.0,
+        "weight_decay": 0.0,
         "nesterov": False,
         "decoupled_weight_decay": False,
-        "weight_decay": 0.0,
     },
     corrections=corrections,
     accumulate=accumulate,

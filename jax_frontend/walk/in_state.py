@@ -152,7 +152,7 @@ def update_last(tx: Any, arrays: Arrays, grads: PyTree, *, microbatch: int) -> A
         return state.compensation, parameter, *state.fields
 
     def new(leaf: Leaf) -> tuple[Any, ...]:
-        if is_updated_by_rows(leaf.parameter, leaf.state.fields):
+        if tx.rule.of_matrix is None and is_updated_by_rows(leaf.parameter, leaf.state.fields):
             squares = _squares_by_rows(tx.rule, leaf, first=False)
 
             def of_rows(row: Any, g: Any, kept: Any, p: Any, *fields: Coded) -> tuple[Any, ...]:

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import decimal
 import functools
+import inspect
 import itertools
 from typing import Any
+from unittest import mock
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+import optax.contrib
 import pytest
 import torch
 from tests.support.jax_training import float64
@@ -30,10 +33,13 @@ from penstock.torch_frontend.array_ops import torch_ops
 
 EVERY_RULE = pytest.mark.parametrize("rule", RULES.values(), ids=RULES)
 STEPS = 40
+IN_COMPUTE_DTYPE = {"ns_dtype": "float32"}
+"""Muon as the reference has it; `test_muon` compares its bfloat16 iterations."""
 KINDS = ((numpy_ops, np.asarray), (torch_ops, torch.tensor), (JaxOps(), jnp.asarray))
 
 
 def hyperparameters(rule: Rule, **changed: Any) -> Hyperparameters:
+    changed = {**IN_COMPUTE_DTYPE, **changed} if "ns_dtype" in rule.defaults else changed
     return rule.hyperparameters(**{**rule.defaults, "learning_rate": 1e-2, "weight_decay": 0.1, **changed})
 
 
@@ -118,9 +124,9 @@ def test_fields_without_memory_hold_the_gradient_alone(rule: Rule) -> None:
     none: dict[str, Any] = {name: 0.0 for name, allowed in rule.hyperparameters.RANGES.items() if allowed is DECAY}
     if "nesterov" in rule.defaults:
         none["nesterov"] = False  # it needs a momentum
-    current, small, spike = hyperparameters(rule, **none), np.full(3, 1e-4, np.float32), np.full(3, 1e4, np.float32)
+    current, small, spike = hyperparameters(rule, **none), np.full((1, 3), 1e-4, np.float32), np.full((1, 3), 1e4, np.float32)
     for ops, of in KINDS:
-        zeros = of(np.zeros(3, np.float32))
+        zeros = of(np.zeros((1, 3), np.float32))
         shared = (ops, rule, current)
         fresh = start(rule, ops, zeros)
         _, spiked = update(*shared, rule.corrections(current, 1, np), "none", zeros, of(spike), fresh)
@@ -134,13 +140,13 @@ def test_fields_without_memory_hold_the_gradient_alone(rule: Rule) -> None:
 @EVERY_RULE
 def test_a_nan_in_the_gradient_is_a_nan_in_the_parameter(rule: Rule) -> None:
     """torch.sign makes 0 of a NaN: a parameter would stay where it is for ever, and nobody see why."""
-    current, gradient = hyperparameters(rule), np.array([np.nan, 1.0], np.float32)
+    current, gradient = hyperparameters(rule), np.array([[np.nan, 1.0]], np.float32)
     for ops, of in KINDS:
-        parameter = of(np.ones(2, np.float32))
+        parameter = of(np.ones((1, 2), np.float32))
         new, _ = update(
             ops, rule, current, rule.corrections(current, 1, np), "none", parameter, of(gradient), start(rule, ops, parameter)
         )
-        assert np.isnan(np.asarray(new))[0]
+        assert np.isnan(np.asarray(new))[0, 0]
 
 
 @EVERY_RULE
@@ -205,6 +211,25 @@ def through_torch(kind: Any, given: list[np.ndarray], **settings: Any) -> np.nda
     return parameter.detach().numpy()
 
 
+def through_torch_muon(given: list[np.ndarray], **settings: Any) -> np.ndarray:
+    """torch.optim.Muon's own iteration, where it converts to bfloat16, stays in float64."""
+    if not hasattr(torch.optim, "Muon"):
+        pytest.skip("this torch has no torch.optim.Muon")
+    with mock.patch.object(torch.Tensor, "bfloat16", torch.Tensor.clone):
+        return through_torch(torch.optim.Muon, given, **settings)
+
+
+def through_optax_muon(given: list[np.ndarray], **settings: Any) -> np.ndarray:
+    """Without Nesterov, where Optax debiases by two counts; with an eps that is nothing beside a norm: Optax adds it."""
+    rms = {"consistent_rms": 0.2} if settings["adjust_lr_fn"] else {}
+    if not {"consistent_rms"} & rms.keys() <= inspect.signature(optax.contrib.muon).parameters.keys():
+        pytest.skip("this optax has no consistent_rms")
+    tx = optax.contrib.muon(
+        1e-2, eps=settings["eps"], beta=settings["momentum"], weight_decay=settings["weight_decay"], nesterov=False, **rms
+    )
+    return through_optax(tx, given)
+
+
 def every(**values: tuple[Any, ...]) -> list[dict[str, Any]]:
     return [dict(zip(values, chosen, strict=True)) for chosen in itertools.product(*values.values())]
 
@@ -214,6 +239,8 @@ PEERS = {
     "adamw": lambda given, **settings: through_optax(optax.adamw(1e-2, **settings), given),
     "sgd": functools.partial(through_torch, torch.optim.SGD),
     "radam": functools.partial(through_torch, torch.optim.RAdam),
+    "muon": through_torch_muon,
+    "muon_momentum": through_optax_muon,
     "adan": lambda given, **settings: through_torch(pytest.importorskip("optimi").Adan, given, **settings),
 }
 """What defines rules, with the same defaults otherwise."""
@@ -228,6 +255,14 @@ SETTINGS: dict[str, list[dict[str, Any]]] = {
         )
         if not settings["nesterov"] or (settings["momentum"] and not settings["dampening"])
     ],
+    "muon": [
+        {"momentum": 0.8, "weight_decay": 0.3, "ns_coefficients": (2.0, -1.5, 0.5), "ns_steps": 3, "eps": 1.0, **settings}
+        for settings in every(nesterov=(False, True), adjust_lr_fn=(None, "original", "match_rms_adamw"))
+    ],
+    "muon_momentum": [
+        {"momentum": 0.9, "weight_decay": 0.3, "eps": 1e-20, "output_axis": 1, "adjust_lr_fn": name}
+        for name in (None, "match_rms_adamw")
+    ],
     "adan": [{}, {"betas": (0.9, 0.5, 0.8), "weight_decay": 0.3}, {"weight_decay": 1e-4, "decouple_lr": True, "max_lr": 0.02}],
     "radam": [
         {"betas": betas, **settings}
@@ -240,7 +275,8 @@ SETTINGS: dict[str, list[dict[str, Any]]] = {
 @pytest.mark.parametrize(("name", "settings"), [(name, one) for name, given in SETTINGS.items() for one in given], ids=str)
 def test_it_equals_what_defines_it_in_float64(name: str, settings: dict[str, Any]) -> None:
     public, given = RULES[name], gradients()
-    ours = {**public.defaults, **settings, "learning_rate": 1e-2}
+    own = IN_COMPUTE_DTYPE if "ns_dtype" in public.defaults else {}
+    ours = {**public.defaults, **own, **settings, "learning_rate": 1e-2}
     ours |= {f"beta{number}": beta for number, beta in enumerate(ours.pop("betas", ()), 1)}
     rule = public.row(ours)
     current = rule.hyperparameters(**ours)

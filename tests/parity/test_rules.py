@@ -43,6 +43,7 @@ def _jumps(current: Any, scalars: Any, fields: Any, entered: Any, xp: Any) -> An
         ({"direction": _jumps}, "parameter is not what the reference has after 1 updates"),
         ({"fields": (*rules.ADAM.fields, rules.Field("slow"))}, "the reference has no slow"),
         ({"mean_square": lambda *_: 1.0}, "a mean that no bound is derived for"),
+        ({"of_matrix": rules.MUON.of_matrix}, "its step needs the whole matrix"),
     ],
 )
 def test_a_rule_that_cannot_be_followed_says_why(changed: dict[str, Any], why: str) -> None:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from penstock.core.rules import RULES, Rule
-from penstock.torch_frontend import SGD, Adam, AdamW, Adan, Lion, RAdam, StableAdamW, release_gradients
+from penstock.torch_frontend import SGD, Adam, AdamW, Adan, Lion, Muon, RAdam, StableAdamW, release_gradients
 from penstock.torch_frontend.backends.compiled import CompiledBackend
 from penstock.torch_frontend.release import is_released
 
@@ -33,7 +33,20 @@ class NesterovSGDW(SGD):
         super().__init__(params, lr, momentum, nesterov=True, decoupled_weight_decay=True, **settings)
 
 
-OPTIMIZERS = [*ADAM_FAMILY, Lion, SGD, MomentumSGD, NesterovSGDW, RAdam, Adan]
+class MuonWithAdamW(Muon):
+    """Muon of matrices, and AdamW of the rest: two groups for each that is given."""
+
+    def __init__(self, params: Any, lr: float = 1e-3, **settings: Any) -> None:
+        given = list(params)
+        split = []
+        for group in given if isinstance(given[0], dict) else [{"params": given}]:
+            for rule, is_matrix in (("muon", True), ("adamw", False)):
+                part = [p for p in group["params"] if ((p[1] if isinstance(p, tuple) else p).dim() == 2) is is_matrix]
+                split.append({**group, "params": part, "rule": rule})
+        super().__init__([group for group in split if group["params"]], lr, **settings)
+
+
+OPTIMIZERS = [*ADAM_FAMILY, Lion, SGD, MomentumSGD, NesterovSGDW, RAdam, Adan, MuonWithAdamW]
 
 
 def layers(count: int = 4, width: int = 8, dtype: torch.dtype = torch.float32, seed: int = 0) -> nn.Sequential:

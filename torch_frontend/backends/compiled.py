@@ -96,11 +96,12 @@ class CompiledBackend(EagerBackend):
 def _pieces(slot: TensorSlot, gradient: Tensor | None, small: int) -> Iterator[Vectors]:
     """Yield (parameter, gradient, compensation, *fields) piece by piece, None for those that are absent.
 
-    Yields nothing for tensors that are updated eagerly: small ones, those without a common dense layout, those whose random
-    bits have another order than their memory or two high words in a piece, and those with 8-bit blocks that end with a row.
+    Yields nothing for tensors that are updated eagerly: small ones, those whose rule needs the whole matrix, those without a
+    common dense layout, those whose random bits have another order than their memory or two high words in a piece, and those
+    with 8-bit blocks that end with a row.
     """
     parameter, state = slot.parameter, slot.state
-    if parameter.numel() <= small or (slot.random and not _has_plain_indices(slot)):
+    if slot.rule.of_matrix is not None or parameter.numel() <= small or (slot.random and not _has_plain_indices(slot)):
         return
     if slot.coded and (not parameter.is_contiguous() or math.prod(parameter.shape[1:]) % BLOCK):
         return

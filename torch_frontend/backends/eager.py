@@ -140,15 +140,23 @@ class EagerBackend:
     # -- pieces ---------------------------------------------------------------------------------------------------------
 
     def _whole(self, slot: TensorSlot, gradient: Tensor | None) -> Piece | None:
-        """Return the tensor as one piece, cached in the slot on a CPU; None if it is empty or larger than a piece."""
+        """Return the tensor as one piece, cached in the slot on a CPU; None if it is empty or larger than a piece.
+
+        A rule that needs the whole matrix gets it as one piece of any size, with scratch that torch makes where it is used; an
+        empty part of it, too, which takes part in the exchange of the others.
+        """
         piece = slot.plan
         if piece is None:
             parameter = slot.parameter
-            most = most_elements(slot)
-            if not 0 < parameter.numel() <= most:
+            needs_matrix = slot.rule.of_matrix is not None
+            if not (needs_matrix or 0 < parameter.numel() <= most_elements(slot)):
                 return None
-            piece = piece_class(slot.rule)(slot, *self._scratch_like(parameter, slot.compute_dtype))
-            if parameter.device.type == "cpu":  # here all pieces share their scratch
+            if needs_matrix:
+                scratch = parameter.new_empty(0, dtype=slot.compute_dtype), parameter.new_empty(0, dtype=slot.compute_dtype)
+            else:
+                scratch = self._scratch_like(parameter, slot.compute_dtype)
+            piece = piece_class(slot.rule)(slot, *scratch)
+            if not needs_matrix and parameter.device.type == "cpu":  # here all pieces share their scratch
                 slot.plan = piece
         state = slot.state
         piece.parameter, piece.gradient = slot.parameter, gradient

@@ -104,7 +104,8 @@ def batch_small_tensors(pairs: Sequence[Pair], scratch: Scratch, small: int) -> 
     for position, pair in enumerate(pairs):
         slot, gradient = pair
         parameter, state = slot.parameter, slot.state
-        if slot.capturable or slot.random or slot.coded or not 0 < parameter.numel() <= small or position in sharing:
+        apart = slot.capturable or slot.random or slot.coded or slot.rule.of_matrix is not None
+        if apart or not 0 < parameter.numel() <= small or position in sharing:
             others.append(pair)
             continue
         contiguous, dtypes = parameter.is_contiguous() and gradient.is_contiguous(), [parameter.dtype, gradient.dtype]

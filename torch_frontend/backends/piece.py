@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -15,6 +16,7 @@ from ...core.compensation import Stored
 from ...core.hyperparameters import is_zero
 from ...core.rules import Entered
 from ..array_ops import dtype_name, torch_ops
+from ..communication.shards import of_whole
 from .backend import TensorSlot
 from .numbers import UpdateNumbers
 
@@ -55,7 +57,7 @@ class Piece:
 
     def __init__(self, slot: TensorSlot, a: Tensor, b: Tensor) -> None:
         self.slot, self.rule, self.settings, self.coding = slot, slot.rule, slot.settings, slot.compensation
-        self.a, self.b, self.dtype, self.first_index = a, b, a.dtype, 0
+        self.a, self.b, self.dtype, self.first_index, self.entered = a, b, a.dtype, 0, None
 
     def __enter__(self) -> None:
         """Free the gradient and the upcast fields at the end of the context."""
@@ -155,6 +157,8 @@ class Piece:
         parameter = self.load_parameter()
         current = self.settings.hyperparameters
         step = self.rule.direction(current, numbers.corrections, tuple(self.upcast), self.entered, torch)
+        if self.rule.of_matrix is not None:
+            step = of_whole(self.slot.shard, step, functools.partial(self.rule.of_matrix, torch_ops, current))
         self.upcast = self.entered = self.upcast_gradient = None  # storing needs memory, too
         if numbers.decay is not None:
             step = step + numbers.decay * parameter

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, MutableMapping, Sequence
+from collections.abc import Callable, Iterator, MutableMapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -37,11 +37,13 @@ class Shard(NamedTuple):
         groups: process groups over which the tensor is sharded, one for each sharded dimension of its mesh.
         elements: number of elements of this part.
         whole_elements: number of elements of the tensor.
+        whole: the tensor, a DTensor.
     """
 
     groups: tuple[Any, ...]
     elements: int
     whole_elements: int
+    whole: Any
 
 
 def shard_of(tensor: Any) -> Shard | None:
@@ -51,7 +53,7 @@ def shard_of(tensor: Any) -> Shard | None:
     mesh = tensor.device_mesh
     sharded = [n for n, placement in enumerate(tensor.placements) if not placement.is_replicate()]  # strided ones, too
     groups = tuple(mesh.get_group(dimension) for dimension in sharded if mesh.size(dimension) > 1)
-    return Shard(groups, local(tensor).numel(), tensor.numel())
+    return Shard(groups, local(tensor).numel(), tensor.numel(), tensor)
 
 
 def rows_before(tensor: Any) -> int | None:
@@ -91,6 +93,30 @@ def with_rows_of(parameter: Any, whole: Tensor) -> Any:
     here = whole.new_zeros((local(parameter).shape[0], whole.shape[1]))
     layout = {"run_check": False, "shape": whole.shape, "stride": whole.stride()}
     return type(parameter).from_local(here, parameter.device_mesh, parameter.placements, **layout)
+
+
+def of_whole(shard: Shard | None, part: Tensor, function: Callable[[Tensor], Tensor]) -> Tensor:
+    """Return this process's part of function(x), x being the tensor of whose shard `part` is; a collective where it is sharded.
+
+    Every process with a part must call this for the same tensors in the same order. x is contiguous, so that sums over it have
+    one order.
+    """
+    if shard is None:
+        return function(part.contiguous())
+    from torch.distributed.tensor import Replicate
+
+    like = shard.whole
+    sharded: Any = distribute_like(like, part)
+    whole = function(sharded.full_tensor().contiguous())
+    everywhere = [Replicate()] * like.device_mesh.ndim
+    replicated = type(like).from_local(whole, like.device_mesh, everywhere, run_check=False)
+    here: Tensor = local(replicated.redistribute(placements=like.placements))
+    return here
+
+
+def is_interleaved(tensor: Any) -> bool:
+    """Whether a DTensor is sharded twice along one dimension (FSDP2 over tensor parallelism), as `of_whole` cannot cut it."""
+    return any(hasattr(placement, "split_factor") for placement in placements(tensor) or ())
 
 
 class LocalState(MutableMapping[str, Any]):

@@ -8,28 +8,22 @@ from typing import Any
 from torch import Tensor
 
 from ...core.errors import InvalidArgumentError
-from ...core.portable.state import PortableGroup
+from ...core.portable.state import PortableGroup, Settings
 from ...core.rules import Rule
 from ..groups import Group, own_values
 
-Portable = Mapping[str, float | bool | None]
 
-
-def portable_settings(rule: Rule, group: Mapping[str, Any]) -> dict[str, float | bool | None]:
+def portable_settings(rule: Rule, group: Mapping[str, Any]) -> Settings:
     """The hyperparameters as they are now; waits for the device where they are tensors."""
-    decoupled = bool(group.get("decouple_lr", False))
+    decoupled, own = bool(group.get("decouple_lr", False)), own_values(rule, group)
     return {
         "learning_rate": float(group["lr"]),
-        **{name: _plain(value) for name, value in own_values(rule, group).items()},
+        **{name: float(own[name]) if name in rule.hyperparameters.RANGES else own[name] for name in own},
         "weight_decay": float(group["weight_decay"]),
         "decouple_lr": decoupled,
         "max_lr": float(group["max_lr"]) if decoupled else None,
         "maximize": bool(group["maximize"]),
     }
-
-
-def _plain(value: Any) -> float | bool:
-    return value if isinstance(value, bool) else float(value)
 
 
 def group_settings(rule: Rule, groups: Collection[PortableGroup], names: Collection[str], number: int) -> dict[str, Any]:
@@ -45,7 +39,9 @@ def group_settings(rule: Rule, groups: Collection[PortableGroup], names: Collect
             f"{len(groups)} groups, or import with hyperparameters=False."
         )
     given = found[0] if found else {}
-    missing = [name for name in ("learning_rate", *rule.own_hyperparameters, "weight_decay") if given.get(name) is None]
+    constants = rule.hyperparameters.CONSTANTS  # of which one may be None
+    needed = ("learning_rate", *rule.own_hyperparameters, "weight_decay")
+    missing = [name for name in needed if name not in given or (given[name] is None and name not in constants)]
     if names and missing:
         raise InvalidArgumentError(
             f"the state does not hold {', '.join(missing)} of group {number}: who exported it could not know them; import with "
@@ -54,7 +50,7 @@ def group_settings(rule: Rule, groups: Collection[PortableGroup], names: Collect
     return _torch_settings(rule, given) if names else {}
 
 
-def _torch_settings(rule: Rule, given: Portable) -> dict[str, Any]:
+def _torch_settings(rule: Rule, given: Settings) -> dict[str, Any]:
     own = rule.own_hyperparameters
     betas = tuple(given[name] for name in own if name.startswith("beta"))
     settings: dict[str, Any] = {

@@ -24,7 +24,16 @@ from tests.support.jax_walk import (
 from tests.support.rows import rows
 
 from penstock.core.compensation import Stored, load
-from penstock.jax_frontend import LayeredState, Layers, LayerStack, init_train_state, make_release_step, stable_adamw
+from penstock.jax_frontend import (
+    LayeredState,
+    Layers,
+    LayerStack,
+    init_train_state,
+    make_release_step,
+    muon,
+    param_labels_for_muon,
+    stable_adamw,
+)
 from penstock.jax_frontend.array_ops import jax_ops
 
 WALKED = {
@@ -33,6 +42,7 @@ WALKED = {
     "inject_hyperparams": optax.inject_hyperparams(optax.adamw)(learning_rate=1e-2),
     "MultiSteps": optax.MultiSteps(optax.sgd(1e-2, momentum=0.9), 2),
     "lamb": optax.lamb(1e-2),
+    "muon": optax.partition({"muon": muon(1e-2, ns_dtype="float32"), "adamw": optax.adamw(1e-2)}, param_labels_for_muon),
 }
 
 

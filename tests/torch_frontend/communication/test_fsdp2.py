@@ -23,6 +23,7 @@ from tests.support.rank_models import (
     train,
 )
 from tests.support.ranks import Ranks, bucket_bytes
+from tests.support.torch_models import MuonWithAdamW
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
@@ -111,23 +112,24 @@ def test_fsdp2_groups_equal_stock_ddp(ranks: Ranks, how: str) -> None:
     ranks.run(groupings, how)
 
 
-def two_dimensional(shape: tuple[int, int]) -> None:
+def two_dimensional(rule: type, shape: tuple[int, int]) -> None:
     """Hybrid sharding: replicas of shards."""
     over = init_device_mesh("cpu", shape, mesh_dim_names=("replicas", "shards"))
     model = Net()
     for layer in model.layers():
         fully_shard(layer, mesh=over)
     fully_shard(model, mesh=over)
-    optimizer = StableAdamW(model.parameters(), **LR)
+    optimizer = rule(model.parameters(), **LR)
     release = release_gradients(model, optimizer, max_norm=float("inf"))
     train(model, optimizer, range(10), guard=release.guard)
     assert_ranks_equal(parameters_of(model), str(shape))
-    assert_close(parameters_of(model), stock(10, StableAdamW), 1e-6, str(shape))
+    assert_close(parameters_of(model), stock(10, rule), 1e-6, str(shape))
 
 
 @pytest.mark.parametrize("shape", [(2, 1), (1, 2)], ids=str)
-def test_hybrid_sharding_equals_stock_ddp(ranks: Ranks, shape: tuple[int, int]) -> None:
-    ranks.run(two_dimensional, shape)
+@pytest.mark.parametrize("rule", [StableAdamW, MuonWithAdamW])
+def test_hybrid_sharding_equals_stock_ddp(ranks: Ranks, rule: type, shape: tuple[int, int]) -> None:
+    ranks.run(two_dimensional, rule, shape)
 
 
 def scaled_replicas(shape: tuple[int, int]) -> None:

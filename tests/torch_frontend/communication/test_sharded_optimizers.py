@@ -19,7 +19,7 @@ from tests.support.rank_models import (
     whole,
 )
 from tests.support.ranks import Ranks
-from tests.support.torch_models import compiling_small_tensors
+from tests.support.torch_models import MuonWithAdamW, compiling_small_tensors
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Replicate, distribute_tensor
@@ -27,7 +27,7 @@ from torch.distributed.tensor import Shard as ShardOf
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
 from penstock.core.errors import RefusedError
-from penstock.torch_frontend import Adam, AdamW, StableAdamW, release_gradients
+from penstock.torch_frontend import Adam, AdamW, Muon, StableAdamW, release_gradients
 
 pytestmark = pytest.mark.xdist_group("distributed")
 
@@ -55,7 +55,7 @@ def equals_ddp(rule: type, dtype: torch.dtype, backend: str, bound: float, steps
                 assert torch.equal(whole(value), expected), key
 
 
-@pytest.mark.parametrize("rule", [AdamW, Adam], ids=lambda rule: rule.__name__)
+@pytest.mark.parametrize("rule", [AdamW, Adam, MuonWithAdamW], ids=lambda rule: rule.__name__)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_sharded_optimizers_without_clipping_equal_ddp_bit_for_bit(ranks: Ranks, rule: type, dtype: torch.dtype) -> None:
     ranks.run(equals_ddp, rule, dtype, "eager", 0.0)
@@ -63,6 +63,25 @@ def test_sharded_optimizers_without_clipping_equal_ddp_bit_for_bit(ranks: Ranks,
 
 def test_stable_adamw_sums_its_mean_square_over_shards(ranks: Ranks) -> None:
     ranks.run(equals_ddp, StableAdamW, torch.float32, "eager", 1e-6)
+
+
+def orthogonalised_whole() -> None:
+    """Shards of rows, of columns, one of which has no element, and replicas."""
+    shapes = {ShardOf(0): (5, 3), ShardOf(1): (4, 1), Replicate(): (3, 4)}
+    wholes = [torch.nn.Parameter(torch.randn(shape, generator=torch.Generator().manual_seed(1))) for shape in shapes.values()]
+    parts = [torch.nn.Parameter(distribute_tensor(p.detach(), mesh(), [s])) for s, p in zip(shapes, wholes, strict=True)]
+    optimizers = [Muon(each, lr=1e-2) for each in (wholes, parts)]
+    for step in range(3):
+        for one, two in zip(wholes, parts, strict=True):
+            one.grad = torch.randn(one.shape, generator=torch.Generator().manual_seed(step))
+            two.grad = distribute_tensor(one.grad, mesh(), two.placements)
+        for optimizer in optimizers:
+            optimizer.step()
+    assert_bitwise([whole(p) for p in parts], [p.detach() for p in wholes], "Muon of shards")
+
+
+def test_muon_takes_the_whole_matrix_of_every_kind_of_shard(ranks: Ranks) -> None:
+    ranks.run(orthogonalised_whole)
 
 
 def rounded_stochastically(backend: str) -> None:
