@@ -9,6 +9,7 @@ of the papers and debiases them where they are used:
 Adam: Kingma and Ba, 2015. AdamW: Loshchilov and Hutter, 2019. StableAdamW: Wortsman et al., 2023, algorithm 2. Lion: Chen et
 al., 2023, algorithm 2. SGD: torch.optim.SGD's documentation. RAdam: Liu et al., 2020, with eps where torch.optim.RAdam has it.
 Adan: Xie et al., 2022, algorithm 1, debiased as optimi does. Muon: torch.optim.Muon's documentation, by singular values.
+Ranger: Zhang et al., 2019, algorithm 1, around RAdam with eps where optimi has it.
 In-state accumulation: Zhang et al., 2023 (AdamA): of K micro-batches only the first decays the moments.
 """
 
@@ -44,11 +45,13 @@ class Settings:
     ns_steps: int = 0
     adjust_lr_fn: str | None = None
     output_axis: int = 0
+    k: int = 0
+    alpha: float = 0.0
 
     @property
     def l2(self) -> bool:
         """Whether the decay is part of the gradient."""
-        return self.rule == "adam" or (self.rule.startswith(("sgd", "radam")) and not self.decoupled_weight_decay)
+        return self.rule == "adam" or (self.rule.startswith(("sgd", "radam", "ranger")) and not self.decoupled_weight_decay)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -90,6 +93,7 @@ class ReferenceTensor:
     micro_batches: int = 0
     d: Any = 0.0  # Adan's mean difference
     previous: Any = None  # Adan's gradient of the last update
+    slow: Any = None  # Ranger's slow weights
     step: np.ndarray | None = None  # of a rule that needs the gradient for it
     ratio: float = 0.0  # sum over the micro-batches of mean(g^2 / max(v_hat, eps^2))
 
@@ -199,7 +203,7 @@ class Reference:
     def _step(self, tensor: ReferenceTensor) -> np.ndarray:
         s = self.settings
         m_hat, v_hat = tensor.m / (1 - s.betas[0] ** tensor.t), tensor.v / (1 - s.betas[-1] ** tensor.t)
-        if s.rule.startswith("radam"):
+        if s.rule.startswith(("radam", "ranger")):
             return self._rectified(tensor, m_hat)
         if s.rule == "adan":
             m_hat = m_hat + s.betas[1] * tensor.d / (1 - s.betas[1] ** tensor.t)
@@ -213,12 +217,15 @@ class Reference:
         if rho <= 5:
             return m_hat
         r = float(((rho - 4) * (rho - 2) * rho_inf / ((rho_inf - 4) * (rho_inf - 2) * rho)).sqrt())
+        if self.settings.rule.startswith("ranger"):
+            return r * m_hat / (np.sqrt(tensor.v / (1 - beta2**t)) + self.settings.eps)
         return r * m_hat * np.sqrt(1 - beta2**t) / (np.sqrt(tensor.v) + self.settings.eps)
 
     def _descend(self, tensor: ReferenceTensor) -> None:
         s = self.settings
         tensor.t += 1
         lr = s.lr
+        tensor.slow = tensor.parameter if tensor.slow is None else tensor.slow
         step = self._step(tensor) if tensor.step is None else tensor.step
         if s.rule == "stable_adamw":
             lr = lr / float(np.maximum(1.0, np.sqrt(tensor.ratio)))  # a NaN stays one
@@ -229,5 +236,8 @@ class Reference:
             tensor.parameter = (tensor.parameter - lr * step) / (1 + decay)
         else:
             tensor.parameter = tensor.parameter - decay * tensor.parameter - lr * step
+        if s.rule.startswith("ranger") and tensor.t % s.k == 0:
+            tensor.slow = tensor.slow + s.alpha * (tensor.parameter - tensor.slow)
+            tensor.parameter = tensor.slow
         tensor.micro_batches = 0
         tensor.ratio = 0.0

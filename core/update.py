@@ -97,9 +97,15 @@ def _loaded(ops: ArrayOps, fields: tuple[Coded, ...], dtype: str) -> Fields:
     return tuple(codings.load(ops, field, dtype) for field in fields)
 
 
-def _stored(ops: ArrayOps, fields: Fields, state: TensorState, bits: Bits | None) -> tuple[Coded, ...]:
-    pairs = zip(fields, state.fields, strict=True)
-    return tuple(codings.store(ops, new, old, None if bits is None else bits(n)) for n, (new, old) in enumerate(pairs, 1))
+def _stored(ops: ArrayOps, fields: Fields, state: TensorState, bits: Bits | None, unchanged: Fields = ()) -> tuple[Coded, ...]:
+    """Return fields as they are stored; those among `unchanged` as they were: rounding them again would change them."""
+
+    def stored(number: int, new: Array, old: Coded) -> Coded:
+        if any(new is loaded for loaded in unchanged):
+            return old
+        return codings.store(ops, new, old, None if bits is None else bits(number))
+
+    return tuple(map(stored, range(1, len(fields) + 1), fields, state.fields))
 
 
 def _accumulated(
@@ -182,6 +188,8 @@ def increment(
     fields, squares, entered = _accumulated(ops, rule, hyperparameters, corrections, parameter, gradient, state, first)
     squares = squares if mean_square is None else mean_square
     added = _stepped(ops, rule, hyperparameters, corrections, parameter, fields, squares, entered)
+    if rule.after_step is not None:
+        fields, added = rule.after_step(corrections, fields, added)
     return added, TensorState(_stored(ops, fields, state, bits), state.compensation)
 
 
@@ -264,5 +272,9 @@ def apply(
     number = compensations.load(ops, compensation, Stored(parameter, state.compensation))
     fields = _loaded(ops, state.fields, compute_dtype(dtype))
     added = _stepped(ops, rule, hyperparameters, corrections, number, fields, state.mean_square, None)
+    kept = state.fields
+    if rule.after_step is not None:
+        after, added = rule.after_step(corrections, fields, added)
+        kept = _stored(ops, after, state, bits, unchanged=fields)
     stored = compensations.store(ops, compensation, number + added, dtype, None if bits is None else bits(0))
-    return stored.parameter, TensorState(state.fields, stored.compensation)
+    return stored.parameter, TensorState(kept, stored.compensation)

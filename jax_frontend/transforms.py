@@ -20,7 +20,7 @@ import optax
 from ..core.errors import InvalidArgumentError
 from ..core.hyperparameters import HIGH_FULLY_DECOUPLED_DECAY, Scalar
 from ..core.precision import chosen
-from ..core.rules import ADAM, ADAMW, ADAN, LION, MUON, RADAM, SGD, STABLE_ADAMW, Field, Rule
+from ..core.rules import ADAM, ADAMW, ADAN, LION, MUON, RADAM, RANGER, SGD, STABLE_ADAMW, Field, Rule
 from ..core.rules.muon import is_hidden_matrix
 from ..core.rules.sgd import SGD_MOMENTUM
 from .arguments import NAMES, Arguments, Mask, ScalarOrSchedule, dtype_argument
@@ -206,6 +206,7 @@ lion = transform_of(LION, weight_decay=1e-3)  # as optax.lion
 sgd = transform_of(SGD, fields=SGD_MOMENTUM.fields)
 radam = transform_of(RADAM)
 adan = transform_of(ADAN)
+ranger = transform_of(RANGER)
 muon = transform_of(MUON, _MATRICES, weight_decay=0.0, output_axis=1)  # as optax.contrib.muon
 
 

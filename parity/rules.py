@@ -74,6 +74,8 @@ def why_not(rule: Rule) -> str | None:
         return "its step is divided by a mean that no bound is derived for."
     if rule.of_matrix is not None:
         return "its step needs the whole matrix, for which no bound is derived."
+    if rule.after_step is not None:
+        return "its state changes with its step, for which no bound is derived."
     missing = [field.name for field in rule.fields if field.name not in RAW]
     if missing:
         return f"the reference has no {missing[0]}."

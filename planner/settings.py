@@ -10,10 +10,19 @@ from ..core.codings.eight_bit import BLOCK
 from ..core.compensation import COMPENSATIONS, compensation_dtype, resolve
 from ..core.errors import InvalidArgumentError
 from ..core.precision import chosen
-from ..core.rules import ADAM, ADAMW, ADAN, LION, RADAM, SGD, STABLE_ADAMW
+from ..core.rules import ADAM, ADAMW, ADAN, LION, RADAM, RANGER, SGD, STABLE_ADAMW
 
 DTYPES = ("bfloat16", "float16", "float32")
-OPTIMIZERS = {"StableAdamW": STABLE_ADAMW, "AdamW": ADAMW, "Adam": ADAM, "Lion": LION, "SGD": SGD, "RAdam": RADAM, "Adan": ADAN}
+OPTIMIZERS = {
+    "StableAdamW": STABLE_ADAMW,
+    "AdamW": ADAMW,
+    "Adam": ADAM,
+    "Lion": LION,
+    "SGD": SGD,
+    "RAdam": RADAM,
+    "Adan": ADAN,
+    "Ranger": RANGER,
+}
 
 
 @dataclasses.dataclass(frozen=True)

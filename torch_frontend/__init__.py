@@ -17,7 +17,7 @@ from .compatibility import (
 )
 from .microbatch import MicrobatchedBlocks, microbatch_blocks
 from .muon_groups import param_groups_for_muon
-from .optimizers import SGD, Adam, AdamW, Adan, Lion, Muon, RAdam, StableAdamW
+from .optimizers import SGD, Adam, AdamW, Adan, Lion, Muon, RAdam, Ranger, StableAdamW
 from .portable import export_state, import_state
 from .release import Release, release_gradients
 from .token_mean import token_mean, total_weight
@@ -31,6 +31,7 @@ __all__ = [
     "MicrobatchedBlocks",
     "Muon",
     "RAdam",
+    "Ranger",
     "Release",
     "StableAdamW",
     "export_state",

@@ -61,3 +61,10 @@ class Muon(ReleasableOptimizer):
     """Momentum, orthogonalised matrix by matrix: for matrices only, which `param_groups_for_muon` finds in a model."""
 
     rule = rules.MUON
+
+
+@documented
+class Ranger(ReleasableOptimizer):
+    """RAdam whose parameters go back, every k updates, towards slow weights. In float64 it equals optimi's Ranger."""
+
+    rule = rules.RANGER

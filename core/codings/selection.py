@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
-from ..dtypes import PARAMETER_DTYPES
+from ..dtypes import PARAMETER_DTYPES, compute_dtype
 from ..errors import InvalidArgumentError
 from ..rules import Field
 from .eight_bit import is_coded
@@ -70,7 +70,8 @@ def state_dtypes(
         fields: of the rule.
         parameter_dtype: dtype of the parameter.
         betas: the decays of the fields, from `Rule.decays`.
-        asked: the dtypes that the user has given, one a field; None means the default, also for one field.
+        asked: the dtypes that the user has given, one a field; None means the default, also for one field. A field that
+            `is_precise` has the default instead of a lower dtype.
         shape: of the whole parameter, or of one layer of a stack. Where `eight_bit.is_coded` says no, fields for which 8 bits
             are asked are float32. None: of a large matrix.
         arguments: the names of the user's arguments for `asked`, for the errors; state_dtype where it is empty.
@@ -95,6 +96,8 @@ def state_dtypes(
                 f"{argument}='8bit' is not possible for a float64 parameter, whose precision it would lose; leave it out, or "
                 "convert the parameter to float32."
             )
+        if field.is_precise and dtype not in (compute_dtype(parameter_dtype), "float64"):
+            dtype = None
         low = field.of_squares and squares_need_float32(parameter_dtype, beta)
         if dtype == EIGHT_BIT and not (shape is None or is_coded(shape)):
             dtype = "float32"

@@ -8,11 +8,12 @@ from .adan import ADAN
 from .lion import LION
 from .muon import MUON, MUON_MOMENTUM
 from .radam import RADAM, RADAMW
+from .ranger import RANGER, RANGER_L2
 from .rule import Entered, Field, Fields, Rule
 from .sgd import ROWS_OF_SGD, SGD
 from .stable_adamw import STABLE_ADAMW
 
-_ROWS = (STABLE_ADAMW, ADAMW, ADAM, LION, *ROWS_OF_SGD, RADAM, RADAMW, ADAN, MUON, MUON_MOMENTUM)
+_ROWS = (STABLE_ADAMW, ADAMW, ADAM, LION, *ROWS_OF_SGD, RADAM, RADAMW, ADAN, MUON, MUON_MOMENTUM, RANGER, RANGER_L2)
 RULES = MappingProxyType({rule.name: rule for rule in _ROWS})
 
 __all__ = [
@@ -22,6 +23,7 @@ __all__ = [
     "LION",
     "MUON",
     "RADAM",
+    "RANGER",
     "RULES",
     "SGD",
     "STABLE_ADAMW",

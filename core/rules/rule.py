@@ -24,12 +24,14 @@ class Field(NamedTuple):
         beta: the hyperparameter by which it is debiased: it is stored divided by 1-beta^t. None: it is not debiased.
         of_squares: it is a mean of squares, for which a low precision has too little range, or never decays it.
         is_mean: it is a mean though not debiased, where others of its name (SGD's momentum) are sums.
+        is_precise: it has the parameter's precision at least, whatever the user asks for the state: its errors stay.
     """
 
     name: str
     beta: str | None = None
     of_squares: bool = False
     is_mean: bool = False
+    is_precise: bool = False
 
 
 class Entered(NamedTuple):
@@ -73,6 +75,8 @@ class Rule:
             where it is above 1 (Adafactor's update clipping). None: the rule does not clip.
         of_matrix: from the framework's operations, the hyperparameters and the direction to what the step is proportional to,
             where that needs a whole matrix at once. The rule then takes matrices only. None: the step is the direction.
+        after_step: from the corrections, the fields and what the step adds to the parameter to the new fields and what is added
+            instead, where a field follows the parameter. None: the step is added.
         l2: weight decay enters the gradient (L2 regularisation) instead of the step (decoupled decay).
         implicit_decay: decoupled decay is that of the new parameter: the step, with the decay of the old one, is divided by
             1 + lr*decay.
@@ -96,6 +100,7 @@ class Rule:
     direction: Callable[[Any, Any, Fields, Entered | None, Any], Array]
     mean_square: Callable[[Any, Fields, Array, Any], Array] | None = None
     of_matrix: Callable[[ArrayOps, Any, Array], Array] | None = None
+    after_step: Callable[[Any, Fields, Array], tuple[Fields, Array]] | None = None
     l2: bool = False
     implicit_decay: bool = False
     needs_gradient: bool = False

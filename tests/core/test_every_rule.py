@@ -130,8 +130,12 @@ def test_fields_without_memory_hold_the_gradient_alone(rule: Rule) -> None:
         shared = (ops, rule, current)
         fresh = start(rule, ops, zeros)
         _, spiked = update(*shared, rule.corrections(current, 1, np), "none", zeros, of(spike), fresh)
-        pairs = zip(rule.fields, spiked.fields, fresh.fields, strict=True)  # Adan's step has a difference to the spike
-        forgotten = fresh._replace(fields=tuple(old if field.name == "prev_grad" else new for field, old, new in pairs))
+        pairs = zip(rule.fields, spiked.fields, fresh.fields, strict=True)
+        own = (
+            "prev_grad",
+            "lookahead",
+        )  # a difference to the spike, and the way from where Ranger goes back to
+        forgotten = fresh._replace(fields=tuple(old if field.name in own else new for field, old, new in pairs))
         runs = [update(*shared, rule.corrections(current, 2, np), "none", zeros, of(small), s) for s in (spiked, forgotten)]
         for found, expected in zip(*([parameter, *state.fields] for parameter, state in runs), strict=True):
             np.testing.assert_array_equal(found, expected)
@@ -230,6 +234,10 @@ def through_optax_muon(given: list[np.ndarray], **settings: Any) -> np.ndarray:
     return through_optax(tx, given)
 
 
+def through_optimi_ranger(given: list[np.ndarray], decoupled_weight_decay: bool = True, **settings: Any) -> np.ndarray:
+    return through_torch(pytest.importorskip("optimi").Ranger, given, decouple_wd=decoupled_weight_decay, **settings)
+
+
 def every(**values: tuple[Any, ...]) -> list[dict[str, Any]]:
     return [dict(zip(values, chosen, strict=True)) for chosen in itertools.product(*values.values())]
 
@@ -239,6 +247,7 @@ PEERS = {
     "adamw": lambda given, **settings: through_optax(optax.adamw(1e-2, **settings), given),
     "sgd": functools.partial(through_torch, torch.optim.SGD),
     "radam": functools.partial(through_torch, torch.optim.RAdam),
+    "ranger": through_optimi_ranger,
     "muon": through_torch_muon,
     "muon_momentum": through_optax_muon,
     "adan": lambda given, **settings: through_torch(pytest.importorskip("optimi").Adan, given, **settings),
@@ -254,6 +263,12 @@ SETTINGS: dict[str, list[dict[str, Any]]] = {
             momentum=(0.0, 0.9), dampening=(0.0, 0.3), nesterov=(False, True), weight_decay=(0.0, 0.1), maximize=(False, True)
         )
         if not settings["nesterov"] or (settings["momentum"] and not settings["dampening"])
+    ],
+    "ranger": [
+        {},
+        {"betas": (0.9, 0.999), "k": 3, "alpha": 0.8, "weight_decay": 0.1, "eps": 1e-3},
+        {"k": 1, "weight_decay": 0.1, "decoupled_weight_decay": False},
+        {"weight_decay": 1e-4, "decouple_lr": True, "max_lr": 0.02},
     ],
     "muon": [
         {"momentum": 0.8, "weight_decay": 0.3, "ns_coefficients": (2.0, -1.5, 0.5), "ns_steps": 3, "eps": 1.0, **settings}

@@ -10,7 +10,7 @@ import pytest
 from penstock.core.codings import state_dtypes
 from penstock.core.dtypes import check_parameter_dtype, compute_dtype
 from penstock.core.errors import InvalidArgumentError, UnsupportedTensorError
-from penstock.core.rules import ADAM
+from penstock.core.rules import ADAM, RANGER
 from penstock.core.rules.adam_family import AdamHyperparameters
 
 GOOD = {"learning_rate": 1e-3, "beta1": 0.9, "beta2": 0.99, "eps": 1e-6, "weight_decay": 0.01}
@@ -67,6 +67,21 @@ def test_state_dtypes_follow_the_parameter_where_they_can() -> None:
     assert moments("bfloat16", np.array(0.5)) == ("bfloat16", "float32")  # not known yet
     assert moments("float16", 0.5) == ("float16", "float32")
     assert moments("float32", 0.99, "bfloat16", "bfloat16") == ("bfloat16", "bfloat16")
+
+
+@pytest.mark.parametrize(
+    ("parameter", "asked", "expected"),
+    [
+        ("float32", "8bit", "float32"),
+        ("bfloat16", "8bit", "bfloat16"),
+        ("float32", "bfloat16", "float32"),
+        ("float64", "float32", "float64"),
+        ("bfloat16", "float16", "bfloat16"),
+        ("bfloat16", "float32", "float32"),
+    ],
+)
+def test_the_way_from_the_slow_weights_keeps_the_precision_of_the_parameter(parameter: str, asked: str, expected: str) -> None:
+    assert state_dtypes(RANGER.fields[2:], parameter, (None,), [asked]) == (expected,)
 
 
 @pytest.mark.parametrize(("asked", "beta2"), [("float16", 0.5), ("float16", 0.999)])

@@ -44,6 +44,7 @@ def _jumps(current: Any, scalars: Any, fields: Any, entered: Any, xp: Any) -> An
         ({"fields": (*rules.ADAM.fields, rules.Field("slow"))}, "the reference has no slow"),
         ({"mean_square": lambda *_: 1.0}, "a mean that no bound is derived for"),
         ({"of_matrix": rules.MUON.of_matrix}, "its step needs the whole matrix"),
+        ({"after_step": rules.RANGER.after_step}, "its state changes with its step"),
     ],
 )
 def test_a_rule_that_cannot_be_followed_says_why(changed: dict[str, Any], why: str) -> None:

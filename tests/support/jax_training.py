@@ -23,6 +23,7 @@ TRANSFORMS: dict[str, Any] = {
     "sgd": penstock.sgd,
     "radam": penstock.radam,
     "adan": penstock.adan,
+    "ranger": penstock.ranger,
     "sgd_momentum": functools.partial(penstock.sgd, momentum=0.9),
 }
 DTYPES = ("float64", "float32", "bfloat16", "float16")

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from penstock.core.rules import RULES, Rule
-from penstock.torch_frontend import SGD, Adam, AdamW, Adan, Lion, Muon, RAdam, StableAdamW, release_gradients
+from penstock.torch_frontend import SGD, Adam, AdamW, Adan, Lion, Muon, RAdam, Ranger, StableAdamW, release_gradients
 from penstock.torch_frontend.backends.compiled import CompiledBackend
 from penstock.torch_frontend.release import is_released
 
@@ -46,7 +46,7 @@ class MuonWithAdamW(Muon):
         super().__init__([group for group in split if group["params"]], lr, **settings)
 
 
-OPTIMIZERS = [*ADAM_FAMILY, Lion, SGD, MomentumSGD, NesterovSGDW, RAdam, Adan, MuonWithAdamW]
+OPTIMIZERS = [*ADAM_FAMILY, Lion, SGD, MomentumSGD, NesterovSGDW, RAdam, Adan, Ranger, MuonWithAdamW]
 
 
 def layers(count: int = 4, width: int = 8, dtype: torch.dtype = torch.float32, seed: int = 0) -> nn.Sequential:

@@ -256,7 +256,7 @@ def _compiled(
             parameter.copy_(new)
             if stored is not None and after.compensation is not None:
                 stored.copy_(after.compensation)
-        if kind != "apply":
+        if kind != "apply" or rule.after_step is not None:
             for field, new_field in zip(tree_leaves(fields), tree_leaves(after.fields), strict=True):
                 field.copy_(new_field)
         return squares, after.mean_square

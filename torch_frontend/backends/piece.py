@@ -92,9 +92,11 @@ class Piece:
         name = dtype_name(self.dtype)
         self.upcast = [codings.load(torch_ops, field, name) for field in self.fields]
 
-    def store_fields(self, fields: Sequence[Tensor]) -> None:
-        """Store fields in the compute dtype: `core.codings.store`."""
+    def store_fields(self, fields: Sequence[Tensor], unchanged: Sequence[Tensor] = ()) -> None:
+        """Store fields in the compute dtype: `core.codings.store`; not those among `unchanged`, which are stored."""
         for number, (stored, new) in enumerate(zip(self.fields, fields, strict=True), 1):
+            if any(new is old for old in unchanged):
+                continue
             if isinstance(stored, EightBit):
                 codes, scale = codings.store(torch_ops, new, stored, self.bits(number))
                 stored.codes.copy_(codes)
@@ -159,10 +161,16 @@ class Piece:
         step = self.rule.direction(current, numbers.corrections, tuple(self.upcast), self.entered, torch)
         if self.rule.of_matrix is not None:
             step = of_whole(self.slot.shard, step, functools.partial(self.rule.of_matrix, torch_ops, current))
+        fields = None if self.rule.after_step is None else tuple(self.upcast)
         self.upcast = self.entered = self.upcast_gradient = None  # storing needs memory, too
         if numbers.decay is not None:
             step = step + numbers.decay * parameter
-        self.store_parameter(parameter - eta * step)
+        if fields is None or self.rule.after_step is None:
+            self.store_parameter(parameter - eta * step)
+            return
+        after, added = self.rule.after_step(numbers.corrections, fields, -(eta * step))
+        self.store_fields(after, unchanged=fields)
+        self.store_parameter(parameter + added)
 
 
 def _bits(key: int, when: Any, start: int, part: Tensor) -> Tensor:

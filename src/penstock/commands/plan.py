@@ -37,7 +37,7 @@ def add_parser(subparsers: Any) -> None:
         parser.add_argument(f"--{name}", type=int, default=default, metavar="N", help=text + shown)
     parser.add_argument("--dtype", default="bfloat16", help="of the parameters (default bfloat16)")
     parser.add_argument(
-        "--optimizer", default="StableAdamW", help="StableAdamW (default), AdamW, Adam, Lion, SGD, RAdam or Adan"
+        "--optimizer", default="StableAdamW", help="StableAdamW (default), AdamW, Adam, Lion, SGD, RAdam, Adan or Ranger"
     )
     parser.add_argument("--precision", default="exact", help="exact (default), compact or smallest: chooses the next two")
     parser.add_argument(
