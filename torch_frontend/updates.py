@@ -23,7 +23,7 @@ from .backends.numbers import GroupSettings
 from .changing_betas import check_between_updates
 from .communication.shards import LocalState, is_released, is_sharded, local, means_over_shards, shard_of
 from .finiteness import SkipCount
-from .groups import check_complete, check_device, check_gradient, first_index, hyperparameters, rule_of
+from .groups import check_complete, check_device, check_gradient, check_shape, first_index, hyperparameters, rule_of
 from .known_group import KnownGroup
 
 
@@ -298,6 +298,7 @@ class TensorUpdates(Optimizer):
         group, current, name = entry.group, entry.settings.hyperparameters, dtype_name(parameter.dtype)
         compensation = compensations.resolve(group["compensation"], name)
         check_device(current, parameter)
+        check_shape(entry.settings.rule, parameter)  # of a lazy module it was not known before
         state = self.state[parameter]
         if not state:
             state.update(saved_state.initial_state(group, parameter, current))

@@ -67,6 +67,15 @@ def test_what_is_not_a_matrix_is_refused(shape: tuple[int, ...]) -> None:
     assert len(optimizer.param_groups) == 1
 
 
+def test_what_turns_out_not_to_be_a_matrix_is_refused_before_its_step() -> None:
+    lazy = nn.LazyConv1d(3, 2)
+    optimizer = Muon([lazy.weight])
+    lazy(torch.randn(1, 4, 5)).sum().backward()
+    with pytest.raises(UnsupportedTensorError, match=r"has shape \(3, 4, 2\), and muon takes matrices only"):
+        optimizer.step()
+    assert not optimizer.state
+
+
 def laid_out(x: torch.Tensor, by_columns: bool) -> torch.Tensor:
     return x.t().contiguous().t() if by_columns else x
 
