@@ -12,10 +12,19 @@ import pytest
 from tests.support.jax_training import assert_close, float64, train, train_directly
 from tests.support.rules import reference_settings
 
+from penstock.core.codings import EightBit
 from penstock.core.errors import InvalidArgumentError, UnsupportedTensorError
 from penstock.core.reference import Gradient, Reference
 from penstock.core.rules import RULES
-from penstock.jax_frontend import LayerStack, adamw, init_train_state, make_release_step, muon, param_labels_for_muon
+from penstock.jax_frontend import (
+    LayerStack,
+    adamw,
+    init_train_state,
+    make_release_step,
+    muon,
+    one_by_one,
+    param_labels_for_muon,
+)
 from penstock.jax_frontend.transforms import Transform
 
 EXACT: dict[str, Any] = {"ns_dtype": "float32"}  # float64 for float64 parameters
@@ -78,6 +87,20 @@ def test_micro_batches_go_into_the_momentum_exactly_without_nesterov() -> None:
                 state, _ = step(state, data)
             found.append(state)
         assert_close(found[1], found[0], rtol=1e-11, atol=1e-12)
+
+
+@pytest.mark.parametrize("options", [{}, {"microbatches": 2, "accumulation": "state"}], ids=str)
+def test_a_coded_momentum_is_orthogonalised_as_a_whole_matrix(options: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where other rules are updated some rows after the other."""
+    params = {"outer": {"embed": jnp.eye(128)}, "layers": jnp.asarray(random(2, 128, 128), "float32") / 16}
+    tx, found = muon(1e-2, nesterov=False, mu_dtype="8bit", **EXACT), []
+    monkeypatch.setattr(jax, "device_count", lambda: 1)
+    for piece in (7 * 128, 2**20):
+        monkeypatch.setattr(one_by_one, "PIECE", piece)
+        step, state = make_release_step(STACK, tx, **options), init_train_state(tx, params)
+        assert isinstance(state.opt_state.layers.fields["momentum_buffer"], EightBit)
+        found.append(step(state, jnp.asarray(random(4, 128), "float32"))[0])
+    assert_close(found[0].params, found[1].params, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("shape", [(), (3,), (2, 3, 4)], ids=str)

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from penstock.jax_frontend import adamw, lion, make_update, stable_adamw
+from penstock.jax_frontend import adamw, lion, make_update, ranger, stable_adamw
 
 SHAPE = (40, 300)
 """Of coded matrices: two blocks in each row, and a short one."""
@@ -21,6 +21,7 @@ ROWS: dict[str, tuple[Any, str]] = {
     "smallest": (adamw(1e-2, **EIGHT_BITS, compensation="stochastic"), "bfloat16"),
     "float32": (stable_adamw(1e-2, **EIGHT_BITS), "float32"),
     "lion": (lion(1e-2, mu_dtype="8bit", compensation="none"), "float16"),
+    "ranger": (ranger(1e-2, k=2, **EIGHT_BITS, compensation="stochastic"), "bfloat16"),
     "bfloat16 states": (adamw(1e-2, nu_dtype="bfloat16", compensation="stochastic"), "bfloat16"),
 }
 """Transforms, and the dtype of their parameters."""

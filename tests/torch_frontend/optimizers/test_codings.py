@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import io
+import itertools
 from typing import Any
 
 import pytest
@@ -16,7 +17,7 @@ from penstock.core.codings import EightBit, random_fields
 from penstock.core.codings.eight_bit import decoded
 from penstock.core.errors import InvalidArgumentError, RefusedError
 from penstock.core.update import accumulate, apply, init_state, update
-from penstock.torch_frontend import SGD, AdamW, Adan, Lion, RAdam, StableAdamW, release_gradients
+from penstock.torch_frontend import SGD, AdamW, Adan, Lion, Muon, RAdam, Ranger, StableAdamW, release_gradients
 from penstock.torch_frontend.array_ops import dtype_name, torch_ops
 from penstock.torch_frontend.backends import eager
 from penstock.torch_frontend.backends.backend import scale_key, state_keys
@@ -29,13 +30,18 @@ STORAGES = {
     "split8": {"compensation": "split8"},
     "bfloat16": {"compensation": "split", "state_dtype": torch.bfloat16},
 }
-RULES = [AdamW, StableAdamW, Lion, Adan]
+RULES = [AdamW, StableAdamW, Lion, Adan, Ranger]
+SHAPES = [(40, 200), (32, 128), (8, 20, 5, 7), (64, 64)]
 EVERY_STORAGE = pytest.mark.parametrize("storage", STORAGES.values(), ids=STORAGES)
 
 
 def optimizer_of(parameters: Any, optimizer_class: Any = AdamW, **arguments: Any) -> Any:
     if optimizer_class is SGD:
         arguments = {"momentum": 0.9, **arguments}
+    elif optimizer_class is Muon:
+        arguments = {"nesterov": False, **arguments}  # as accumulation="state" needs it
+    elif optimizer_class is Ranger:
+        arguments = {"k": 2, **arguments}
     elif optimizer_class in (AdamW, StableAdamW):
         arguments = {"betas": (0.9, 0.999), **arguments}
     return optimizer_class(parameters, **{"lr": 1e-2, "weight_decay": 0.1, "backend": "eager", **arguments})
@@ -76,9 +82,10 @@ def given(count: int, dtype: torch.dtype = torch.bfloat16) -> list[Tensor]:
     return [torch.randn((4, 160), generator=generator).to(dtype) for _ in range(count)]
 
 
-@pytest.mark.parametrize("shape", [(40, 200), (32, 128), (8, 20, 5, 7), (64, 64)], ids=str)
+@pytest.mark.parametrize(
+    ("optimizer_class", "shape"), [*itertools.product(RULES, SHAPES), *((Muon, shape) for shape in SHAPES if len(shape) == 2)]
+)
 @EVERY_STORAGE
-@pytest.mark.parametrize("optimizer_class", RULES)
 def test_eager_is_the_specification_bit_for_bit(optimizer_class: Any, storage: dict[str, Any], shape: Any) -> None:
     start = start_of(*shape)
     parameter = nn.Parameter(start.clone())
@@ -181,7 +188,7 @@ def test_released_equals_plain_and_resumed_equals_uninterrupted_bitwise(optimize
 
 
 @pytest.mark.parametrize("backend", ["eager", "compiled"])
-@pytest.mark.parametrize("optimizer_class", [AdamW, StableAdamW, SGD])
+@pytest.mark.parametrize("optimizer_class", [AdamW, StableAdamW, SGD, Ranger, Muon])
 def test_each_micro_batch_in_the_state_has_bits_of_its_own(optimizer_class: Any, backend: str) -> None:
     """It is `accumulate` and `apply` of the specification, and the number of the micro-batch is gone afterwards."""
     start = start_of(40, 256)
