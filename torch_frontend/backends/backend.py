@@ -55,7 +55,7 @@ OverShards = Callable[[Sequence[Tensor]], Sequence[Tensor]]
 """Takes the mean squares of the shards that this process stores, each 0-d; returns those of the whole tensors, in order."""
 
 
-@dataclasses.dataclass(slots=True, eq=False)
+@dataclasses.dataclass(slots=True, weakref_slot=True, eq=False)
 class TensorSlot:
     """One parameter with all that its update reads and writes; the optimizer keeps it between updates.
 

@@ -63,7 +63,10 @@ class EagerBackend:
                 piece.descend(numbers, eta)
         else:  # the step needs the moments before they are rounded to the state's dtype
             self.write(slot, gradient, first, self.mean_square(slot, gradient, first, squares if measure else None))
-        slot.close()
+        if slot.random:
+            slot.close()
+        else:
+            slot.state.pop("mean_square", None)
         return sum_of(squares) if measure else None
 
     def update_all(self, pairs: Sequence[tuple[TensorSlot, Tensor]], *, over_shards: OverShards | None = None) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import weakref
 from collections.abc import Sequence
 from typing import Any
 
@@ -56,7 +57,8 @@ class Piece:
     entered: Entered | None
 
     def __init__(self, slot: TensorSlot, a: Tensor, b: Tensor) -> None:
-        self.slot, self.rule, self.settings, self.coding = slot, slot.rule, slot.settings, slot.compensation
+        self.slot = weakref.proxy(slot)  # which may keep this piece
+        self.rule, self.settings, self.coding = slot.rule, slot.settings, slot.compensation
         self.a, self.b, self.dtype, self.first_index, self.entered = a, b, a.dtype, 0, None
 
     def __enter__(self) -> None:

@@ -44,9 +44,9 @@ BOUNDS = {torch.float32: 1e-5, torch.bfloat16: STEPS * 2.0**-8}
 
 
 def cells(backend: str, engine: str, compensation: str) -> list[tuple[Combination, Verdict]]:
-    """Those of StableAdamW. What communicates does not know the rule."""
-    of = (backend, engine, compensation, "squares")
-    return [(c, verdict) for c, verdict in table() if (c.backend, c.communication, c.compensation, c.rule) == of]
+    """Those of StableAdamW with plain states. What communicates knows neither rule nor coding (test_coded_shards.py)."""
+    of = (backend, engine, compensation, "plain", "squares")
+    return [(c, verdict) for c, verdict in table() if (c.backend, c.communication, c.compensation, c.states, c.rule) == of]
 
 
 def build(c: Combination) -> Net:
@@ -137,7 +137,7 @@ def visit_cells(backend: str, engine: str, compensation: str) -> None:
         with loop.release() as release:
             found = loop.run(release.guard, lambda: None)
         accumulation = "hold" if c.accumulation == "hold" else "none"
-        expected = stock(Combination(c.clipping, c.loss_scaling, accumulation, "ddp", c.compensation, "eager"))
+        expected = stock(Combination(c.clipping, c.loss_scaling, accumulation, "ddp", c.compensation, backend="eager"))
         assert_ranks_equal(found, str(c))
         assert_close(found, expected, BOUNDS[found[0].dtype], str(c))
         moved = [(a.double() - b.double()).norm() / b.double().norm() for a, b in zip(found, start, strict=True)]
@@ -146,7 +146,7 @@ def visit_cells(backend: str, engine: str, compensation: str) -> None:
 
 VISITS = [(b, e, c) for b in BACKENDS for e in THREE for c in AXES["compensation"]]
 ALWAYS = {("triton", *row) for row in zip(THREE, AXES["compensation"], strict=False)} | {("compiled", "fsdp2", "split")}
-EXHAUSTIVE = {("eager", "ddp", "stochastic")}
+EXHAUSTIVE = {("eager", "ddp", "stochastic"), ("eager", "ddp", "split8"), ("eager", "process_group", "split8")}
 
 
 @pytest.mark.parametrize(
@@ -160,5 +160,5 @@ def test_every_cell_over_ranks_equals_stock_ddp(ranks: Ranks, backend: str, engi
 
 def test_every_cell_over_ranks_is_visited() -> None:
     visited = {c for row in VISITS for c, _ in cells(*row)}
-    over_ranks = {c for c, _ in table() if c.communication != "local" and c.rule == "squares"}
+    over_ranks = {c for c, _ in table() if c.communication != "local" and (c.rule, c.states) == ("squares", "plain")}
     assert visited == {c for c in over_ranks if c.backend in BACKENDS}
