@@ -14,7 +14,7 @@ from tests.support.portable_states import taken_apart
 from penstock.__main__ import main
 from penstock.core.portable.file import describe
 from penstock.core.portable.safetensors import VERSION
-from penstock.core.portable.state import array_names
+from penstock.core.portable.state import array_names, scale_name
 from penstock.core.rules import RULES
 
 TEXT = (ROOT / "docs" / "portable_state.md").read_text()
@@ -56,7 +56,8 @@ def test_it_describes_the_file_that_is_written() -> None:
     section = TEXT[TEXT.index("## The file") : TEXT.index("## When something goes wrong")]
     assert set(re.findall(r"^\| `(\w+)` \|", section, re.MULTILINE)) == set(document)
     arrays = {name for rule in RULES.values() for name in array_names(rule)}
-    assert set(re.findall(r"`(\w+)/NAME`", section)) == {"step", *arrays}
+    scales = {scale_name(field.name) for rule in RULES.values() for field in rule.fields}
+    assert set(re.findall(r"`(\w+)/NAME`", section)) == {"step", "FIELD_scale", *arrays - scales}
     assert f"| `version` | {VERSION} |" in section
     assert all(f"`{rule}`" in section for rule in RULES)
     about = describe("state.safetensors").parameters["head"]

@@ -17,6 +17,7 @@ from tests.support.jax_training import float64
 from tests.support.portable_states import KINDS
 
 from penstock import jax_frontend, torch_frontend
+from penstock.core.compensation import WITH_RANDOM_BITS
 from penstock.core.portable.names import Transposed
 from penstock.jax_frontend import TrainState
 from penstock.parity import backends
@@ -40,7 +41,7 @@ def case(route: tuple[str, str], rule: str, dtype: str, compensated: str) -> Con
     return ConversionCase(route, Case(Problem(SETTING, FAMILY[rule], dtype), Storage(compensated, None)))
 
 
-BOUNDED = [kind for kind in KINDS if "stochastic" not in kind]
+BOUNDED = [kind for kind in KINDS if kind[1] not in WITH_RANDOM_BITS]
 """Those of which the suite has bounds."""
 
 TURNS = [
