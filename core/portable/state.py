@@ -54,8 +54,8 @@ Settings = Mapping[str, Setting]
 
 def array_names(rule: Rule) -> tuple[str, ...]:
     """Return the names of the arrays that a parameter of this rule may have."""
-    fields = [field.name for field in rule.fields]
-    return (*fields, *map(scale_name, fields), *BESIDES)
+    scales = [scale_name(field.name) for field in rule.fields if not field.is_precise]
+    return (*(field.name for field in rule.fields), *scales, *BESIDES)
 
 
 def may_have_random_keys(rule: Rule, compensated: str, dtypes: Mapping[str, str | None]) -> bool:
@@ -113,7 +113,7 @@ class Layout:
         for field in rule.fields:
             if field.name not in self.arrays:
                 raise InvalidArgumentError(f"parameter {name!r} has no {field.name}.")
-            possible[field.name] = (*PARAMETER_DTYPES, CODES[field.of_squares])
+            possible[field.name] = (*PARAMETER_DTYPES, *(() if field.is_precise else (CODES[field.of_squares],)))
             dtype, scale = self.arrays[field.name][0], scale_name(field.name)
             coded = dtype in CODES
             if coded != (scale in self.arrays):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import itertools
 from pathlib import Path
@@ -15,6 +16,7 @@ from penstock.core.errors import InvalidArgumentError, UnsupportedTensorError
 from penstock.core.portable.file import describe, load, save
 from penstock.core.portable.state import (
     BESIDES,
+    Layout,
     PortableGroup,
     PortableState,
     array_names,
@@ -23,7 +25,7 @@ from penstock.core.portable.state import (
     without_compensation,
     without_parameters,
 )
-from penstock.core.rules import ADAMW
+from penstock.core.rules import ADAMW, RANGER
 
 SHAPES = ((), (1,), (3, 5), (0,), (4, 0, 2), (2, 1, 3))
 
@@ -182,6 +184,16 @@ def test_a_parameter_that_cannot_be_is_refused(fault: str) -> None:
 def test_a_state_that_cannot_be_is_refused(rule: str, groups: tuple[PortableGroup, ...], sentence: str) -> None:
     with pytest.raises(InvalidArgumentError, match=sentence):
         PortableState(rule, groups, {"w": parameter()})
+
+
+def test_codes_of_a_field_that_is_precise_are_refused() -> None:
+    """Ranger's moments may be codes, and what it must know exactly may not."""
+    arrays = {field.name: ("float32", (32, 256)) for field in RANGER.fields}
+    for name, possible in (("exp_avg", True), ("lookahead", False)):
+        coded = {**arrays, name: ("int8", (32, 256)), scale_name(name): ("float32", (32, 2))}
+        layout = Layout("float32", (32, 256), "none", coded)
+        with contextlib.nullcontext() if possible else pytest.raises(InvalidArgumentError, match="lookahead of 'w' has"):
+            layout.check("w", RANGER)
 
 
 def test_an_array_is_never_left_out_of_the_file(tmp_path: Path) -> None:
