@@ -113,7 +113,7 @@ def test_which_compensation_a_parameter_gets() -> None:
     assert resolve("kahan", "float32") == "none"  # nothing to keep
     with pytest.raises(InvalidArgumentError, match=r"compensation='split'.*kahan"):
         resolve("split", "float16")
-    with pytest.raises(InvalidArgumentError, match=r"compensation='half'.*auto, none, kahan, split"):
+    with pytest.raises(InvalidArgumentError, match=r"compensation='half'.*auto, auto8, none, kahan, split"):
         resolve("half", "float32")
 
 

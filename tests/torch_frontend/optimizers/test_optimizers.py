@@ -167,7 +167,7 @@ def test_tensor_learning_rates_named_parameters_groups_closures_and_step_hooks()
         ({"weight_decay": -1e-3}, r"weight_decay=-0.001.*\[0, inf\)"),
         ({"decouple_lr": True, "lr": 0.0, "weight_decay": 1e-5}, r"max_lr.*=0.0.*\(0, inf\)"),
         ({"decouple_lr": True, "max_lr": -1.0, "weight_decay": 1e-5}, r"max_lr=-1.0.*\(0, inf\)"),
-        ({"compensation": "half"}, r"compensation='half'.*auto, none, kahan, split"),
+        ({"compensation": "half"}, r"compensation='half'.*auto, auto8, none, kahan, split"),
         ({"state_dtype": torch.float16}, r"state_dtype=float16.*float32"),
         ({"state_dtype": torch.int8}, r"state_dtype=int8.*float32"),
         ({"state_dtype": "bfloat16"}, r"state_dtype='bfloat16'.*torch\.float32"),
