@@ -150,7 +150,7 @@ class Graph:
     """
 
     def __init__(self, compiled: Callable[..., Any]) -> None:
-        self._compiled = compiled
+        self._compiled: Any = compiled
         self._program: Any = None  # what torch compiles ahead of time: its call takes half the host time
         self._is_new = True
 
@@ -163,8 +163,10 @@ class Graph:
             if hasattr(self._compiled, "aot_compile"):
                 self._program = self._compiled.aot_compile(((given,), {}))
                 self._program.disable_guard_check()  # checked below, where something else can be done
-        fits = self._program is not None and self._program.guard_check(given)
-        found: tuple[Tensor | None, Any] = (self._program if fits else self._compiled)(given)
+        program = self._compiled
+        if self._program is not None and self._program.guard_check(given):
+            program = self._program
+        found: tuple[Tensor | None, Any] = program(given)
         return found
 
 
