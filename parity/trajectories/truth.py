@@ -13,10 +13,11 @@ from collections.abc import Mapping
 import numpy as np
 import torch
 
+from ...core.hyperparameters import Hyperparameters
 from ...core.reference import Gradient, Reference, ReferenceTensor
 from ...demonstration.torch_model import Transformer
-from ..rules import held_by, settings_of
-from .cases import SHAPE, TERMS, Trajectory, batches, flatten, start
+from ..rules import held_by, hyperparameters_of, settings_of
+from .cases import LEARNING_RATE, SHAPE, TERMS, WEIGHT_DECAY, Trajectory, batches, flatten, start
 from .disturbance import Disturbance
 
 Values = Mapping[str, np.ndarray]
@@ -42,7 +43,7 @@ def _representative(case: Trajectory) -> Trajectory:
 
 @functools.lru_cache(maxsize=16)
 def _values_of(case: Trajectory, norm_eps: float, seed: int | None = None) -> Mapping[int, Values]:
-    settings = settings_of(case.rule, case.hyperparameters, "state" if case.mode == "state" else None)
+    settings = settings_of(case.rule, _hyperparameters(case), "state" if case.mode == "state" else None)
     reference = Reference(settings, start("float64"))
     model = Transformer(start("float64"), SHAPE)
     disturbance = None if seed is None else Disturbance(seed)
@@ -92,7 +93,12 @@ def _gradients(
     return {name: gradient.numpy() for name, gradient in zip(named, found, strict=True)}
 
 
+def _hyperparameters(case: Trajectory) -> Hyperparameters:
+    """Return what the case's programs are to be given, not what they are."""
+    return hyperparameters_of(case.rule, LEARNING_RATE, WEIGHT_DECAY)
+
+
 def _values(case: Trajectory, reference: Reference) -> Values:
-    held = {name: held_by(case.rule, case.hyperparameters, tensor) for name, tensor in reference.tensors.items()}
+    held = {name: held_by(case.rule, _hyperparameters(case), tensor) for name, tensor in reference.tensors.items()}
     quantities = next(iter(held.values()))
     return {quantity: flatten({name: values[quantity] for name, values in held.items()}) for quantity in quantities}
