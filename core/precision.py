@@ -13,7 +13,8 @@ class Precision(NamedTuple):
     """A preset.
 
     compensation: of low-precision parameters, one of `core.compensation.COMPENSATIONS`.
-    state_dtype: of every field of the rule; None: that of the parameter, or float32 where that is too low.
+    state_dtype: of every field of the rule but those that need the parameter's precision; None: that of the parameter, or
+        float32 where that is too low.
     """
 
     compensation: str

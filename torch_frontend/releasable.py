@@ -58,7 +58,7 @@ class ReleasableOptimizer(FusedBackPass):
         by_user = {name: given[name] for name in ("compensation", "state_dtype") if given[name] != COMMON[name]}
         preset = chosen(given.pop("precision"), by_user)
         if not by_user:
-            given |= {"compensation": preset.compensation, "state_dtype": preset.state_dtype if self.rule.fields else None}
+            given |= {"compensation": preset.compensation, "state_dtype": preset.state_dtype}
         _, backend, on_nonfinite, gradient_release = map(given.pop, ("params", "backend", "on_nonfinite", "gradient_release"))
         state_dtype = given["state_dtype"]
         if on_nonfinite not in ON_NONFINITE:

@@ -60,7 +60,12 @@ def test_the_dtypes_of_fields_are_among_what_a_preset_chooses() -> None:
 
 
 def test_a_rule_without_fields_and_injected_hyperparameters_take_a_preset() -> None:
-    assert torch_frontend.SGD([nn.Parameter(torch.ones(3))], precision="smallest").param_groups[0]["state_dtype"] is None
+    for momentum, keys in ((0.0, {"step"}), (0.9, {"step", "momentum_buffer", "momentum_buffer_scale"})):
+        parameter = nn.Parameter(torch.ones(32, 256))
+        optimizer = torch_frontend.SGD([parameter], lr=1e-3, momentum=momentum, precision="smallest")
+        parameter.grad = torch.ones_like(parameter)
+        optimizer.step()
+        assert set(optimizer.state[parameter]) == keys
     params = {"w": jnp.ones((32, 256), jnp.bfloat16)}
     state: Any = optax.inject_hyperparams(jax_frontend.adamw, hyperparam_dtype=jnp.float32)(
         learning_rate=1e-3, precision="compact"
