@@ -110,7 +110,7 @@ class Arguments:
         arguments = [dtype_argument(field) for field in fields]
         given = [getattr(self, argument) for argument in arguments]
         asked = [None if dtype is None else _dtype_name(dtype, name) for dtype, name in zip(given, arguments, strict=True)]
-        return state_dtypes(fields, parameter_dtype, self._field_decays, asked, shape=shape, arguments=arguments, names=NAMES)
+        return state_dtypes(fields, parameter_dtype, self._field_decays, asked, shape=shape, arguments=arguments)
 
     def rounds_by_chance(self, parameter_dtype: str, dtypes: StateDtypes) -> bool:
         """Whether the parameter or a field is rounded stochastically.

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import numbers
-from collections.abc import Mapping, Sequence
-from types import MappingProxyType
+from collections.abc import Sequence
 from typing import Any
 
 from ..dtypes import PARAMETER_DTYPES, compute_dtype
@@ -62,7 +61,6 @@ def state_dtypes(
     *,
     shape: Sequence[int] | None = None,
     arguments: Sequence[str] = (),
-    names: Mapping[str, str] = MappingProxyType({}),
 ) -> StateDtypes:
     """Return the dtypes of a rule's fields: the parameter's own, or float32 for a mean of squares that needs it.
 
@@ -75,7 +73,6 @@ def state_dtypes(
         shape: of the whole parameter, or of one layer of a stack. Where `eight_bit.is_coded` says no, fields for which 8 bits
             are asked are float32. None: of a large matrix.
         arguments: the names of the user's arguments for `asked`, for the errors; state_dtype where it is empty.
-        names: how the frontend spells the hyperparameters, for the errors.
 
     Raises:
         InvalidArgumentError: a dtype is not known, or cannot hold a mean of squares; 8 bits for a float64 parameter.
