@@ -10,6 +10,9 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import get_device_states, set_device_states
 
+_RngState = tuple[Tensor, Sequence[int], Sequence[Tensor]]
+"""Of the CPU; numbers of devices; of these devices."""
+
 
 def _has_rng_states(device: torch.device) -> bool:
     """Whether torch's checkpoint functions can save RNG states of this device. Those of MPS it leaves out, too."""
@@ -26,7 +29,7 @@ class SavedContext:
 
     def __init__(self, tensors: Sequence[Tensor], preserve_rng_state: bool) -> None:
         self._preserve = preserve_rng_state
-        self._states: list[tuple[Tensor, Sequence[int], Sequence[Tensor]]] = []
+        self._states: list[_RngState] = []
         devices = sorted({str(tensor.device) for tensor in tensors if _has_rng_states(tensor.device)})
         self._on_devices = [torch.empty(0, device=device) for device in devices]  # torch's functions take tensors, not devices
         self._accelerator = self._on_devices[0].device.type if devices else None
@@ -52,33 +55,37 @@ class SavedContext:
     def save_rng_state(self) -> None:
         """Save the current RNG state for the next computation."""
         if self._preserve:
-            self._states.append((torch.get_rng_state(), *self._device_states()))
+            self._states.append(self._rng_state())
 
-    def _device_states(self) -> tuple[Sequence[int], Sequence[Tensor]]:
-        return get_device_states(*self._on_devices) if self._on_devices else ((), ())
+    def _rng_state(self) -> _RngState:
+        indices, states = get_device_states(*self._on_devices) if self._on_devices else ((), ())
+        return torch.get_rng_state(), indices, states
+
+    def _set_rng_state(self, state: _RngState) -> None:
+        cpu, indices, states = state
+        torch.set_rng_state(cpu)
+        if self._accelerator is not None:
+            set_device_states(indices, states, device_type=self._accelerator)
 
     def restore_rng_state(self, number: int) -> None:
         """Restore the RNG state saved for the computation of this number, counted from 0."""
         if self._preserve:
-            state, indices, states = self._states[number]
-            torch.set_rng_state(state)
-            if self._accelerator is not None:
-                set_device_states(indices, states, device_type=self._accelerator)
+            self._set_rng_state(self._states[number])
 
     def rng_state_has_changed(self, number: int) -> bool:
         """Whether random numbers were drawn since the RNG state of this number was saved."""
         if not self._preserve:
             return False
         state, _, states = self._states[number]
-        now = torch.get_rng_state(), *self._device_states()[1]
-        return not all(map(torch.equal, (state, *states), now))
+        now, _, states_now = self._rng_state()
+        return not all(map(torch.equal, (state, *states), (now, *states_now)))
 
     @contextlib.contextmanager
     def fork_rng(self) -> Iterator[None]:
         """Restore the current RNG state at the end of the context."""
-        if not self._preserve:
+        before = self._rng_state() if self._preserve else None
+        try:
             yield
-            return
-        indices = [tensor.get_device() for tensor in self._on_devices]
-        with torch.random.fork_rng(indices, device_type=self._accelerator or "cuda"):
-            yield
+        finally:
+            if before is not None:
+                self._set_rng_state(before)

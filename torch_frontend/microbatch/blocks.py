@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable
 from types import TracebackType
 from typing import Any
 
@@ -12,7 +12,7 @@ from torch import nn
 
 from ...core.errors import InvalidArgumentError, RefusedError
 from .division import divide
-from .recompute import BlockCall, Recomputed
+from .recompute import BlockCall, Checks, Recomputed
 
 _untraced: Any = getattr(torch, "_disable_dynamo", torch.compiler.disable)
 """`torch.compiler.disable` that imports the compiler at the first call, as torch.optim does; not public."""
@@ -82,7 +82,7 @@ def microbatch_blocks(
             )
         if any(part is other for part in inside[1:] for other in modules):
             raise RefusedError("a block is inside another one; give the outer blocks, or the inner ones, and not both.")
-        _require_independent_samples(dict(module.named_modules()))
+        _require_independent_samples(module, inside)
         if batched is None:
             _require_batch_first(module)
     return MicrobatchedBlocks(modules, chunks, None if batched is None else tuple(batched), preserve_rng_state)
@@ -131,7 +131,7 @@ class DividedForward:
         self._preserve_rng_state = preserve_rng_state
         self._before = block.__dict__.get("forward")  # one that was set on the instance; None if there is only the class's
         self._names = _positional_names(block.forward)
-        self._checked = False  # that outputs have a row for each sample; once for a block
+        self._checks = Checks()
 
     @_untraced
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -139,14 +139,12 @@ class DividedForward:
         block = self._block
         if not block.training and not torch.is_grad_enabled():
             return self._forward(*args, **kwargs)
-        modules = dict(block.named_modules())
-        _require_independent_samples(modules)
+        modules = _inside(block)
+        _require_independent_samples(block, modules)
         division = divide(self._names, args, kwargs, self._chunks, self._batched)
-        call = BlockCall(modules, self._forward, division, preserve_rng_state=self._preserve_rng_state)
+        call = BlockCall(modules, self._forward, division, self._checks, preserve_rng_state=self._preserve_rng_state)
         inputs = call.inputs()
-        if not self._checked:
-            call.require_batched_outputs(inputs)
-            self._checked = True
+        call.require_batched_outputs(inputs)
         outputs = Recomputed.apply(call, *inputs)
         return call.outputs.fill(outputs)
 
@@ -171,12 +169,25 @@ def _positional_names(forward: Callable[..., Any]) -> tuple[str, ...]:
     return tuple(p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD))
 
 
-def _require_independent_samples(modules: Mapping[str, nn.Module]) -> None:
-    for name, module in modules.items():
+def _inside(block: nn.Module) -> list[nn.Module]:
+    """Return a block and the modules in it, each once, without the names that make `modules()` several times slower."""
+    found = {block: None}
+    waiting = [block]
+    while waiting:
+        for child in waiting.pop()._modules.values():
+            if child is not None and child not in found:
+                found[child] = None
+                waiting.append(child)
+    return list(found)
+
+
+def _require_independent_samples(block: nn.Module, modules: Iterable[nn.Module]) -> None:
+    for module in modules:
         statistics = isinstance(module, nn.modules.batchnorm._NormBase) and (
             module.track_running_stats or isinstance(module, nn.modules.batchnorm._BatchNorm)
         )
         if statistics and (module.training or not module.track_running_stats):
+            name = next(name for name, other in block.named_modules() if other is module)
             raise RefusedError(
                 f"{type(module).__name__} {name!r} in a block takes statistics over the batch, which micro-batches would "
                 "change. Call its eval(), use LayerNorm or GroupNorm, or leave the block out of microbatch_blocks."

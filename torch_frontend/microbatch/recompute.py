@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -44,13 +45,25 @@ class Recomputed(torch.autograd.Function):
         return None, *ctx.call.backpropagate(ctx.saved_tensors, gradients, ctx.needs_input_grad[1:])
 
 
+@dataclass
+class Checks:
+    """What was seen to hold for a block, and is not looked for in its later calls.
+
+    outputs: they have a row for each sample. leaves: only the block's own tensors get gradients.
+    """
+
+    outputs: bool = False
+    leaves: bool = False
+
+
 class BlockCall:
     """One call of a block: everything that backward needs except the tensors, which autograd saves.
 
     Args:
-        modules: of the block, by name.
+        modules: the block and those in it.
         forward: the block's own forward, called with the arguments of one chunk.
         division: of the arguments.
+        checks: of the block.
         preserve_rng_state: draw the same random numbers for a chunk again in backward.
     """
 
@@ -58,13 +71,20 @@ class BlockCall:
     """Of the block's output; set by `forward`."""
 
     def __init__(
-        self, modules: Mapping[str, nn.Module], forward: Callable[..., Any], division: Division, *, preserve_rng_state: bool
+        self,
+        modules: Sequence[nn.Module],
+        forward: Callable[..., Any],
+        division: Division,
+        checks: Checks,
+        *,
+        preserve_rng_state: bool,
     ) -> None:
         self._modules = modules
         self._forward = forward
         self._division = division
+        self._checks = checks
         self._parameters: dict[Tensor, list[tuple[dict[str, Any], str]]] = {}  # with the places where the modules hold them
-        for module in modules.values():
+        for module in modules:
             for name, p in module._parameters.items():
                 if p is not None and p.requires_grad:
                     self._parameters.setdefault(p, []).append((module._parameters, name))
@@ -114,6 +134,9 @@ class BlockCall:
 
         Chunks of different sizes show it; if all have one size, the block is run once on another number of samples.
         """
+        if self._checks.outputs:
+            return
+        self._checks.outputs = True
         sizes = {chunk.stop - chunk.start for chunk in self._division.chunks}
         if len(self._division.chunks) == 1 or len(sizes) > 1:
             return
@@ -142,8 +165,8 @@ class BlockCall:
                     for index, tensor in enumerate(self._slice(tensors, chunk))
                 ]
 
-                def one_chunk(leaves: list[Tensor] = leaves, chunk: slice = chunk, first: bool = number == 0) -> None:
-                    self._differentiate(leaves, chunk, gradients, first)
+                def one_chunk(leaves: list[Tensor] = leaves, chunk: slice = chunk) -> None:
+                    self._differentiate(leaves, chunk, gradients)
 
                 self._with_parameters(leaves, one_chunk)
                 for index, leaf in enumerate(leaves):
@@ -158,7 +181,7 @@ class BlockCall:
         _record_in_ledger((p, sums[index]) for index, p in enumerate(self._parameters) if index in sums)
         return [sums[index].take() if index in sums else parts.get(index) for index in range(len(tensors))]
 
-    def _differentiate(self, leaves: Sequence[Tensor], chunk: slice, gradients: Sequence[Tensor | None], first: bool) -> None:
+    def _differentiate(self, leaves: Sequence[Tensor], chunk: slice, gradients: Sequence[Tensor | None]) -> None:
         """Compute one chunk again with a graph, and run backward; the gradients are added to `.grad` of `leaves`.
 
         Must run with the parameters replaced, because checkpoints inside the block compute parts of it again in backward.
@@ -170,8 +193,9 @@ class BlockCall:
             for output, gradient in zip(outputs, gradients, strict=True)
             if gradient is not None and output.requires_grad
         ]
-        if first:
+        if not self._checks.leaves:
             _require_own_leaves([output for output, _ in pairs], leaves)
+            self._checks.leaves = True
         if pairs:
             torch.autograd.backward([output for output, _ in pairs], [gradient for _, gradient in pairs])
 
@@ -198,18 +222,23 @@ class BlockCall:
             returned = self._forward(*args, **kwargs)
         return outputs_of(returned, chunk.stop - chunk.start, len(self._division.chunks))
 
-    def _buffer_versions(self) -> dict[str, int]:
+    def _buffer_versions(self) -> dict[tuple[nn.Module, str], int]:
         if torch.is_inference_mode_enabled():
             return {}
-        found = ((f"{at}.{name}", buffer) for at, m in self._modules.items() for name, buffer in m._buffers.items())
-        return {name: buffer._version for name, buffer in found if buffer is not None and not buffer.is_inference()}
+        return {
+            (module, name): buffer._version
+            for module in self._modules
+            for name, buffer in module._buffers.items()
+            if buffer is not None and not buffer.is_inference()
+        }
 
-    def _require_unchanged_buffers(self, before: dict[str, int]) -> None:
-        for name, version in self._buffer_versions().items():
-            if before.get(name, version) != version:
+    def _require_unchanged_buffers(self, before: dict[tuple[nn.Module, str], int]) -> None:
+        for (module, name), version in self._buffer_versions().items():
+            if before.get((module, name), version) != version:
+                at = next(at for at, other in self._modules[0].named_modules() if other is module)
                 raise RefusedError(
-                    f"a block changes its buffer {name.removeprefix('.')!r} in forward, and would do so again for every "
-                    "chunk, and once more in backward. Take this block out of microbatch_blocks, or the buffer out of it."
+                    f"a block changes its buffer {f'{at}.{name}'.removeprefix('.')!r} in forward, and would do so again for "
+                    "every chunk, and once more in backward. Take this block out of microbatch_blocks, or the buffer out of it."
                 )
 
 

@@ -11,7 +11,7 @@ from tests.support.decoder import LENGTH, WIDTH, batch, decoder, gradients, loss
 from torch import Tensor, nn
 
 from penstock.core.errors import InvalidArgumentError, RefusedError
-from penstock.torch_frontend import microbatch_blocks
+from penstock.torch_frontend import AdamW, microbatch_blocks, release_gradients
 
 
 class Given(nn.Module):
@@ -208,7 +208,7 @@ def test_a_vector_with_the_batch_size_is_divided_only_where_it_is_named() -> Non
     with microbatch_blocks([block], chunks=2), pytest.raises(RefusedError, match=r"argument other.*Name the arguments"):
         block(x, vector)
     with microbatch_blocks([block], chunks=2, batched=["x"]):
-        assert torch.equal(block(x, vector), block.linear(x) * vector.mean())
+        torch.testing.assert_close(block(x, vector), block.linear(x) * vector.mean())  # the order of a sum may follow the rows
 
 
 @pytest.mark.parametrize("chunks", [3, 6])
@@ -218,3 +218,59 @@ def test_an_output_with_a_row_for_each_sample_by_coincidence_is_refused(chunks: 
     block = Given(lambda y, other: (y, y.mean(dim=tuple(range(y.dim() - 1))).reshape(rows, -1)))
     with microbatch_blocks([block], chunks=chunks), pytest.raises(RefusedError, match=r"its dimension 0 is not the batch"):
         block(x)
+
+
+class Scaled(nn.Module):
+    """A block that multiplies by a tensor of another module, once it is told to."""
+
+    def __init__(self, factor: Tensor) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH, dtype=torch.float64)
+        self.factor = [factor]
+        self.scaling = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(x) * self.factor[0] if self.scaling else self.linear(x)
+
+
+class TwoScaled(nn.Module):
+    """Two blocks that share the model's factor."""
+
+    def __init__(self, *, scaling: bool) -> None:
+        super().__init__()
+        self.factor = nn.Parameter(torch.full((WIDTH,), 2.0, dtype=torch.float64))
+        self.blocks = nn.ModuleList(Scaled(self.factor) for _ in range(2))
+        self.scale(scaling)
+
+    def scale(self, scaling: bool) -> None:
+        for block in self.blocks:
+            block.scaling = scaling  # pyright: ignore[reportAttributeAccessIssue]
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.blocks[1](self.blocks[0](x)).pow(2).sum()
+
+
+def test_a_block_that_uses_a_parameter_of_another_module_is_refused() -> None:
+    model = TwoScaled(scaling=True)
+    with microbatch_blocks(model.blocks, chunks=2), pytest.raises(RefusedError, match=r"shape \(16,\).*neither one of its"):
+        model(batch()).backward()
+
+
+def test_a_block_that_begins_to_use_a_parameter_of_another_module_is_right_or_refused() -> None:
+    """It is looked for in a block's first backward only: later, each chunk adds to `.grad`, which a release refuses."""
+    model = TwoScaled(scaling=False)
+    optimizer = AdamW(model.parameters(), lr=0.0)
+    with microbatch_blocks(model.blocks, chunks=2):
+        model(batch()).backward()
+        model.scale(True)
+        model.zero_grad()
+        model(batch()).backward()
+        divided = model.factor.grad
+        model.zero_grad()
+        release_gradients(model, optimizer)
+        with pytest.raises(RefusedError, match="'factor': a second backward"):
+            model(batch()).backward()
+    whole = TwoScaled(scaling=True)
+    whole.load_state_dict(model.state_dict())
+    whole(batch()).backward()
+    torch.testing.assert_close(divided, whole.factor.grad)
