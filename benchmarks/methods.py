@@ -19,6 +19,8 @@ from penstock.torch_frontend import AdamW, StableAdamW, release_gradients
 LR = 1e-4
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 OPTIMIZERS = {"AdamW": AdamW, "StableAdamW": StableAdamW}
+SMALLER = {"compact": "split8", "smallest": "stochastic"}
+"""What each precision keeps of the bits that bfloat16 parameters lose."""
 BACKENDS = {"default": "auto", "eager": "eager", "compiled": "compiled"}
 
 
@@ -131,6 +133,13 @@ def of_penstock(rule: str) -> list[Method]:
     return found
 
 
+def smaller(rule: str, precision: str, compensation: str) -> Method:
+    """Return the method of a precision that keeps less than all bits."""
+    make = functools.partial(OPTIMIZERS[rule], precision=precision)
+    name = f"penstock {rule} release, {precision}"
+    return Method(name, make, released, module="penstock", dtypes=("bf16",), rule=_rule(rule), compensation=compensation)
+
+
 def _rule(name: str) -> str:
     return {"AdamW": "adamw", "StableAdamW": "stable_adamw"}[name]
 
@@ -151,20 +160,7 @@ METHODS = {
         Method("bitsandbytes AdamW8bit plain", of("bitsandbytes.optim", "AdamW8bit"), module="bitsandbytes.optim"),
         *of_penstock("AdamW"),
         *of_penstock("StableAdamW"),
-        Method(
-            "penstock AdamW release, 8-bit",
-            functools.partial(AdamW, state_dtype="8bit"),
-            released,
-            module="penstock",
-            compensation="split",
-        ),
-        Method(
-            "penstock AdamW release, 8-bit, stochastic",
-            functools.partial(AdamW, state_dtype="8bit", compensation="stochastic"),
-            released,
-            module="penstock",
-            dtypes=("bf16",),
-        ),
+        *(smaller("AdamW", precision, compensation) for precision, compensation in SMALLER.items()),
         Method(
             "penstock StableAdamW release, stochastic",
             functools.partial(StableAdamW, compensation="stochastic"),

@@ -1,4 +1,4 @@
-"""The pages docs/benchmarks.md and docs/parity_report.md, the README's tables and its figure, of benchmarks/results alone.
+"""The pages docs/benchmarks.md and docs/parity_report.md, and the front pages' tables and figure, of benchmarks/results.
 
     python -m benchmarks.pages [--parity FILE]
 
@@ -9,29 +9,16 @@ without its rows.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
+from benchmarks import front_page
 from benchmarks.bench import figure, tables
-from benchmarks.support import RESULTS, ROOT, parser_of
+from benchmarks.support import RESULTS, ROOT, markdown_table, parser_of, result
 
 DOCS = ROOT / "docs"
 GIB, MIB = 2**30, 2**20
 BENCHMARKS, PARITY, PNG = "benchmarks.md", "parity_report.md", "bench.png"
-README = ROOT / "README.md"
-
-
-def result(name: str) -> dict[str, Any]:
-    """Return a result file."""
-    content: dict[str, Any] = json.loads((RESULTS / f"{name}.json").read_text())
-    return content
-
-
-def table(heading: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """Return a Markdown table; all columns but the first are numbers."""
-    rule = ["---", *("---:" for _ in heading[1:])]
-    return "\n".join(f"| {' | '.join(cells)} |" for cells in (heading, rule, *rows))
 
 
 def conditions(name: str, content: dict[str, Any]) -> str:
@@ -40,66 +27,25 @@ def conditions(name: str, content: dict[str, Any]) -> str:
     machine = content.get("machine") or content.get("device")
     where = f"{machine['cores']} cores of {machine['processor']}. " if machine and "processor" in machine else ""
     versions = ", ".join(f"{package} {content['versions'][package]}" for package in ("torch", "jax", "optax", "torch-optimi"))
-    return f"    {command}\n\n{where}{versions}. File: `benchmarks/results/{name}.json`."
-
-
-def sizes_table() -> str:
-    """Return the table of planned peaks by size, which the README has, too."""
-    rows = result("plan_sizes")["figures"]
-    columns = [name for name in next(iter(rows.values())) if name != "parameters"]
-    cells = [[size, *(f"{row[name] / GIB:.1f}" for name in columns)] for size, row in rows.items()]
-    return table(["peak of a step, GiB", *columns], cells)
-
-
-def sizes_conditions() -> str:
-    """Return the sentence under `sizes_table`."""
-    content = result("plan_sizes")
-    settings = content["settings"]
-    return (
-        f"Computed by `{content['command']}` for Llama's shapes in {settings['dtype']}, {settings['batch']} x "
-        f"{settings['sequence']} tokens, activation checkpointing; an allocator's rounding comes on top."
-    )
+    return f"```\n{command}\n```\n\n{where}{versions}. File: `benchmarks/results/{name}.json`."
 
 
 def sizes() -> str:
     """Return the section on sizes of models."""
     content = conditions("plan_sizes", result("plan_sizes"))
-    return "\n\n".join(["## By size of the model", sizes_table(), sizes_conditions(), content])
-
-
-def figure_conditions() -> str:
-    """Return the sentence under the figure."""
-    content = result("bench")
-    memory, loss, trained = content["memory"]["model"], content["loss"], content["loss"]["model"]
-    steps = len(next(iter(loss["rows"].values())))
-    return (
-        f"`{content['command']}`, {content['machine']['cores']} CPU cores, torch {content['versions']['torch']}. Left: a Llama "
-        f"of {memory['layers']} layers, width {memory['width']}, 3 steps of 64 tokens, activation checkpointing, one process a "
-        f"bar. Right: {steps} steps of a byte-level transformer of {trained['layers']} layers and width {trained['width']} on "
-        f"the source of Python's standard library, learning rate {loss['lr']:g}, batch {loss['batch']}."
-    )
-
-
-def put_into_readme() -> str:
-    """Return the README with its tables and sentences of figures, each between its marks."""
-    text = README.read_text()
-    for name, made in {"sizes": f"{sizes_table()}\n\n{sizes_conditions()}", "figure": figure_conditions()}.items():
-        start = f"<!-- made by benchmarks.pages: {name} -->\n"
-        before, _, after = text.partition(start)
-        text = f"{before}{start}\n{made}\n\n<!-- end -->{after.partition('<!-- end -->')[2]}"
-    return text
+    return "\n\n".join(["## By size of the model", front_page.sizes_table(), front_page.sizes_conditions(), content])
 
 
 def beside_others() -> str:
     """Return the section on `penstock bench`."""
     content = result("bench")
-    parts = ["## Beside other libraries", f"![Peak bytes by method, and their losses]({PNG})", figure_conditions()]
+    parts = ["## Beside other libraries", f"![Peak bytes by method, and their losses]({PNG})", front_page.figure_conditions()]
     for framework, heading, rows in (
         ("torch", tables.TORCH, tables.torch_rows(content)),
         ("jax", tables.JAX, tables.jax_rows(content)),
     ):
         if rows:
-            parts += [table(heading, rows), tables.note(framework, content)]
+            parts += [markdown_table(heading, rows), tables.note(framework, content)]
     parts += [f"- {name} did not run: {reason}" for name, reason in content["skipped"].items()]
     return "\n\n".join([*parts, conditions("bench", content)])
 
@@ -129,7 +75,7 @@ def planned() -> str:
             f"{training['kept_bytes']} bytes kept for each parameter; "
             f"{training['batch']} x {training['sequence']} tokens{micro}, "
             f"{'with' if training['checkpointing'] else 'without'} activation checkpointing.",
-            table(heading, rows),
+            markdown_table(heading, rows),
             conditions(name, content),
         ]
     parts.append(
@@ -157,7 +103,7 @@ def resident() -> str:
             "Peak resident memory above the model, in MiB and in multiples of the parameters' bytes: "
             f"{settings['steps']} steps of a Llama of {settings['layers']} layers and width {settings['width']}, "
             f"{settings['tokens']} tokens, activation checkpointing. It contains gradients, optimizer state and activations.",
-            table(["", *dtypes], rows),
+            markdown_table(["", *dtypes], rows),
             "In bfloat16 torch's AdamW keeps 4 bytes of state for each parameter, optimi's 6 (with a Kahan term), and "
             "penstock's 8: 16 more bits of the parameter, and a second moment in float32.",
             conditions("resident", content),
@@ -178,7 +124,7 @@ def host_time() -> str:
         parts += [
             f"The {model} model, {figures['tensors']} tensors, {figures['threads']} threads; "
             f"medians of {figures['rounds']} rounds.",
-            table(["", "step, ms", "over forward and backward, ms"], rows),
+            markdown_table(["", "step, ms", "over forward and backward, ms"], rows),
         ]
     return "\n\n".join(
         [
@@ -200,7 +146,7 @@ def step_time() -> str:
             "## Time of one update",
             f"{settings['elements']:,} elements in {settings['tensors']} tensors of {settings['dtype']}; medians of "
             f"{settings['rounds']} rounds.",
-            table(["", "ms", "times torch's fused AdamW"], rows),
+            markdown_table(["", "ms", "times torch's fused AdamW"], rows),
             conditions("step_time_cpu_float32", content),
         ]
     )
@@ -222,7 +168,7 @@ def walk() -> str:
             f"{settings['dtype']}: XLA's memory analysis of the compiled programs. Parameters and Adam's two moments are 3.00. "
             "[What the rows are, other sizes (`peak_memory_jax_sizes.json`), several devices](jax.md#memory), and "
             "[states in 8 bits (`peak_memory_jax_codings.json`)](jax.md#states-in-8-bits).",
-            table(["step", *optimizers], rows),
+            markdown_table(["step", *optimizers], rows),
             conditions("peak_memory_jax", content),
         ]
     )
@@ -259,12 +205,12 @@ def parity_page() -> str:
                 "Made by\n\n"
                 "    penstock parity --quick --report parity-report\n"
                 "    python -m benchmarks.pages --parity parity-report/parity.json",
-                table(["section", *own], rows),
+                markdown_table(["section", *own], rows),
                 f"Bounds that are broken: {content['broken']}. An empty cell: the backend has nothing of that kind, and the "
                 "report says why, case by case." + ("\n\n" + "\n".join(missing) if missing else ""),
                 "Other libraries, for information; they decide nothing. Many are beyond the bounds of float32, as they "
                 "multiply the parameter by 1 - lr * weight_decay before they add the step, which rounds it once more.",
-                table(["optimizer", "section", "within"], peers),
+                markdown_table(["optimizer", "section", "within"], peers),
                 "`parity-report/parity.html` of the first command is a page with every case and with figures; it needs no "
                 "network.",
                 conditions("parity", content).split("\n\n", 1)[1],
@@ -295,7 +241,8 @@ def main() -> None:
     figure.draw(result("bench"), DOCS / PNG)
     for name, text in ((BENCHMARKS, benchmarks_page()), (PARITY, parity_page())):
         (DOCS / name).write_text(text)
-    README.write_text(put_into_readme())
+    for path in front_page.PAGES:
+        path.write_text(front_page.made_again(path.read_text()))
 
 
 if __name__ == "__main__":

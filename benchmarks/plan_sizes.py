@@ -26,9 +26,10 @@ SHAPES = {
 COLUMNS = {
     "torch AdamW": ("torch", Training()),
     "AdamW released": ("release", Training(optimizer="AdamW")),
+    "AdamW released, compact": ("release", Training(optimizer="AdamW", precision="compact")),
+    "AdamW released, smallest": ("release", Training(optimizer="AdamW", precision="smallest")),
     "StableAdamW released": ("release", Training()),
-    "StableAdamW released, stochastic": ("release", Training(compensation="stochastic")),
-    "Lion released, stochastic": ("release", Training(optimizer="Lion", compensation="stochastic")),
+    "Lion released, smallest": ("release", Training(optimizer="Lion", precision="smallest")),
 }
 """Mode and settings by name; bfloat16, 1 x 2048 tokens, activation checkpointing. Another column is another row."""
 

@@ -58,6 +58,12 @@ def print_tables(tables: Iterable[Table], width: int = 120) -> None:
         console.print(table)
 
 
+def markdown_table(heading: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """Return a table for a page; all columns but the first are numbers."""
+    rule = ["---", *("---:" for _ in heading[1:])]
+    return "\n".join(f"| {' | '.join(cells)} |" for cells in (heading, rule, *rows))
+
+
 def failure(error: Exception) -> str:
     """Return the type and the first 30 words of an error's message."""
     return f"{type(error).__name__}: {' '.join(str(error).split()[:30])}"
@@ -97,6 +103,12 @@ def goals_table(goals: Sequence[Goal]) -> Table:
 
 
 # -- results ------------------------------------------------------------------------------------------------------------
+
+
+def result(name: str) -> dict[str, Any]:
+    """Return a result file of the repository."""
+    content: dict[str, Any] = json.loads((RESULTS / f"{name}.json").read_text())
+    return content
 
 
 def write_result(path: Path, result: dict[str, Any]) -> None:

@@ -120,9 +120,15 @@ class Training:
         return {"parameter": self.dtype, **({} if low is None else {"compensation": low}), **fields}
 
     @property
+    def kept_sizes(self) -> dict[str, float]:
+        """Bytes of each of `kept` for an element of a parameter, of matrices where 8-bit states need them."""
+        of = {dtype: 1 + 4 / BLOCK if dtype == EIGHT_BIT else numpy_dtype(dtype).itemsize for dtype in self.kept.values()}
+        return {name: of[dtype] for name, dtype in self.kept.items()}
+
+    @property
     def kept_bytes(self) -> float:
-        """Bytes of `kept` for each element of a parameter, of matrices where 8-bit states need them."""
-        return sum(1 + 4 / BLOCK if dtype == EIGHT_BIT else numpy_dtype(dtype).itemsize for dtype in self.kept.values())
+        """Bytes of `kept` for each element of a parameter."""
+        return sum(self.kept_sizes.values())
 
     @property
     def changed(self) -> str:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import re
+from pathlib import Path
 
 import pytest
-from benchmarks import pages
+from benchmarks import front_page, pages
 from benchmarks.bench import figure
+from benchmarks.support import result
 from tests.support.examples import ROOT, run
 
 README = (ROOT / "README.md").read_text()
@@ -21,18 +23,20 @@ def test_examples_run_and_are_short(framework: str) -> None:
     assert EXAMPLES[framework].count("\n") <= 16
 
 
-def test_its_figures_are_those_of_the_results() -> None:
-    assert pages.put_into_readme() == README, "make it again: python -m benchmarks.pages"
+@pytest.mark.parametrize("page", front_page.PAGES, ids=lambda page: page.name)
+def test_its_figures_are_those_of_the_results(page: Path) -> None:
+    text = page.read_text()
+    assert front_page.made_again(text) == text, "make it again: python -m benchmarks.pages"
 
 
 def test_the_figure_shows_the_results() -> None:
     """The picture holds a number of what it shows: drawing it again gives other bytes with another matplotlib."""
     picture = (ROOT / "docs" / pages.PNG).read_bytes()
-    assert figure.digest(pages.result("bench")).encode() in picture, "make it again: python -m benchmarks.pages"
+    assert figure.digest(result("bench")).encode() in picture, "make it again: python -m benchmarks.pages"
 
 
 def test_figures_in_its_sentences_are_those_of_the_results() -> None:
-    steps = pages.result("peak_memory_jax")["figures"]
+    steps = result("peak_memory_jax")["figures"]
     scan, walk = (f"{steps[name]['adamw']['peak_over_parameters']:.2f}" for name in ("scan", "make_release_step"))
     assert f"a donated scan\n{scan}, the walk {walk}, where" in README
 

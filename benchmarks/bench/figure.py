@@ -20,10 +20,10 @@ ROWS = (
     ("optimi AdamW, released", "optimi AdamW release", "fp32", "#fd8d3c"),
     ("penstock AdamW, released", "penstock AdamW release, default", "fp32", "#000000"),
     ("bfloat16: torch AdamW", "torch AdamW fused plain", "bf16", "#a1d99b"),
-    ("penstock StableAdamW, released, split", "penstock StableAdamW release, default", "bf16", "#006d2c"),
-    ("penstock StableAdamW, released, stochastic", "penstock StableAdamW release, stochastic", "bf16", "#88419d"),
-    ("penstock AdamW, released, 8-bit moments", "penstock AdamW release, 8-bit", "bf16", "#dd3497"),
-    ("penstock AdamW, released, 8-bit, stochastic", "penstock AdamW release, 8-bit, stochastic", "bf16", "#7f2704"),
+    ("torch AdamW in hooks, bfloat16", "torch AdamW fused in hooks", "bf16", "#006d2c"),
+    ("penstock AdamW, released, exact", "penstock AdamW release, default", "bf16", "#88419d"),
+    ("penstock AdamW, released, compact", "penstock AdamW release, compact", "bf16", "#dd3497"),
+    ("penstock AdamW, released, smallest", "penstock AdamW release, smallest", "bf16", "#7f2704"),
 )
 """Label, method of `benchmarks.methods`, dtype and colour. Another method is another row."""
 

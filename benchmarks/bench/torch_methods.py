@@ -29,8 +29,8 @@ NAMES = (
     "bitsandbytes AdamW8bit plain",
     "penstock AdamW plain, default",
     "penstock AdamW release, default",
-    "penstock AdamW release, 8-bit",
-    "penstock AdamW release, 8-bit, stochastic",
+    "penstock AdamW release, compact",
+    "penstock AdamW release, smallest",
     "penstock StableAdamW release, default",
     "penstock StableAdamW release, stochastic",
 )
