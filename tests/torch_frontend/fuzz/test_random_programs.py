@@ -11,7 +11,7 @@ from tests.support.random_programs import Program, programs
 from tests.support.rows import rows
 
 PROGRAMS = 100  # a row
-SEEDS = rows(range(60), range(6).__contains__)
+SEEDS = rows(range(60), range(3).__contains__)
 
 
 def run_many(count: int, number: int, *, rough: bool) -> list[tuple[Program, list[str]]]:
