@@ -25,7 +25,7 @@ import numpy as np
 from ..array_ops import numpy_dtype, numpy_ops
 from ..debiasing import one_minus_power
 from ..errors import InvalidArgumentError
-from ..rules import RULES, Rule
+from ..rules import Rule
 from ..update import rebiased
 from .state import ParameterState, PortableState, Settings, scale_name
 
@@ -98,7 +98,7 @@ def under_decays(fields: Fields, step: int, before: Decays, after: Decays) -> di
 def decays_in(state: PortableState, name: str) -> Decays | None:
     """Return the betas that the fields of a parameter are debiased by; None where its group does not tell one of them."""
     (group,) = (group.hyperparameters for group in state.groups if name in group.parameters)
-    return decays_of(RULES[state.rule], group)
+    return decays_of(state.rules[name], group)
 
 
 def decays_of(rule: Rule, hyperparameters: Settings) -> Decays | None:

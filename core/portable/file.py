@@ -2,7 +2,8 @@
 
 Of every parameter NAME the file has the tensors FIELD/NAME for each field of its rule ("exp_avg/NAME"), "step/NAME" (int64,
 0-d), and where there are any "compensation/NAME", "parameter/NAME" and FIELD_scale/NAME, the scales of codes. The document says
-the rest: the rule, the groups, and each parameter's dtype, shape and compensation. `core.portable.safetensors` has the bytes.
+the rest: the groups, each with its rule, and each parameter's dtype, shape and compensation. `core.portable.safetensors` has
+the bytes.
 """
 
 from __future__ import annotations
@@ -17,9 +18,9 @@ import numpy as np
 
 from ..compensation import WITH_RANDOM_BITS
 from ..errors import PenstockError
-from ..rules import RULES, Rule
+from ..rules import Rule
 from .safetensors import Path, Reader, shown, write
-from .state import Layout, ParameterState, PortableGroup, PortableState, Setting, array_names, check_groups, check_rule
+from .state import Layout, ParameterState, PortableGroup, PortableState, Setting, array_names, check_groups, rules_of
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,13 +49,11 @@ class Description:
     """The content of a file without the arrays.
 
     Args:
-        rule: a name in `core.rules.RULES`.
         groups: as in `PortableState`.
         parameters: by name.
         nbytes: of the file.
     """
 
-    rule: str
     groups: tuple[PortableGroup, ...]
     parameters: Mapping[str, ParameterDescription]
     nbytes: int
@@ -78,12 +77,13 @@ def save(path: Path, state: PortableState) -> None:
     for name, parameter in state.parameters.items():
         arrays |= {f"{field}/{name}": array for field, array in parameter.arrays().items()}
     groups = [
-        # The order of a group's parameters means nothing, and whether a number was typed as 1 or 1.0 neither.
+        # The order of groups and of their parameters means nothing, and whether a number was typed as 1 or 1.0 neither.
         {
+            "rule": group.rule,
             "hyperparameters": {name: _plain(value) for name, value in group.hyperparameters.items()},
             "parameters": sorted(group.parameters),
         }
-        for group in state.groups
+        for group in sorted(state.groups, key=lambda group: sorted(group.parameters))
     ]
     parameters = {
         name: {
@@ -98,7 +98,7 @@ def save(path: Path, state: PortableState) -> None:
         }
         for name, parameter in state.parameters.items()
     }
-    write(path, arrays, {"rule": state.rule, "groups": groups, "parameters": parameters})
+    write(path, arrays, {"groups": groups, "parameters": parameters})
 
 
 def load(path: Path) -> PortableState:
@@ -124,7 +124,7 @@ def load(path: Path) -> PortableState:
             for name, parameter in about.parameters.items()
         }
         try:
-            return PortableState(about.rule, about.groups, parameters)
+            return PortableState(about.groups, parameters)
         except PenstockError as error:
             reader.refuse(str(error).removesuffix("."))
 
@@ -151,24 +151,23 @@ def _plain(value: Setting) -> Setting:
 def _describe(reader: Reader) -> Description:
     """Return the header after checking that it is consistent and matches the arrays."""
     document = reader.document
-    if set(document) != {"version", "digests", "rule", "groups", "parameters"}:
-        reader.refuse("its document has other entries than those of this version")
-    rule = _kind(reader, "the rule", document["rule"], str)
+    if set(document) != {"version", "digests", "groups", "parameters", *(["rule"] if document["version"] == 1 else [])}:
+        reader.refuse("its document has other entries than those of its version")
     groups = tuple(_group(reader, group) for group in _kind(reader, "the groups", document["groups"], list))
     rows = _kind(reader, "the parameters", document["parameters"], dict)
     try:
-        check_rule(rule)
+        check_groups(groups, rows)
     except PenstockError as error:
         reader.refuse(str(error).removesuffix("."))
-    layouts = {name: _layout(reader, RULES[rule], name, row) for name, row in rows.items()}
+    rules = rules_of(groups)
+    layouts = {name: _layout(reader, rules[name], name, row) for name, row in rows.items()}
     wanted = {f"{field}/{name}" for name, layout in layouts.items() for field in ("step", *layout.arrays)}
     if extra := sorted(set(reader.entries) - wanted):
         reader.refuse(f"it has an array {shown(extra[0])}, which belongs to no parameter of it")
     parameters = {}
     try:
-        check_groups(groups, layouts)
         for name, layout in layouts.items():
-            layout.check(name, RULES[rule])
+            layout.check(name, rules[name])
     except PenstockError as error:
         reader.refuse(str(error).removesuffix("."))
     for name, layout in layouts.items():
@@ -176,7 +175,7 @@ def _describe(reader: Reader) -> Description:
         step = int(reader.read(f"step/{name}"))
         described = layout.dtype, layout.shape, layout.compensated, step, dtypes, layout.random_keys
         parameters[name] = ParameterDescription(*described)
-    return Description(rule, groups, parameters, reader.size)
+    return Description(groups, parameters, reader.size)
 
 
 def _kind(reader: Reader, what: str, value: Any, *kinds: type) -> Any:
@@ -194,10 +193,15 @@ def _record(reader: Reader, what: str, value: Any, **kinds: type) -> list[Any]:
 
 
 def _group(reader: Reader, row: Any) -> PortableGroup:
-    hyperparameters, names = _record(reader, "a group", row, hyperparameters=dict, parameters=list)
+    kinds = {"hyperparameters": dict, "parameters": list}
+    if reader.document["version"] == 1:  # one rule for all groups
+        rule = _kind(reader, "the rule", reader.document["rule"], str)
+        hyperparameters, names = _record(reader, "a group", row, **kinds)
+    else:
+        rule, hyperparameters, names = _record(reader, "a group", row, rule=str, **kinds)
     for name in names:
         _kind(reader, "a parameter of a group", name, str)
-    return PortableGroup(hyperparameters, tuple(names))
+    return PortableGroup(rule, hyperparameters, tuple(names))
 
 
 def _layout(reader: Reader, rule: Rule, name: str, row: Any) -> Layout:

@@ -15,7 +15,7 @@ from ..array_ops import numpy_dtype
 from ..codings import EIGHT_BIT
 from ..compensation import compensation_dtype
 from ..errors import InvalidArgumentError
-from ..rules import RULES, Rule
+from ..rules import Rule
 from .rename import is_square
 from .state import ParameterState, PortableState, decoded_field, listed, may_have_random_keys, scale_name
 
@@ -33,12 +33,14 @@ class Expected:
     """The arrays that an optimizer keeps for one parameter.
 
     Args:
+        rule: by which it is updated.
         dtype, shape: of the parameter.
         compensated: resolved, of `core.compensation`.
-        fields: dtypes of its rule's fields by name, as `core.codings.state_dtypes` has them; None where the caller rounds them
+        fields: dtypes of the rule's fields by name, as `core.codings.state_dtypes` has them; None where the caller rounds them
             himself.
     """
 
+    rule: Rule
     dtype: str
     shape: tuple[int, ...]
     compensated: str
@@ -47,7 +49,6 @@ class Expected:
 
 def matched(
     state: PortableState,
-    rule: str,
     expected: Mapping[str, Expected],
     *,
     parameters: bool,
@@ -60,7 +61,6 @@ def matched(
 
     Args:
         state: renamed already.
-        rule: the optimizer's.
         expected: what the optimizer keeps, by name.
         parameters: whether the parameters themselves are wanted.
         arguments: how the optimizer calls the dtypes of its fields, by field, for the errors; "state_dtype" where not given.
@@ -68,25 +68,32 @@ def matched(
     Raises:
         InvalidArgumentError: it is another optimizer's or model's, or it would lose digits; the text names the remedy.
     """
-    check_same_rule(state, rule)
-    _check_names(state.parameters, expected)
+    check_rules(state, {name: one.rule for name, one in expected.items()})
     if parameters and not state.holds_parameters:
         raise InvalidArgumentError(
             "parameters=True needs a file that holds the parameters, and this one does not; export it with parameters=True, or "
             "load the model's own checkpoint."
         )
-    return {name: _matched(name, RULES[rule], state.parameters[name], expected[name], arguments) for name in expected}
+    return {name: _matched(name, state.parameters[name], expected[name], arguments) for name in expected}
 
 
-def check_same_rule(state: PortableState, rule: str) -> None:
-    """Raise `InvalidArgumentError` if a state is not of this rule, the optimizer's."""
-    if state.rule != rule:
-        same_fields = RULES[state.rule].fields == RULES[rule].fields
-        declare = f"declare the moments to be this one's with: penstock convert --rule {rule}"
-        raise InvalidArgumentError(
-            f"the state is of the rule {state.rule!r}, the optimizer's is {rule!r}; construct that one, or "
-            f"{declare if same_fields else 'start afresh, as the two keep different fields'}."
-        )
+def check_rules(state: PortableState, rules: Mapping[str, Rule]) -> None:
+    """Raise `InvalidArgumentError` unless a state has the optimizer's parameters, each of the rule by which that updates it.
+
+    Args:
+        state: renamed already.
+        rules: of the optimizer, by name of the parameter.
+    """
+    _check_names(state.parameters, rules)
+    for name, own in rules.items():
+        if (rule := state.rules[name]) is not own:
+            others = sorted(other for other in rules if (state.rules[other], rules[other]) == (rule, own))
+            declare = f"declare the moments to be this one's with: penstock convert --rule {own.name}"
+            raise InvalidArgumentError(
+                f"the state of {listed(others, 2)} is of the rule {rule.name!r}, and the optimizer's is {own.name!r}; give "
+                f"{'it' if len(others) == 1 else 'them'} {rule.name!r} as the exporting optimizer did, or "
+                f"{declare if rule.fields == own.fields else 'start afresh, as the two keep different fields'}."
+            )
 
 
 def check_own(
@@ -135,7 +142,7 @@ def _check_names(found: Collection[str], expected: Collection[str]) -> None:
         )
 
 
-def _matched(name: str, rule: Rule, entry: ParameterState, expected: Expected, arguments: Mapping[str, str]) -> ParameterState:
+def _matched(name: str, entry: ParameterState, expected: Expected, arguments: Mapping[str, str]) -> ParameterState:
     if entry.shape != expected.shape:
         raise InvalidArgumentError(
             f"parameter {name!r} has shape {entry.shape} in the state and {expected.shape} in the model; if it is transposed, "
@@ -148,7 +155,7 @@ def _matched(name: str, rule: Rule, entry: ParameterState, expected: Expected, a
     fields: dict[str, np.ndarray] = {}
     for field, dtype in expected.fields.items():
         fields |= _widened(name, field, entry, dtype, arguments.get(field, "state_dtype"))
-    random = may_have_random_keys(rule, expected.compensated, expected.fields)
+    random = may_have_random_keys(expected.rule, expected.compensated, expected.fields)
     return dataclasses.replace(
         entry,
         fields=fields,

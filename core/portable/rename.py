@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
 from ..errors import InvalidArgumentError
 from ..random_bits import layer_keys
-from ..rules import RULES
 from .names import Line, Table, check, each, inverted
 from .state import CODES, ParameterState, PortableGroup, PortableState, array_names, listed
+
+OUTPUT_AXIS = "output_axis"
+"""A hyperparameter of Muon that depends on how a matrix is transposed."""
 
 CONVENTIONS = (("kernel", "weight"), ("weight", "kernel"))
 """Last parts of names of which one side's array is transposed: flax has kernels [in, out], torch weights [out, in]."""
@@ -48,11 +50,13 @@ def rename(state: PortableState, table: Table) -> PortableState:
         if isinstance(line.own, tuple):
             parts = [_stacked(parts)]
         becomes[each(line.own)[0]] = list(zip(each(line.file), parts, strict=True))  # that of stacked layers is the first's
-    groups = tuple(
-        PortableGroup(group.hyperparameters, tuple(new for name in group.parameters for new, _ in becomes[name]))
+    turned = {name for line in table for name in each(line.own) if _swaps(line.axes)}
+    groups = [
+        dataclasses.replace(part, parameters=tuple(new for name in part.parameters for new, _ in becomes[name]))
         for group in state.groups
-    )
-    return PortableState(state.rule, groups, {new: part for parts in becomes.values() for new, part in parts})
+        for part in _by_output_axis(group, turned)
+    ]
+    return PortableState(tuple(groups), {new: part for parts in becomes.values() for new, part in parts})
 
 
 def rename_back(state: PortableState, table: Table) -> PortableState:
@@ -81,16 +85,33 @@ def is_square(shape: tuple[int, ...]) -> bool:
     return len(shape) > 1 and shape == shape[::-1] and min(shape) > 0 and max(shape) > 1
 
 
+def _swaps(axes: tuple[int, ...] | None) -> bool:
+    """Whether these axes of a `Line` transpose a matrix."""
+    return axes is None or axes == (1, 0)
+
+
+def _by_output_axis(group: PortableGroup, turned: Collection[str]) -> list[PortableGroup]:
+    """Return a group's parameters in up to two groups: in transposed matrices the other axis counts Muon's outputs."""
+    axis = group.hyperparameters.get(OUTPUT_AXIS)
+    kept, others = ([name for name in group.parameters if (name in turned) is turns] for turns in (False, True))
+    if not isinstance(axis, int) or not others:
+        return [group]
+    other = dataclasses.replace(
+        group, hyperparameters={**group.hyperparameters, OUTPUT_AXIS: 1 - axis}, parameters=tuple(others)
+    )
+    return [*([dataclasses.replace(group, parameters=tuple(kept))] if kept else []), other]
+
+
 def _check_stackable(layers: Sequence[str], state: PortableState) -> None:
     """Raise `InvalidArgumentError` unless these parameters can be stacked."""
     group = {name: number for number, one in enumerate(state.groups) for name in one.parameters}
-    names = array_names(RULES[state.rule])
+    names = array_names(state.rules[layers[0]])
 
     def kind(name: str) -> dict[str, Any]:
         one = state.parameters[name]
         arrays = one.arrays()
         dtypes = {f"dtype of {field}": arrays[field].dtype.name if field in arrays else None for field in names}
-        return dtypes | {"shape": one.shape, "compensation": one.compensated, "step": one.step, "group": group[name]}
+        return {"group": group[name]} | dtypes | {"shape": one.shape, "compensation": one.compensated, "step": one.step}
 
     first = layers[0]
     for name in layers:

@@ -25,8 +25,8 @@ from ..atomic_write import replacing
 from ..errors import InvalidArgumentError, RefusedError
 from .state import listed
 
-VERSION = 1
-"""Of the document and of the arrays' names."""
+VERSION = 2
+"""Of the document and of the arrays' names. In version 1 all groups had one rule, which stood beside them."""
 
 _FLOATS = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 DTYPES = {**_FLOATS, "I64": "int64", "I16": "int16", "I8": "int8", "U8": "uint8"}
@@ -189,8 +189,10 @@ class Reader:
         # No JSON, a number without end, or NaN; brackets without end; other kinds; other entries.
         except (ValueError, RecursionError, TypeError, KeyError):
             self.refuse("its document is damaged")
-        if type(version) is not int or version != VERSION:
-            self.refuse(f"it has version {shown(version)}, and this penstock reads version {VERSION}; use one that reads it")
+        if type(version) is not int or not 1 <= version <= VERSION:
+            self.refuse(
+                f"it has version {shown(version)}, and this penstock reads versions 1 to {VERSION}; use one that reads it"
+            )
         if not same:
             self.refuse("its document is damaged")
 

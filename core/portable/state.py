@@ -9,13 +9,14 @@ Every parameter has an entry of its own, whatever the framework's grouping or st
     step                  the number of updates applied to it
     parameter             the parameter itself, or None where the state was exported without
 
-The header says of which rule the fields are, and by groups the hyperparameters as they were; a stacked layer is one entry a
+The header says by groups of which rule the fields are, and the hyperparameters as they were; a stacked layer is one entry a
 layer. There are no Python objects in it: a file of it (`core.portable.file`) can be read without executing anything.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import sys
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
@@ -194,20 +195,23 @@ class ParameterState:
 
 @dataclasses.dataclass(frozen=True)
 class PortableGroup:
-    """Parameters that share hyperparameters.
+    """Parameters that share a rule and hyperparameters.
 
     Args:
+        rule: a name in `core.rules.RULES`.
         hyperparameters: by the names of `core.hyperparameters.Hyperparameters`, as they were; those that the frontend could not
             know (inside of a chain of transforms, on a device) are left out. For information: an import does not change a
             schedule.
         parameters: their names.
     """
 
+    rule: str
     hyperparameters: Settings
     parameters: tuple[str, ...]
 
     def check(self, number: int) -> None:
-        """Raise `InvalidArgumentError` for a hyperparameter that is not a finite number, or what it may be instead."""
+        """Raise `InvalidArgumentError` for an unknown rule, or a hyperparameter that is no number that a float can hold."""
+        check_rule(self.rule)
         for name, value in self.hyperparameters.items():
             if (constant := CONSTANTS.get(name)) is not None:
                 if not constant.allows(tuple(value) if isinstance(value, list) else value):
@@ -227,6 +231,17 @@ def check_rule(rule: Any) -> None:
         raise InvalidArgumentError(f"rule={rule!r} is not known; it must be one of {', '.join(RULES)}.")
 
 
+def rules_of(groups: Iterable[PortableGroup]) -> dict[str, Rule]:
+    """Return the rule of each parameter of some groups, by name."""
+    return {name: RULES[group.rule] for group in groups for name in group.parameters}
+
+
+def names_of_rules(groups: Iterable[PortableGroup]) -> str:
+    """Return the rules of some groups, to be printed: "rule adamw", "rules adamw, muon"."""
+    names = sorted({group.rule for group in groups})
+    return f"rule{'s' if len(names) > 1 else ''} {', '.join(names) or 'unknown'}"
+
+
 def check_groups(groups: Sequence[PortableGroup], names: Iterable[str]) -> None:
     """Raise `InvalidArgumentError` unless every parameter is in exactly one group."""
     for number, group in enumerate(groups):
@@ -243,7 +258,6 @@ class PortableState:
     """The state of one optimizer; it is validated when it is constructed.
 
     Args:
-        rule: a name in `core.rules.RULES`.
         groups: every parameter is in exactly one.
         parameters: by name.
 
@@ -251,15 +265,18 @@ class PortableState:
         InvalidArgumentError, UnsupportedTensorError: it cannot be the state of such an optimizer; the text names the parameter.
     """
 
-    rule: str
     groups: tuple[PortableGroup, ...]
     parameters: Mapping[str, ParameterState]
 
     def __post_init__(self) -> None:
-        check_rule(self.rule)
         check_groups(self.groups, self.parameters)
         for name, parameter in self.parameters.items():
-            parameter.check(name, RULES[self.rule])
+            parameter.check(name, self.rules[name])
+
+    @functools.cached_property
+    def rules(self) -> dict[str, Rule]:
+        """The rule of each parameter, by name."""
+        return rules_of(self.groups)
 
     @property
     def holds_parameters(self) -> bool:
@@ -268,35 +285,42 @@ class PortableState:
 
 
 def with_rule(state: PortableState, rule: str) -> PortableState:
-    """Return the state as another rule's that keeps the same fields.
+    """Return the state with another rule for all groups whose rule keeps the same fields.
 
     Adam's g has weight_decay*p in it, AdamW's has not: with weight decay its moments are only about theirs.
 
     Raises:
-        InvalidArgumentError: the rule keeps other fields, or is not known.
+        InvalidArgumentError: all rules keep other fields, or the rule is not known.
     """
-    if rule in RULES and RULES[rule].fields != RULES[state.rule].fields:
+    check_rule(rule)
+    fields = RULES[rule].fields
+    same = [RULES[group.rule].fields == fields for group in state.groups]
+    if state.groups and not any(same):
         raise InvalidArgumentError(
-            f"the fields of {state.rule!r} cannot be those of {rule!r}, which keeps "
-            f"{listed([field.name for field in RULES[rule].fields])}; start that rule with a fresh state."
+            f"the fields of {names_of_rules(state.groups)} cannot be those of {rule!r}, which keeps "
+            f"{listed([field.name for field in fields]) or 'nothing'}; start that rule with a fresh state."
         )
-    return dataclasses.replace(state, rule=rule)
+    changed = (
+        dataclasses.replace(group, rule=rule if one else group.rule) for group, one in zip(state.groups, same, strict=True)
+    )
+    return dataclasses.replace(state, groups=tuple(changed))
 
 
 def without_compensation(state: PortableState) -> PortableState:
     """Return the state without compensation: each parameter loses up to half a spacing."""
-    rule, parameters = RULES[state.rule], {}
+    parameters = {}
     for name, parameter in state.parameters.items():
         dtypes = {field: array.dtype.name for field, array in parameter.fields.items()}
-        keys = parameter.random_keys if may_have_random_keys(rule, "none", dtypes) else ()
+        keys = parameter.random_keys if may_have_random_keys(state.rules[name], "none", dtypes) else ()
         parameters[name] = dataclasses.replace(parameter, compensated="none", compensation=None, random_keys=keys)
     return dataclasses.replace(state, parameters=parameters)
 
 
 def without_codes(state: PortableState) -> PortableState:
     """Return the state with the numbers that codes of 8 bits stand for, in float32: nothing is lost."""
-    rule, parameters = RULES[state.rule], {}
+    parameters = {}
     for name, parameter in state.parameters.items():
+        rule = state.rules[name]
         new = dataclasses.replace(parameter, fields={field.name: decoded_field(parameter, field.name) for field in rule.fields})
         dtypes = {field: array.dtype.name for field, array in new.fields.items()}
         keys = new.random_keys if may_have_random_keys(rule, new.compensated, dtypes) else ()

@@ -1,4 +1,4 @@
-"""The parameters of a train state by name, with the arrays that belong to each, and the rule and settings of its transform."""
+"""The parameters of a train state by name, with the arrays that belong to each, and the rules and settings of its transform."""
 
 from __future__ import annotations
 
@@ -88,22 +88,22 @@ class Slot:
         return {name: EIGHT_BIT if scale_name(name) in self.fields else self.fields[name].dtype.name for name in names}
 
     def expected(self, rule: Rule) -> Expected:
-        """The shapes, dtypes and compensation that a file must have for the parameter."""
+        """The rule, shape, dtypes and compensation that a file must have for the parameter."""
         dtype, kept = self.parameter.dtype.name, self.compensation
         uncompensated = "stochastic" if self.stochastic else "none"
         kinds = {"int16": "split", "int8": "split8"}
         compensated = uncompensated if kept is None else kinds.get(kept.dtype.name, "kahan")
         dtypes = self.dtypes(rule)
-        return Expected(dtype, self.parameter.shape, compensated, dict.fromkeys(dtypes) if self.biased else dtypes)
+        return Expected(rule, dtype, self.parameter.shape, compensated, dict.fromkeys(dtypes) if self.biased else dtypes)
 
 
 @dataclasses.dataclass(frozen=True)
 class Opened:
-    """A train state by parameter, and the rule and settings of its transform."""
+    """A train state by parameter, and the rules and settings of its transform."""
 
     parts: list[tuple[Part, PyTree]]  # with the roles of their arrays
-    slots: dict[str, Slot]  # of the parameters that the rule updates, by name
-    rule: Rule  # of all of them
+    slots: dict[str, Slot]  # of the parameters that rules update, by name
+    rules: dict[str, Rule]  # by name of the parameter
     betas: Decays | None  # of Optax's Adam; None where there is none
     settings: dict[str, Settings]  # hyperparameters by name of the parameter
 
@@ -124,7 +124,7 @@ class Opened:
         _check_counts(parts, slots)
         biased = {name for name, slot in slots.items() if slot.biased}
         sources = _sources(tx, [part for part, _ in parts], [name for name in slots if name not in biased])
-        rules = {source.arguments.rule for source in sources.values()}
+        rules = {name: source.arguments.rule for name, source in sources.items()}
         settings: dict[str, Settings] = {
             n: {**settings_of(source.arguments, source.decays), **slots[n].betas} for n, source in sources.items()
         }
@@ -132,7 +132,7 @@ class Opened:
         if biased:
             given = declared(rule, betas)
             check_decays(tx, [part for part, _ in parts if biased & part.parameters().keys()], given.betas)
-            rules.add(given.rule)
+            rules |= dict.fromkeys(biased, given.rule)
             settings |= {name: {"beta1": given.betas[0], "beta2": given.betas[1]} for name in biased}
         elif rule is not None or betas is not None:
             raise InvalidArgumentError(
@@ -141,10 +141,7 @@ class Opened:
         for name, source in sources.items():
             rounding = resolve(source.arguments.compensation, slots[name].parameter.dtype.name)
             slots[name] = dataclasses.replace(slots[name], stochastic=rounding == "stochastic")
-        if len(rules) > 1:
-            listed = " and ".join(sorted(each.name for each in rules))
-            raise RefusedError(f"the transform updates some parameters by {listed}: a file has one rule for all of them.")
-        return cls(parts, slots, rules.pop(), None if given is None else given.betas, settings)
+        return cls(parts, slots, rules, None if given is None else given.betas, settings)
 
     def table(self, names: Names) -> list[Line]:
         """Return the table from names here to names in the file. Layers are split unless `names` says something else."""
@@ -167,17 +164,17 @@ class Opened:
         for part, roles in self.parts:
             for role, leaf in zipped(part, roles):
                 if role.kind is Kind.BETA and (given := in_file[role.names[0]]) is not None:
-                    beta = float(np.asarray(beta_in(self.rule, given, role.field), leaf.dtype))
+                    beta = float(np.asarray(beta_in(self.rules[role.names[0]], given, role.field), leaf.dtype))
                     for name in role.names:
                         own[name][role.field] = beta
-        return {name: decays_of(self.rule, settings) for name, settings in own.items()}
+        return {name: decays_of(self.rules[name], settings) for name, settings in own.items()}
 
     def groups(self) -> tuple[PortableGroup, ...]:
-        """Return the parameters grouped by their hyperparameters."""
+        """Return the parameters grouped by their rules and hyperparameters."""
         members: dict[Any, list[str]] = defaultdict(list)
         for name in self.slots:
-            members[tuple(sorted(self.settings[name].items()))].append(name)
-        return tuple(PortableGroup(dict(settings), tuple(sorted(found))) for settings, found in members.items())
+            members[self.rules[name].name, tuple(sorted(self.settings[name].items()))].append(name)
+        return tuple(PortableGroup(rule, dict(settings), tuple(sorted(found))) for (rule, settings), found in members.items())
 
 
 def beta_in(rule: Rule, decays: Decays, name: str) -> float | None:

@@ -50,7 +50,7 @@ def export_state(
 
     Where tx is a chain, or wrapped: of `optax.masked`, `partition`, `inject_hyperparams`, `apply_if_finite`, `MultiSteps`
     (between two updates), `compensated`, schedules and transforms without a state, the file holds all that a run needs to
-    go on. A transform with another state is refused. The file has only parameters that the rule updates, no loss scale, and
+    go on. A transform with another state is refused. The file has only parameters that a rule updates, no loss scale, and
     no values that `inject_hyperparams` keeps, but b1 and b2 of penstock's transforms.
 
     Args:
@@ -74,12 +74,13 @@ def export_state(
     opened = _opened(tx, state, rule, betas, parameters)
     entries = {}
     for name, slot in opened.slots.items():
-        known = [array for field in opened.rule.fields for array in (field.name, scale_name(field.name))]
+        own = opened.rules[name]
+        known = [array for field in own.fields for array in (field.name, scale_name(field.name))]
         fields, step = {array: to_host(slot.fields[array]) for array in known if array in slot.fields}, slot.step
         if opened.betas and slot.biased:
             fields = without_bias(fields, opened.betas, step, [array.dtype.name for array in fields.values()])
         kept, keys = slot.compensation, slot.random_keys
-        expected = slot.expected(opened.rule)
+        expected = slot.expected(own)
         entries[name] = ParameterState(
             dtype=expected.dtype,
             shape=expected.shape,
@@ -93,7 +94,7 @@ def export_state(
 
     def save() -> None:
         if jax.process_index() == 0:
-            whole = PortableState(opened.rule.name, opened.groups(), entries)
+            whole = PortableState(opened.groups(), entries)
             portable_file.save(path, rename(whole, opened.table(names)))
 
     together(save)
@@ -119,17 +120,17 @@ def import_state(
 
     Args:
         path: of the file. Every process reads it.
-        tx: the transform, of the file's rule.
+        tx: the transform, with the file's rules.
         state: of tx, as `init_train_state` makes it. It gives the arrays' dtypes and shardings; it stays as it is and
             shares no memory with what is returned.
-        parameters: take the parameters that the rule updates from the file, too. Otherwise they all are those of `state`,
+        parameters: take the parameters that a rule updates from the file, too. Otherwise they all are those of `state`,
             which must be *of the same moment*: a compensation holds the lost digits of those values.
         names: from the names here to those in the file, as for `export_state`.
         rule, betas: as for `export_state`.
 
     Raises:
         RefusedError: tx keeps something that the file has no place for.
-        InvalidArgumentError: the file is damaged, or is not of this rule, model, dtypes or compensation; state is not a
+        InvalidArgumentError: the file is damaged, or is not of these rules, model, dtypes or compensation; state is not a
             TrainState of tx, or was donated; parameters of one count that had different numbers of updates.
     """
     opened = _opened(tx, state, rule, betas, parameters)
@@ -141,8 +142,8 @@ def import_state(
         check_own(name, entry, functools.partial(_holds, slot.parameter), parameters=parameters, layered=slot.layered)
         fields = entry.fields
         if opened.betas and slot.biased:
-            dtypes = list(slot.dtypes(opened.rule).values())
-            fields = with_bias(opened.rule, name, fields, opened.betas, entry.step, dtypes)
+            dtypes = list(slot.dtypes(opened.rules[name]).values())
+            fields = with_bias(opened.rules[name], name, fields, opened.betas, entry.step, dtypes)
         arrays |= {(name, field): array for field, array in fields.items()}
         arrays[name, "compensation"] = entry.compensation
         if entry.random_keys:
@@ -154,7 +155,7 @@ def import_state(
         if role.kind is Kind.COUNT:
             return _count(role, leaf, steps)
         if role.kind is Kind.BETA and (found := decays_of_file[role.names[0]]) is not None:
-            return np.full(leaf.shape, beta_in(opened.rule, found, role.field), leaf.dtype)
+            return np.full(leaf.shape, beta_in(opened.rules[role.names[0]], found, role.field), leaf.dtype)
         return arrays.get((role.names[0], role.field)) if role.names else None
 
     # All values are known before any is put on a device.
@@ -172,7 +173,7 @@ def import_state(
 
 def _opened(tx: optax.GradientTransformation, state: TrainState, rule: Any, betas: Any, parameters: bool) -> Opened:
     def described(opened: Opened) -> Any:
-        return opened.rule.name, [(name, slot.parameter.shape) for name, slot in opened.slots.items()], parameters
+        return [(name, opened.rules[name].name, slot.parameter.shape) for name, slot in opened.slots.items()], parameters
 
     return together(lambda: Opened.of(tx, state, rule, betas), same=described)
 
@@ -182,9 +183,9 @@ def _matched(
 ) -> tuple[dict[str, ParameterState], dict[str, Decays | None]]:
     """Return the parameters of a file as the transform keeps them, and the betas in the file, by their names here."""
     given = rename_back(portable_file.load(path), opened.table(names))
-    expected = {name: slot.expected(opened.rule) for name, slot in opened.slots.items()}
-    arguments = {field.name: dtype_argument(field) for field in opened.rule.fields}
-    entries = matched(given, opened.rule.name, expected, parameters=parameters, arguments=arguments)
+    expected = {name: slot.expected(opened.rules[name]) for name, slot in opened.slots.items()}
+    arguments = {field.name: dtype_argument(field) for rule in opened.rules.values() for field in rule.fields}
+    entries = matched(given, expected, parameters=parameters, arguments=arguments)
     decays = {name: decays_in(given, name) for name in entries}
     own = opened.decays_after_import(decays)
     return {name: for_decays(entry, decays[name], own[name]) for name, entry in entries.items()}, decays

@@ -13,7 +13,7 @@ from tests.support.portable_states import contents, parameter, state
 
 from penstock.__main__ import main
 from penstock.core.portable.file import load, save
-from penstock.core.portable.state import PortableState
+from penstock.core.portable.state import PortableGroup, PortableState
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -49,6 +49,22 @@ def test_it_shows_the_fields_of_the_files_rule(file: Path, capsys: pytest.Captur
     assert "exp_avg_sq" not in printed
 
 
+def test_it_shows_the_rule_of_each_parameter(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    matrix, rest = parameter((2, 3), seed=1), parameter((2,), seed=2)
+    matrix = dataclasses.replace(matrix, fields={"momentum_buffer": matrix.fields["exp_avg"]})
+    groups = PortableGroup("muon", {"momentum": 0.95}, ("w",)), PortableGroup("adamw", {}, ("b",))
+    save(file, PortableState(groups, {"w": matrix, "b": rest}))
+    assert main(["convert", str(file)]) == 0
+    lines = [line.split() for line in capsys.readouterr().out.splitlines()]
+    assert lines[0][3:-3] == ["exp_avg", "exp_avg_sq", "momentum_buffer"]
+    assert lines[2:4] == [
+        ["b", "2", "float32", "float32", "float32", "-", "none", "3", "0"],
+        ["w", "2", "x", "3", "float32", "-", "-", "float32", "none", "3", "1"],
+    ]
+    assert [line[:3] for line in lines[5:7]] == [["group", "0,", "adamw,"], ["group", "1,", "muon,"]]
+    assert lines[7][:3] == ["rules", "adamw,", "muon,"]
+
+
 def test_without_changes_the_copy_is_the_same(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
     target = file.with_name("out")
     assert main(["convert", str(file), str(target)]) == 0
@@ -74,7 +90,9 @@ def test_rule_compensation_and_parameters(file: Path) -> None:
         name: dataclasses.replace(one, compensated="none", compensation=None, parameter=None)
         for name, one in before.parameters.items()
     }
-    assert contents(load(file)) == contents(PortableState("stable_adamw", before.groups, expected))
+    assert contents(load(file)) == contents(
+        PortableState((dataclasses.replace(before.groups[0], rule="stable_adamw"),), expected)
+    )
 
 
 @pytest.mark.parametrize(

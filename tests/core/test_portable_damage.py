@@ -119,7 +119,9 @@ def floats(*values: float) -> bytes:
 LIBRARY = "the safetensors library says"
 W = {"dtype": "bfloat16", "shape": [2], "compensated": "split"}
 LIES: dict[str, tuple[Change, str]] = {
-    "version": (said("version", value=2), "it has version 2, and this penstock reads version 1"),
+    "version": (said("version", value=3), "it has version 3, and this penstock reads versions 1 to 2"),
+    "version of none": (said("version", value=0), "it has version 0"),
+    "version of other entries": (said("version", value=1), "its document has other entries than those of its version"),
     "version of no kind": (said("version", value=True), "it has version True"),
     "no version": (lambda table, document, arrays: document.pop("version"), "its document is damaged"),
     "missing moment": (missing("exp_avg/w"), "parameter 'w' has no exp_avg"),
@@ -145,8 +147,8 @@ LIES: dict[str, tuple[Change, str]] = {
     "nan hyperparameter": (said("groups", 0, "hyperparameters", "beta1", value=float("nan")), "its document is damaged"),
     "word for a number": (said("groups", 0, "hyperparameters", "beta1", value="high"), "'beta1' of group 0 is 'high'"),
     "list for a number": (said("groups", 0, "hyperparameters", "beta1", value=[]), "'beta1' of group 0 is []"),
-    "unknown rule": (said("rule", value="adagrad"), "rule='adagrad' is not known"),
-    "rule of no kind": (said("rule", value=None), "the rule cannot be None"),
+    "unknown rule": (said("groups", 0, "rule", value="adagrad"), "rule='adagrad' is not known"),
+    "rule of no kind": (said("groups", 0, "rule", value=None), "rule of a group cannot be None"),
     "groups of no kind": (said("groups", value={}), "the groups cannot be {}"),
     "group of no kind": (said("groups", 0, value=[]), "a group cannot be []"),
     "names of no kind": (said("groups", 0, "parameters", value="w"), "parameters of a group cannot be 'w'"),
@@ -154,7 +156,7 @@ LIES: dict[str, tuple[Change, str]] = {
     "in no group": (said("groups", value=[]), "every parameter must be in one group"),
     "parameters of no kind": (said("parameters", value=["w"]), "the parameters cannot be ['w']"),
     "parameter of no kind": (said("parameters", "w", value=3), "parameter 'w' cannot be 3"),
-    "unknown parameter": (said("parameters", "v", value=W), "parameter 'v' has no step"),
+    "unknown parameter": (said("parameters", "v", value=W), "every parameter must be in one group; this is not so for 'v'"),
     "no random keys": (said("parameters", "w", value={**W, "compensated": "stochastic"}), "parameter 'w' cannot be"),
     "a random key that is a text": (
         said("parameters", "w", value={**W, "compensated": "stochastic", "random_keys": ["0"]}),

@@ -39,8 +39,11 @@ def stacked() -> PortableState:
         "head": parameter((4, 2), seed=3),
         "scale": parameter((), seed=4, held=False),
     }
-    groups = (PortableGroup({"weight_decay": 0.1}, ("head", "layers.w")), PortableGroup({}, ("scale", "layers.cube")))
-    return PortableState("stable_adamw", groups, parameters)
+    groups = (
+        PortableGroup("stable_adamw", {"weight_decay": 0.1}, ("head", "layers.w")),
+        PortableGroup("adamw", {}, ("scale", "layers.cube")),
+    )
+    return PortableState(groups, parameters)
 
 
 TABLES: dict[str, Names] = {
@@ -186,7 +189,7 @@ FAULTS: dict[str, tuple[Callable[[], PortableState], Names, str]] = {
     ),
     "parameters": (lambda: layers(parameter=None), TOGETHER, "dtype of parameter of 'h.1.w' is None, of 'h.0.w' float32"),
     "groups": (
-        lambda: dataclasses.replace(layers(), groups=(PortableGroup({}, ("h.0.w",)), PortableGroup({}, ("h.1.w",)))),
+        lambda: dataclasses.replace(layers(), groups=tuple(PortableGroup("adamw", {}, (name,)) for name in ("h.0.w", "h.1.w"))),
         TOGETHER,
         "group of 'h.1.w' is 1, of 'h.0.w' 0",
     ),
@@ -303,3 +306,18 @@ def test_a_table_as_json() -> None:
 def test_json_that_is_no_table_is_refused_in_one_sentence(text: str, sentence: str) -> None:
     with pytest.raises(InvalidArgumentError, match=sentence):
         parse_table(text)
+
+
+def test_a_transposed_matrix_has_the_other_axis_of_outputs() -> None:
+    """Muon's scale depends on it; others of the group keep theirs, and the way back is the same."""
+    one = parameter((2, 3))
+    matrix = dataclasses.replace(one, fields={"momentum_buffer": one.fields["exp_avg"]})
+    group = PortableGroup("muon", {"output_axis": 0, "nesterov": True}, ("a", "b"))
+    made = PortableState((group,), {"a": matrix, "b": matrix})
+    found = rename(made, {"b": Transposed("kernel")})
+    axes = {group.parameters: group.hyperparameters["output_axis"] for group in found.groups}
+    assert axes == {("a",): 0, ("kernel",): 1}
+    back = rename(found, {"kernel": Transposed("b")})
+    assert {name: group.hyperparameters for group in back.groups for name in group.parameters} == dict.fromkeys(
+        "ab", group.hyperparameters
+    )

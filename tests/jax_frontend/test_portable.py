@@ -29,6 +29,8 @@ from penstock.jax_frontend import (
     init_train_state,
     make_release_step,
     make_update,
+    muon,
+    param_labels_for_muon,
     scale_by_stable_adam,
     stable_adamw,
 )
@@ -89,7 +91,7 @@ def test_training_continues_bitwise(path: Path, dtype: str, compensation: str) -
         assert_same_bits(found, state)
         assert_same_bits(proceeded(tx, found, 2, dtype), proceeded(tx, state, 2, dtype))
     about = describe(path)
-    assert about.rule == rule
+    assert [group.rule for group in about.groups] == [rule]
     assert {entry.step for entry in about.parameters.values()} == {3}
     assert set(about.parameters) == {f"blocks.{i}.{name}" for i in range(2) for name in SHAPES}
 
@@ -104,6 +106,7 @@ WRAPPED = {
         SCHEDULE, b1=optax.linear_schedule(0.95, 0.5, 6)
     ),
     "partition": lambda: optax.multi_transform({"first": adamw(1e-2), "second": adamw(SCHEDULE)}, halves),
+    "rules": lambda: optax.partition({"muon": muon(SCHEDULE), "adamw": adamw(1e-2)}, param_labels_for_muon),
     "masked": lambda: optax.chain(
         optax.masked(adamw(1e-2), lambda p: jax.tree.map(lambda half: half == "first", halves(p))),
         optax.masked(optax.set_to_zero(), lambda p: jax.tree.map(lambda half: half == "second", halves(p))),
@@ -318,9 +321,6 @@ def test_a_state_without_a_portable_form_is_refused_by_name(path: Path) -> None:
     refused(optax.lion(1e-2), "ScaleByLionState")
     refused(optax.sgd(1e-2), "no fields of a rule", kind=InvalidArgumentError)
     refused(optax.MultiSteps(adamw(1e-2), 3), r"mini_step of the optimizer state is 2: .*last of the micro-steps", steps=2)
-    refused(
-        optax.multi_transform({"first": adamw(1e-2), "second": adam(1e-2)}, halves), r"by adam and adamw: a file has one rule"
-    )
     refused(
         optax.chain(adamw(1e-2, compensation="none"), scale_by_stable_adam()), "two transforms keep exp_avg of 'blocks.0.empty'"
     )

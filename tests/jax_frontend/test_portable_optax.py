@@ -77,7 +77,7 @@ def test_training_continues_from_optax_and_to_optax(path: Path, name: str) -> No
             export_state(path, first, state, parameters=True, **(declared if first is theirs else {}))
             fresh = proceeded(second, init_train_state(second, tree(9, "float64")), range(5))
             found = import_state(path, second, fresh, parameters=True, **(declared if second is theirs else {}))
-            assert describe(path).rule == RULES[name]
+            assert describe(path).groups[0].rule == RULES[name]
             assert_close(proceeded(second, found, range(50, 100)).params, through.params, 1e-12)
 
 
@@ -117,7 +117,7 @@ def test_each_moment_is_rounded_once(path: Path, dtype: str) -> None:
 def test_wrappers_of_adamw_are_exported_and_imported(path: Path, tx: Any) -> None:
     state = proceeded(tx, init_train_state(tx, tree(0)), range(3), "float32")
     export_state(path, tx, state, **ADAMW)
-    assert describe(path).rule == "adamw"
+    assert describe(path).groups[0].rule == "adamw"
     assert describe(path).groups[0].hyperparameters == {"beta1": 0.8, "beta2": 0.99}
     found = import_state(path, tx, init_train_state(tx, tree(0)), **ADAMW)
     for a, b in zip(jax.tree.leaves(found.opt_state), jax.tree.leaves(state.opt_state), strict=True):

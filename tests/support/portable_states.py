@@ -74,7 +74,7 @@ def state(parameters: dict[str, ParameterState] | None = None, rule: str = "adam
             "empty": parameter((0, 3), ("float64", "none"), seed=3, held=False),
         }
     values = {"learning_rate": 1e-3, "beta1": 0.9, "decouple_lr": False, "max_lr": None}
-    return PortableState(rule, (PortableGroup(values, tuple(parameters)),), parameters)
+    return PortableState((PortableGroup(rule, values, tuple(parameters)),), parameters)
 
 
 def contents(state: PortableState) -> Any:
@@ -86,7 +86,7 @@ def contents(state: PortableState) -> Any:
         )
         for name, one in state.parameters.items()
     }
-    return state.rule, [(dict(group.hyperparameters), sorted(group.parameters)) for group in state.groups], rows
+    return [(group.rule, dict(group.hyperparameters), sorted(group.parameters)) for group in state.groups], rows
 
 
 def taken_apart(path: Path) -> tuple[dict[str, Any], dict[str, Any], bytes]:

@@ -18,7 +18,7 @@ from ...core.errors import InvalidArgumentError, RefusedError
 from ...core.hyperparameters import DECAY, check_number
 from ...core.portable.bias import Decays, Fields, under_decays, with_bias, without_bias
 from ...core.portable.match import Expected
-from ...core.portable.state import ParameterState, listed, scale_name
+from ...core.portable.state import ParameterState, scale_name
 from ...core.rules import ADAM, ADAMW, Rule
 from ..array_ops import dtype_name
 from ..backends.backend import scale_key, state_keys
@@ -33,26 +33,18 @@ MOST_STEPS = 2**24
 
 
 class OwnLayout:
-    """The optimizers of this package: the fields of their rule, and a compensation.
-
-    Attributes:
-        rule: of the optimizer.
-        keys: of the rule's fields in a parameter's state.
-    """
-
-    rule: Rule
-    keys: tuple[str, ...]
+    """The optimizers of this package: the fields of their rules, and a compensation."""
 
     def __init__(self, optimizer: ReleasableOptimizer) -> None:
         self._optimizer = optimizer
-        rules = {rule_of(group) for group in optimizer.param_groups}
-        if len(rules) > 1:
-            raise RefusedError(
-                f"the groups are of {listed(sorted(rule.name for rule in rules))}, and a file is of one rule; use an optimizer "
-                "for each."
-            )
-        (self.rule,) = rules
-        self.keys = state_keys(self.rule)
+
+    def rule(self, group: Group) -> Rule:
+        """The rule of a group."""
+        return rule_of(group)
+
+    def keys(self, group: Group) -> tuple[str, ...]:
+        """The keys of the rule's fields in the state of a parameter of the group."""
+        return state_keys(self.rule(group))
 
     def require_closed(self, call: str) -> None:
         """Raise `RefusedError` in the middle of a step under release."""
@@ -69,13 +61,10 @@ class OwnLayout:
 
     def expected(self, group: Group, parameter: Tensor) -> Expected:
         """What is kept for a parameter."""
-        name = dtype_name(parameter.dtype)
-        kept = self.named(field_dtypes(group, parameter, hyperparameters(group)))
-        return Expected(name, tuple(parameter.shape), compensations.resolve(group["compensation"], name), kept)
-
-    def named(self, values: Iterable[Any]) -> dict[str, Any]:
-        """Values in the order of the rule's fields, by their names."""
-        return {field.name: value for field, value in zip(self.rule.fields, values, strict=True)}
+        name, rule = dtype_name(parameter.dtype), self.rule(group)
+        dtypes = field_dtypes(group, parameter, hyperparameters(group))
+        kept = {field.name: dtype for field, dtype in zip(rule.fields, dtypes, strict=True)}
+        return Expected(rule, name, tuple(parameter.shape), compensations.resolve(group["compensation"], name), kept)
 
     def debiased(self, group: Group, parameter: Tensor, fields: Fields, step: int) -> Fields:
         """Fields as the portable state has them, of those that are kept: debiased by the group's present betas."""
@@ -108,7 +97,7 @@ class OwnLayout:
         entry = self.kept(group, name, entry)
         arrays: dict[str, np.ndarray] = {}
         scales: dict[str, np.ndarray] = {}
-        for key, field in zip(self.keys, self.rule.fields, strict=True):
+        for key, field in zip(self.keys(group), self.rule(group).fields, strict=True):
             arrays[key] = entry.fields[field.name]
             if scale_name(field.name) in entry.fields:
                 scales[scale_key(key)] = entry.fields[scale_name(field.name)]
@@ -125,29 +114,27 @@ class OwnLayout:
 class TorchLayout(OwnLayout):
     """torch.optim.AdamW and Adam: biased moments in the parameter's dtype, no compensation."""
 
-    keys = tuple(field.name for field in ADAM.fields)
-
     def __init__(self, optimizer: torch.optim.AdamW | torch.optim.Adam) -> None:
         groups = optimizer.param_groups
         if any(group["amsgrad"] for group in groups):
             raise RefusedError("amsgrad=True keeps a third moment, which penstock's rules do not have; use amsgrad=False.")
         kept = {key for parameter in optimizer.state for key in optimizer.state[parameter]}
-        if more := sorted(kept - {"step", *self.keys}):
+        if more := sorted(kept - {"step", *(field.name for field in ADAM.fields)}):
             raise RefusedError(
                 f"optimizer={type(optimizer).__name__} keeps {', '.join(map(repr, more))}, which a file has no place for; only "
                 "what Adam keeps has a portable state."
             )
-        decoupled = isinstance(optimizer, torch.optim.AdamW)
-        rules = {ADAMW if group.get("decoupled_weight_decay", decoupled) else ADAM for group in groups}
-        if len(rules) > 1:
-            raise RefusedError(
-                "decoupled_weight_decay differs between groups, and a file is of one rule; use an optimizer for each."
-            )
-        (self.rule,) = rules
+        self._is_adamw = isinstance(optimizer, torch.optim.AdamW)
         for group in groups:
             _betas(group)
             for parameter in group["params"]:
                 check_parameter(parameter)
+
+    def rule(self, group: Group) -> Rule:
+        return ADAMW if group.get("decoupled_weight_decay", self._is_adamw) else ADAM
+
+    def keys(self, group: Group) -> tuple[str, ...]:
+        return tuple(field.name for field in self.rule(group).fields)
 
     def require_closed(self, call: str) -> None:
         """torch.optim's step is never open."""
@@ -161,12 +148,13 @@ class TorchLayout(OwnLayout):
         hyperparameters(group)
 
     def initial(self, group: Group, parameter: Tensor) -> dict[str, Tensor]:
-        zeros = {key: torch.zeros_like(parameter, memory_format=torch.preserve_format) for key in self.keys}
+        zeros = {key: torch.zeros_like(parameter, memory_format=torch.preserve_format) for key in self.keys(group)}
         return {"step": torch.zeros(()), **zeros}
 
     def expected(self, group: Group, parameter: Tensor) -> Expected:
         """The moments may have any dtype: they are rounded after the bias is put back."""
-        return Expected(dtype_name(parameter.dtype), tuple(parameter.shape), "none", dict.fromkeys(self.keys))
+        dtypes = dict.fromkeys(self.keys(group))
+        return Expected(self.rule(group), dtype_name(parameter.dtype), tuple(parameter.shape), "none", dtypes)
 
     def decays(self, group: Group) -> Decays:
         return _betas(group)
@@ -177,11 +165,11 @@ class TorchLayout(OwnLayout):
     def debiased(self, group: Group, parameter: Tensor, fields: Fields, step: int) -> Fields:
         """In the dtypes in which penstock's optimizer of these parameters would keep them."""
         betas = _betas(group)
-        return without_bias(fields, betas, step, state_dtypes(self.rule.fields, dtype_name(parameter.dtype), betas))
+        return without_bias(fields, betas, step, state_dtypes(ADAM.fields, dtype_name(parameter.dtype), betas))
 
     def kept(self, group: Group, name: str, entry: ParameterState) -> ParameterState:
-        dtypes = [entry.dtype] * len(self.keys)
-        return dataclasses.replace(entry, fields=with_bias(self.rule, name, entry.fields, _betas(group), entry.step, dtypes))
+        biased = with_bias(ADAM, name, entry.fields, _betas(group), entry.step, [entry.dtype] * len(ADAM.fields))
+        return dataclasses.replace(entry, fields=biased)
 
     def step_place(self, group: Group, parameter: Tensor) -> torch.device:
         return parameter.device if group["capturable"] or group["fused"] else torch.device("cpu")

@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 from ...core.errors import InvalidArgumentError, RefusedError
 from ...core.portable import file as portable_file
 from ...core.portable.bias import decays_in, for_decays
-from ...core.portable.match import check_own, check_same_rule, matched
+from ...core.portable.match import check_own, check_rules, matched
 from ...core.portable.names import Names, table_of
 from ...core.portable.rename import rename, rename_back
 from ...core.portable.state import ParameterState, PortableGroup, PortableState, listed, scale_name
@@ -63,29 +63,32 @@ def export_state(
     """
     sharded = _sharded(optimizer)
     layout, named = together(
-        sharded, lambda: _opened(optimizer, model, "export_state()"), same=lambda o: (_told(o), parameters)
+        sharded,
+        lambda: _opened(optimizer, model, "export_state()"),
+        same=lambda opened: (_told(optimizer, *opened), parameters),
     )
     alone = writes(sharded)
     entries: dict[str, ParameterState] = {}
     for group, members in zip(optimizer.param_groups, named, strict=True):
         for name, parameter in members.items():
             state = optimizer.state.get(parameter) or layout.initial(group, parameter)
-            kept = (*layout.keys, *map(scale_key, layout.keys), "compensation")
+            keys = layout.keys(group)
+            kept = (*keys, *map(scale_key, keys), "compensation")
             arrays = {key: to_array(state[key]) for key in kept if key in state}
             if parameters:
                 arrays["parameter"] = to_array(parameter)
             if alone:
-                keys = (int(state[RANDOM_KEY]),) if RANDOM_KEY in state else ()
-                entries[name] = _entry(layout, group, parameter, _step(name, state["step"]), arrays, keys)
+                random_keys = (int(state[RANDOM_KEY]),) if RANDOM_KEY in state else ()
+                entries[name] = _entry(layout, group, parameter, _step(name, state["step"]), arrays, random_keys)
 
     def save() -> None:
         if alone:
             groups = [
-                PortableGroup(portable_settings(layout.rule, group), tuple(sorted(members)))
+                PortableGroup((rule := layout.rule(group)).name, portable_settings(rule, group), tuple(sorted(members)))
                 for group, members in zip(optimizer.param_groups, named, strict=True)
                 if members
             ]
-            state = PortableState(layout.rule.name, tuple(groups), entries)
+            state = PortableState(tuple(groups), entries)
             portable_file.save(path, rename(state, table_of(names, list(entries))))
 
     together(sharded, save)
@@ -109,8 +112,8 @@ def import_state(
 
     Args:
         path: of the file. Every process that trains the model reads it.
-        optimizer: as for `export_state`, of the file's rule; its state is replaced. A CUDA graph that was captured before holds
-            the old one: capture the step again.
+        optimizer: as for `export_state`, with the file's rules; its state is replaced. A CUDA graph that was captured before
+            holds the old one: capture the step again.
         model: that it trains. Each process takes its part of sharded parameters.
         parameters: take the parameters from the file, too. Otherwise load the model's checkpoint *of the same moment*: a
             compensation holds the lost digits of just those values.
@@ -119,7 +122,7 @@ def import_state(
         names: from the names here to those in the file, as for `export_state`.
 
     Raises:
-        InvalidArgumentError: the file is damaged, or is not of this rule, model, dtypes or compensation; nothing was changed.
+        InvalidArgumentError: the file is damaged, or is not of these rules, model, dtypes or compensation; nothing was changed.
         RefusedError: in the middle of a step under release; another process failed; nothing was changed.
     """
     sharded = _sharded(optimizer)
@@ -132,16 +135,20 @@ def import_state(
         layout, named = _opened(optimizer, model, "import_state()")
         table = table_of(names, [name for members in named for name in members])
         state = rename_back(portable_file.load(path), table)
-        check_same_rule(state, layout.rule.name)
+        rules = [layout.rule(group) for group in optimizer.param_groups]
+        check_rules(state, {name: rule for rule, members in zip(rules, named, strict=True) for name in members})
         settings: list[dict[str, Any]] = [{} for _ in named]
         if hyperparameters:
-            settings = [group_settings(layout.rule, state.groups, members, number) for number, members in enumerate(named)]
-        groups = [candidate(layout.rule, group, new) for group, new in zip(optimizer.param_groups, settings, strict=True)]
+            settings = [
+                group_settings(rule, state.groups, members, number)
+                for number, (rule, members) in enumerate(zip(rules, named, strict=True))
+            ]
+        groups = [candidate(rule, group, new) for rule, group, new in zip(rules, optimizer.param_groups, settings, strict=True)]
         for group in groups:
             layout.check(group)
         placed = {name: (group, p) for group, members in zip(groups, named, strict=True) for name, p in members.items()}
         expected = {name: layout.expected(group, parameter) for name, (group, parameter) in placed.items()}
-        entries = matched(state, layout.rule.name, expected, parameters=parameters)
+        entries = matched(state, expected, parameters=parameters)
         ready = []
         for name, (group, parameter) in placed.items():
             entry = for_decays(entries[name], decays_in(state, name), layout.decays(group))
@@ -170,16 +177,18 @@ def _opened(optimizer: Optimizer, model: nn.Module, call: str) -> tuple[OwnLayou
     layout = layout_of(optimizer)
     layout.require_closed(call)
     named = named_groups(optimizer, model)
-    for name, parameter in (pair for members in named for pair in members.items()):
-        if parameter.is_meta:
-            raise InvalidArgumentError(
-                f"parameter {name!r} is on the meta device, without values; materialise the model first."
-            )
-        state = optimizer.state.get(parameter)
-        if state and (missing := {"step", *layout.keys} - state.keys()):
-            raise InvalidArgumentError(
-                f"the optimizer's state of {name!r} has no {listed(sorted(missing))}; give the optimizer that updates it."
-            )
+    for group, members in zip(optimizer.param_groups, named, strict=True):
+        keys = {"step", *layout.keys(group)}
+        for name, parameter in members.items():
+            if parameter.is_meta:
+                raise InvalidArgumentError(
+                    f"parameter {name!r} is on the meta device, without values; materialise the model first."
+                )
+            state = optimizer.state.get(parameter)
+            if state and (missing := keys - state.keys()):
+                raise InvalidArgumentError(
+                    f"the optimizer's state of {name!r} has no {listed(sorted(missing))}; give the optimizer that updates it."
+                )
     return layout, named
 
 
@@ -189,19 +198,21 @@ def _step(name: str, step: Any) -> int:
     return int(step)
 
 
-def _told(opened: tuple[OwnLayout, list[dict[str, Tensor]]]) -> Any:
-    layout, named = opened
-    return layout.rule.name, [[(name, tuple(parameter.shape)) for name, parameter in members.items()] for members in named]
+def _told(optimizer: Optimizer, layout: OwnLayout, named: list[dict[str, Tensor]]) -> Any:
+    """What the processes with parts of one model have in common."""
+    return [
+        (layout.rule(group).name, [(name, tuple(parameter.shape)) for name, parameter in members.items()])
+        for group, members in zip(optimizer.param_groups, named, strict=True)
+    ]
 
 
 def _entry(
     layout: OwnLayout, group: Group, parameter: Tensor, step: int, arrays: dict[str, np.ndarray], keys: tuple[int, ...]
 ) -> ParameterState:
     expected = layout.expected(group, parameter)
-    fields = layout.named(arrays.pop(key) for key in layout.keys)
-    for key, name in zip(layout.keys, list(fields), strict=True):
-        if scale_key(key) in arrays:
-            fields[scale_name(name)] = arrays.pop(scale_key(key))
+    names = dict(zip(layout.keys(group), expected.fields, strict=True))
+    fields = {name: arrays.pop(key) for key, name in names.items()}
+    fields |= {scale_name(name): arrays.pop(scale_key(key)) for key, name in names.items() if scale_key(key) in arrays}
     debiased = layout.debiased(group, parameter, fields, step)
     return ParameterState(
         dtype=expected.dtype,

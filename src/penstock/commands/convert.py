@@ -27,7 +27,7 @@ def add_parser(subparsers: Any) -> None:
     parser.add_argument("output", type=pathlib.Path, nargs="?", metavar="OUT", help="write it there; IN itself is possible")
     parser.add_argument("--names", type=pathlib.Path, metavar="TABLE.json", help="rename the parameters, as names= does")
     parser.add_argument("--inverse", action="store_true", help="use the table from right to left")
-    parser.add_argument("--rule", metavar="NAME", help="declare the state to be this rule's, which must keep the same fields")
+    parser.add_argument("--rule", metavar="NAME", help="declare the state of rules with the same fields to be this rule's")
     parser.add_argument(
         "--drop-compensation", action="store_true", help="forget the digits that low-precision parameters cannot hold"
     )
@@ -67,7 +67,7 @@ def _convert(arguments: argparse.Namespace) -> int:
     if arguments.without_parameters:
         state = portable_state.without_parameters(state)
     portable_file.save(arguments.output, state)
-    print(f"written: {arguments.output} ({len(state.parameters)} parameters, rule {state.rule})")
+    print(f"written: {arguments.output} ({len(state.parameters)} parameters, {portable_state.names_of_rules(state.groups)})")
     return 0
 
 
@@ -85,17 +85,18 @@ def _table(path: pathlib.Path) -> list[Line]:
 
 def _show(path: pathlib.Path) -> int:
     from ..core.portable.file import describe
+    from ..core.portable.state import names_of_rules
 
     description = describe(path)
     rows = _rows(description)
     print(aligned(rows, left=range(len(rows[0]) - 2)), end="\n\n")
     for number, group in enumerate(description.groups):
         values = ", ".join(f"{_printable(name)} {value}" for name, value in group.hyperparameters.items()) or "none known"
-        print(f"group {number}, {len(group.parameters)} parameters: {values}")
+        print(f"group {number}, {group.rule}, {len(group.parameters)} parameters: {values}")
     held = all("parameter" in parameter.dtypes for parameter in description.parameters.values())
     print(
-        f"rule {description.rule}, {len(description.parameters)} parameters, {'with' if held else 'without'} the parameters "
-        f"themselves, {description.nbytes} bytes"
+        f"{names_of_rules(description.groups)}, {len(description.parameters)} parameters, {'with' if held else 'without'} the "
+        f"parameters themselves, {description.nbytes} bytes"
     )
     return 0
 
@@ -107,13 +108,14 @@ def _printable(name: str) -> str:
 
 def _rows(description: Description) -> list[list[str]]:
     """Return the headings, and a row for each parameter; the last two columns are numbers."""
-    from ..core.rules import RULES
+    from ..core.portable.state import rules_of
 
+    rules = rules_of(description.groups)
     groups = {name: number for number, group in enumerate(description.groups) for name in group.parameters}
-    fields = [field.name for field in RULES[description.rule].fields]
+    fields = list(dict.fromkeys(field.name for name in description.parameters for field in rules[name].fields))
     table = [["parameter", "shape", "dtype", *fields, "compensation", "step", "group"]]
     for name, parameter in description.parameters.items():
-        dtypes = [parameter.dtypes[field] for field in fields]
+        dtypes = [parameter.dtypes.get(field, "-") for field in fields]
         lengths = " x ".join(map(str, parameter.shape)) or "scalar"
         numbers = (str(parameter.step), str(groups[name]))
         table.append([_printable(name), lengths, parameter.dtype, *dtypes, parameter.compensated, *numbers])
