@@ -38,7 +38,7 @@ def chosen(precision: Any, given: Mapping[Any, Any]) -> Precision:
     Raises:
         InvalidArgumentError: the name is not known; a preset other than "exact", the default, together with one of `given`.
     """
-    if precision not in PRECISIONS:
+    if not isinstance(precision, str) or precision not in PRECISIONS:
         raise InvalidArgumentError(f"precision={precision!r} is not known; it must be one of {', '.join(PRECISIONS)}.")
     if precision != "exact" and given:
         both = ", ".join(f"{name}={value!r}" for name, value in given.items())

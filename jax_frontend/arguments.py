@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from ..core import compensation as compensations
-from ..core.codings import EIGHT_BIT, StateDtypes, random_fields, state_dtypes
+from ..core.codings import EIGHT_BIT, StateDtypes, check_stored, random_fields, state_dtypes
 from ..core.errors import InvalidArgumentError, PenstockError
 from ..core.hyperparameters import Hyperparameters, Scalar
 from ..core.random_bits import check_seed
@@ -106,11 +106,25 @@ class Arguments:
 
     def dtypes(self, parameter_dtype: str, shape: Sequence[int] | None = None) -> StateDtypes:
         """Return the dtypes of the rule's fields for a parameter of this shape, or for a large matrix."""
-        fields = self.rule.fields
-        arguments = [dtype_argument(field) for field in fields]
-        given = [getattr(self, argument) for argument in arguments]
-        asked = [None if dtype is None else _dtype_name(dtype, name) for dtype, name in zip(given, arguments, strict=True)]
+        fields, asked, arguments = self.rule.fields, self._asked, self._dtype_arguments
         return state_dtypes(fields, parameter_dtype, self._field_decays, asked, shape=shape, arguments=arguments)
+
+    def check_stored(self, stored: StateDtypes, parameter: Any, described: str) -> None:
+        """Raise `InvalidArgumentError` if the fields of a parameter are stored in another coding than is asked for."""
+        fields, asked, arguments = self.rule.fields, self._asked, self._dtype_arguments
+        dtype = jnp.result_type(parameter).name
+        # Of a parameter that is sharded over devices the shape may be that of a part.
+        expected = [self.dtypes(dtype, shape) for shape in (jnp.shape(parameter), None)]
+        check_stored(fields, dtype, stored, asked, expected, arguments=arguments, described=described)
+
+    @property
+    def _dtype_arguments(self) -> list[str]:
+        return [dtype_argument(field) for field in self.rule.fields]
+
+    @property
+    def _asked(self) -> list[str | None]:
+        given = [(getattr(self, argument), argument) for argument in self._dtype_arguments]
+        return [None if dtype is None else _dtype_name(dtype, argument) for dtype, argument in given]
 
     def rounds_by_chance(self, parameter_dtype: str, dtypes: StateDtypes) -> bool:
         """Whether the parameter or a field is rounded stochastically.

@@ -117,13 +117,14 @@ def leaves_of(
             leaves.append(None)
             continue
         _check_gradient(gradient, fields, path)
-        compensation, random = "none", None
+        compensation, random, stored = "none", None, tuple(map(stored_dtype, fields))
         if parameter is None:
             parameter = jnp.zeros_like(gradient)  # without decay only its dtype matters
         else:
             compensation = compensations.resolve(arguments.compensation, jax_ops.dtype_name(parameter))
             _check_compensation(compensation, kept, parameter, path)
-        by_chance = random_fields(arguments.rule.fields, tuple(map(stored_dtype, fields)), field_decays)
+            arguments.check_stored(stored, parameter, f"params{jax.tree_util.keystr(path)}")
+        by_chance = random_fields(arguments.rule.fields, stored, field_decays)
         if compensation in compensations.WITH_RANDOM_BITS:
             by_chance = (0, *by_chance)
         if by_chance:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import difflib
 import functools
 import math
 from collections.abc import Collection, Mapping, Sequence
@@ -25,6 +26,9 @@ NAMES = {"learning_rate": "lr", **{f"beta{number}": f"betas[{number - 1}]" for n
 
 USED_BY_STEP = ("lr", "weight_decay", "decouple_lr", "max_lr")
 """The settings that only the step uses; the others are used when a micro-batch goes into a rule's fields."""
+
+MISSPELT = 0.85
+"""From this ratio of `difflib` on a key of a group is taken for a misspelt one."""
 
 Group = dict[str, Any]
 
@@ -63,22 +67,55 @@ def complete_group(group: Group, given: Collection[str], of_optimizer: Rule) -> 
         of_optimizer: its class's rule.
 
     Raises:
-        InvalidArgumentError: the rule is not known, or does not have a setting that was given.
+        InvalidArgumentError: the rule keeps no state for which a state_dtype was given.
     """
-    check_rule(group["rule"])
     rule = rule_of(group)
     if not of_optimizer.is_of_one_kind_with(rule):
         own = own_settings(rule)
-        if odd := sorted({name for other in RULES.values() for name in own_settings(other)} & set(given) - set(own)):
-            raise InvalidArgumentError(
-                f"a parameter group of rule={rule.name!r} has {', '.join(odd)}, which that rule does not have."
-            )
         for name in own_settings(of_optimizer):
             if name not in own:
                 del group[name]
         group |= {name: default for name, default in own_defaults(rule).items() if name not in given}
     if rule is of_optimizer or not of_optimizer.is_of_one_kind_with(rule):
         group["rule"] = rule.row(own_values(rule, group)).name
+    if "state_dtype" in given:
+        check_state_dtype_is_used([group])
+
+
+def check_keys(group: Group, given: Collection[str], defaults: Collection[str], of_constructor: Collection[str]) -> None:
+    """Raise `InvalidArgumentError` for a key of a new group that would have no effect, and is meant to have one.
+
+    Other keys are the user's own, as in torch.
+
+    Args:
+        group: as torch has completed it.
+        given: the keys that the user gave.
+        defaults: the settings of the optimizer's groups.
+        of_constructor: the optimizer's arguments that are not settings of its groups.
+    """
+    check_rule(group["rule"])
+    own, of_rules = own_settings(rule_of(group)), {name for rule in RULES.values() for name in own_settings(rule)}
+    known = {"params", *of_rules, *defaults} - set(of_constructor)
+    for key in given:
+        if key in of_rules and key not in own:
+            raise InvalidArgumentError(
+                f"a parameter group of rule={group['rule']!r} has {key}, which that rule does not have; leave it out, or name "
+                "another rule."
+            )
+        if key in of_constructor:
+            raise InvalidArgumentError(f"a parameter group has {key}, which is of the whole optimizer; give it there.")
+        if key not in known and (close := difflib.get_close_matches(str(key), known, 1, MISSPELT)):
+            raise InvalidArgumentError(f"a parameter group has {key!r}, which is not known; did you mean {close[0]!r}?")
+
+
+def check_state_dtype_is_used(groups: Sequence[Group]) -> None:
+    """Raise `InvalidArgumentError` if a state_dtype was given for groups of which none keeps a state."""
+    given = groups[0]["state_dtype"]
+    if given is not None and not any(rule_of(group).fields for group in groups):
+        raise InvalidArgumentError(
+            f"state_dtype={given!r} is not possible for {rule_of(groups[0]).name}, which keeps no state; leave it out, or give "
+            "a momentum."
+        )
 
 
 def check_complete(group: Mapping[str, Any]) -> None:
@@ -252,6 +289,11 @@ def check_group(group: Group) -> None:
         check_number("max_lr", group["max_lr"], ranges["max_lr"])
     checked = hyperparameters(group)
     random_bits.check_seed(group.get("seed", 0))  # which earlier versions did not save
+    state_dtype = group["state_dtype"]
+    if not (state_dtype is None or isinstance(state_dtype, torch.dtype) or str(state_dtype) == codings.EIGHT_BIT):
+        raise InvalidArgumentError(
+            f"state_dtype={state_dtype!r} is not a dtype; give for instance torch.float32, '8bit', or None."
+        )
     if len(set(group["params"])) < len(group["params"]):
         raise InvalidArgumentError(
             "params has a parameter more than once, which would be updated as often in every step; give each of them once, as "
@@ -390,7 +432,22 @@ def check_gradient(parameter: Tensor, gradient: Tensor) -> None:
 
 def field_dtypes(group: Mapping[str, Any], parameter: Tensor, checked: Hyperparameters) -> codings.StateDtypes:
     """Return the dtypes of the fields of a parameter of this group."""
-    rule, given = rule_of(group), group["state_dtype"]
-    asked = None if given is None else [given if isinstance(given, str) else dtype_name(given)] * len(rule.fields)
+    rule = rule_of(group)
     shape = None if is_lazy(parameter) else parameter.shape
-    return codings.state_dtypes(rule.fields, dtype_name(parameter.dtype), rule.decays(checked), asked, shape=shape)
+    return codings.state_dtypes(rule.fields, dtype_name(parameter.dtype), rule.decays(checked), _asked(group), shape=shape)
+
+
+def check_stored(
+    group: Mapping[str, Any], parameter: Tensor, checked: Hyperparameters, stored: codings.StateDtypes, described: str
+) -> None:
+    """Raise `InvalidArgumentError` if the fields of a parameter are stored in another coding than its group asks for."""
+    fields, asked, expected = rule_of(group).fields, _asked(group), [field_dtypes(group, parameter, checked)]
+    arguments = ["state_dtype"] * len(fields)
+    dtype = dtype_name(parameter.dtype)
+    codings.check_stored(fields, dtype, stored, asked, expected, arguments=arguments, described=described)
+
+
+def _asked(group: Mapping[str, Any]) -> list[str | None]:
+    """Return the dtypes that a group asks for, one a field."""
+    given = group["state_dtype"]
+    return [dtype_name(given) if isinstance(given, torch.dtype) else given] * len(rule_of(group).fields)

@@ -25,7 +25,7 @@ class KnownGroup:
         self.ids = dict.fromkeys(map(id, group["params"]))
         self._order = list(self.ids)
         self._see(fingerprint(group))
-        self._storage = (group["rule"], group["compensation"], group["capturable"])
+        self._storage = _storage(group)
         self._followed: tuple[Any, Any] | None = None
 
     def _see(self, seen: tuple[Any, ...]) -> None:
@@ -56,11 +56,7 @@ class KnownGroup:
 
     def is_current(self, group: Group) -> bool:
         """Whether it is the same group with the same parameters and storage settings."""
-        return (
-            self.group is group
-            and self._order == list(map(id, group["params"]))
-            and self._storage == (group["rule"], group["compensation"], group["capturable"])
-        )
+        return self.group is group and self._order == list(map(id, group["params"])) and self._storage == _storage(group)
 
     def refresh(self, group: Group) -> None:
         """Take over settings that have changed.
@@ -77,3 +73,8 @@ class KnownGroup:
                 check_device(current, parameter)
         self.settings.change(current)
         self._see(now)
+
+
+def _storage(group: Group) -> tuple[Any, ...]:
+    """Return the settings that decide what is kept for a parameter, and where."""
+    return group["rule"], group["compensation"], group["state_dtype"], group["capturable"]

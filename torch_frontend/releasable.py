@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from ..core.codings import EIGHT_BIT
 from ..core.errors import InvalidArgumentError, NonFiniteGradientError, RefusedError
 from ..core.precision import chosen
 from ..core.release import Action
@@ -21,7 +20,17 @@ from .backends import Backend, select_backend
 from .changing_betas import default_betas_of_moments
 from .finiteness import SkipCount, each_finite
 from .fused_back_pass import FusedBackPass
-from .groups import PLAIN_GRADIENT, Group, check_group, complete_group, hyperparameters, rule_of, storages_of
+from .groups import (
+    PLAIN_GRADIENT,
+    Group,
+    check_group,
+    check_keys,
+    check_state_dtype_is_used,
+    complete_group,
+    hyperparameters,
+    rule_of,
+    storages_of,
+)
 from .signatures import COMMON, signature_of
 
 if TYPE_CHECKING:
@@ -60,14 +69,9 @@ class ReleasableOptimizer(FusedBackPass):
         if not by_user:
             given |= {"compensation": preset.compensation, "state_dtype": preset.state_dtype}
         _, backend, on_nonfinite, gradient_release = map(given.pop, ("params", "backend", "on_nonfinite", "gradient_release"))
-        state_dtype = given["state_dtype"]
         if on_nonfinite not in ON_NONFINITE:
             raise InvalidArgumentError(
                 f"on_nonfinite={on_nonfinite!r} is not known; it must be one of {', '.join(ON_NONFINITE)}."
-            )
-        if state_dtype not in (None, EIGHT_BIT) and not isinstance(state_dtype, torch.dtype):
-            raise InvalidArgumentError(
-                f"state_dtype={state_dtype!r} is not a dtype; give for instance torch.float32, '8bit', or None."
             )
         if not isinstance(gradient_release, bool):
             raise InvalidArgumentError(f"gradient_release={gradient_release!r} must be True or False.")
@@ -84,6 +88,8 @@ class ReleasableOptimizer(FusedBackPass):
         self._warned_of_decay = False
         self._forget_groups()
         super().__init__(params, {"rule": self.rule.name, **given})
+        if "state_dtype" in by_user:
+            check_state_dtype_is_used(self.param_groups)
         self._backend = self._selected(backend)
 
     @property
@@ -140,6 +146,7 @@ class ReleasableOptimizer(FusedBackPass):
         super().add_param_group(param_group)
         group = self.param_groups[-1]
         try:
+            check_keys(group, given, self.defaults, COMMON.keys() - self.defaults.keys())
             complete_group(group, given, self.rule)
             check_group(group)
             default_betas_of_moments(group)

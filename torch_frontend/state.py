@@ -9,16 +9,16 @@ import torch
 from torch import Tensor
 
 from ..core import compensation
-from ..core.codings import EightBit
+from ..core.codings import EightBit, StateDtypes
 from ..core.codings.eight_bit import scale_shape
 from ..core.errors import InvalidArgumentError, RefusedError
 from ..core.hyperparameters import Hyperparameters
 from ..core.rules import RULES, Rule, adam_family
 from ..core.update import init_state
 from .array_ops import dtype_name, torch_ops
-from .backends.backend import scale_key, state_keys
+from .backends.backend import dtypes_in, scale_key, state_keys
 from .communication.shards import is_sharded, placements, with_rows_of
-from .groups import check_group, field_dtypes, rule_of, settings_of
+from .groups import check_group, check_stored, field_dtypes, hyperparameters, rule_of, settings_of
 
 RANDOM_KEY = "random_key"
 """The key in a parameter's state for the one of its random bits (`core.random_bits`), an int."""
@@ -59,13 +59,18 @@ def initial_state(group: Mapping[str, Any], parameter: Tensor, current: Hyperpar
     return state if fresh.compensation is None else {**state, "compensation": fresh.compensation}
 
 
-def check_fits(rule: Rule, state: Mapping[str, Any], parameter: Tensor, compensation_dtype: str | None) -> None:
-    """Raise `RefusedError` if the parameter was converted, resized or moved to another device after its state was made.
+def check_fits(group: Mapping[str, Any], current: Hyperparameters, state: Mapping[str, Any], parameter: Tensor) -> None:
+    """Raise if the parameter was converted, resized or moved to another device, or its group's storage changed, after its state
+    was made.
 
     Args:
-        rule, state: of the parameter.
-        compensation_dtype: the dtype that its compensation must have, or None for no compensation.
+        group, state: of the parameter.
+        current: the group's validated hyperparameters.
+
+    Raises:
+        RefusedError, InvalidArgumentError.
     """
+    rule, name = rule_of(group), dtype_name(parameter.dtype)
     if missing := [key for key in state_keys(rule) if key not in state]:
         raise RefusedError(
             f"the state of a parameter of shape {tuple(parameter.shape)} has no {', '.join(missing)}, which {rule.name} keeps: "
@@ -84,12 +89,15 @@ def check_fits(rule: Rule, state: Mapping[str, Any], parameter: Tensor, compensa
             "the parameter is. Move the model before the first step; with block swapping, call load_state_dict() while each "
             "block is on the device where its gradients come."
         )
-    if has == compensation_dtype and shape == parameter.shape:
+    if has == compensation.compensation_dtype(compensation.resolve(group["compensation"], name), name) and (
+        shape == parameter.shape
+    ):
+        check_stored(group, parameter, current, dtypes_in(state_keys(rule), state), f"a parameter of shape {tuple(shape)}")
         return
     raise RefusedError(
-        f"the state of a parameter of shape {tuple(parameter.shape)} and dtype {dtype_name(parameter.dtype)} is of shape "
-        f"{tuple(shape)} and has {'no compensation' if has is None else f'a compensation of dtype {has}'}: "
-        "the model was converted or resized, or compensation= of the group changed, after the first step. Convert the model "
+        f"the state of a parameter of shape {tuple(parameter.shape)} and dtype {name} is of shape {tuple(shape)} and "
+        f"has {'no compensation' if has is None else f'a compensation of dtype {has}'}: the "
+        "model was converted or resized, or compensation= of the group changed, after the first step. Convert the model "
         "first and construct the optimizer (and the release) then; export_state and import_state carry its moments over."
     )
 
@@ -159,11 +167,17 @@ def check_loadable(state_dict: Mapping[str, Any], groups: list[dict[str, Any]]) 
                 f"parameter group {number} of state_dict has {len(saved['params'])} parameters, the optimizer's has "
                 f"{len(group['params'])}; construct it as the saved one was."
             )
-        check_group({"rule": rule.name, **saved, "params": group["params"]})
+        loaded = {"rule": rule.name, **saved, "params": group["params"]}
+        check_group(loaded)
+        _check_storage(group, loaded, number)
+        current = hyperparameters(loaded)
         for index, parameter in zip(saved["params"], group["params"], strict=True):
             described = f"parameter {index} of group {number}"
             expected = compensation.resolve(saved["compensation"], dtype_name(parameter.dtype))
-            _check_tensor_state(rule, states.get(index, {}), parameter, expected, described)
+            state = states.get(index, {})
+            _check_tensor_state(rule, state, parameter, expected, described)
+            if state:
+                check_stored(loaded, parameter, current, dtypes_in(state_keys(rule), state), described)
 
 
 def _check_rule(rule: Rule, saved: Mapping[str, Any], described: str) -> None:
@@ -179,6 +193,26 @@ def _check_rule(rule: Rule, saved: Mapping[str, Any], described: str) -> None:
     raise InvalidArgumentError(
         f"{said}; construct the optimizer that was saved, or {convert if same_fields else 'start afresh'}."
     )
+
+
+def _check_storage(group: Mapping[str, Any], loaded: Mapping[str, Any], number: int) -> None:
+    """Raise `InvalidArgumentError` if a group asks for another storage than the saved one, whose settings it would get."""
+    for name, default in (("compensation", "auto"), ("state_dtype", None)):
+        if group[name] != default and _kept({**loaded, name: group[name]}) != _kept(loaded):
+            raise InvalidArgumentError(
+                f"parameter group {number} of state_dict has {name}={loaded[name]!r}, the optimizer's has "
+                f"{name}={group[name]!r}; construct it with the former, or without {name}, or take its moments over with "
+                "export_state and import_state."
+            )
+
+
+def _kept(group: Mapping[str, Any]) -> list[tuple[str, StateDtypes]]:
+    """Return the compensation, and the dtypes of the fields, of each parameter of a group."""
+    current = hyperparameters(group)
+    return [
+        (compensation.resolve(group["compensation"], dtype_name(parameter.dtype)), field_dtypes(group, parameter, current))
+        for parameter in group["params"]
+    ]
 
 
 def _check_tensor_state(rule: Rule, state: Mapping[str, Any], parameter: Tensor, expected: str, described: str) -> None:

@@ -302,7 +302,7 @@ class TensorUpdates(Optimizer):
         state = self.state[parameter]
         if not state:
             state.update(saved_state.initial_state(group, parameter, current))
-        saved_state.check_fits(entry.settings.rule, state, parameter, compensations.compensation_dtype(compensation, name))
+        saved_state.check_fits(group, current, state, parameter)
         shard = shard_of(parameter)
         here = state if shard is None else LocalState(state)
         slot = TensorSlot(local(parameter), here, compensation, entry.settings.rule, entry.settings, group["capturable"], shard)

@@ -75,28 +75,61 @@ def state_dtypes(
         arguments: the names of the user's arguments for `asked`, for the errors; state_dtype where it is empty.
 
     Raises:
-        InvalidArgumentError: a dtype is not known, or cannot hold a mean of squares; 8 bits for a float64 parameter.
+        InvalidArgumentError: a dtype is not known, or cannot hold a mean of squares; a coding of float32 numbers for a float64
+            parameter.
     """
     found = []
-    for number, (field, beta) in enumerate(zip(fields, betas, strict=True)):
-        dtype = asked[number] if asked else None
-        argument = arguments[number] if arguments else "state_dtype"
-        if dtype is not None and dtype not in STATE_DTYPES:
-            raise InvalidArgumentError(f"{argument}={dtype} is not possible; it must be one of {', '.join(STATE_DTYPES)}.")
-        if field.of_squares and dtype == "float16":
-            raise InvalidArgumentError(
-                f"{argument}=float16 is too low: a float16 second moment underflows. Use {argument}=float32 or bfloat16, or "
-                "leave it out."
-            )
-        if dtype == EIGHT_BIT and parameter_dtype == "float64":
-            raise InvalidArgumentError(
-                f"{argument}='8bit' is not possible for a float64 parameter, whose precision it would lose; leave it out, or "
-                "convert the parameter to float32."
-            )
-        if field.is_precise and dtype not in (compute_dtype(parameter_dtype), "float64"):
-            dtype = None
+    columns = zip(fields, betas, asked or (None,) * len(fields), arguments or ("state_dtype",) * len(fields), strict=True)
+    for field, beta, dtype, argument in columns:
+        check_state_dtype(field, parameter_dtype, dtype, argument)
         low = field.of_squares and squares_need_float32(parameter_dtype, beta)
-        if dtype == EIGHT_BIT and not (shape is None or is_coded(shape)):
-            dtype = "float32"
-        found.append(dtype or ("float32" if low else parameter_dtype))
+        if dtype is None or (field.is_precise and dtype not in (compute_dtype(parameter_dtype), "float64")):
+            dtype = "float32" if low else parameter_dtype
+        found.append("float32" if dtype == EIGHT_BIT and shape is not None and not is_coded(shape) else dtype)
     return tuple(found)
+
+
+def check_state_dtype(field: Field, parameter_dtype: str, asked: str | None, argument: str) -> None:
+    """Raise `InvalidArgumentError` for a dtype that the user's argument cannot give a field."""
+    if asked is None:
+        return
+    if asked not in STATE_DTYPES:
+        raise InvalidArgumentError(f"{argument}={asked} is not possible; it must be one of {', '.join(STATE_DTYPES)}.")
+    if field.of_squares and asked == "float16":
+        raise InvalidArgumentError(
+            f"{argument}=float16 is too low: a float16 second moment underflows. Use {argument}=float32 or bfloat16, or leave "
+            "it out."
+        )
+    if parameter_dtype == "float64" and (asked == EIGHT_BIT or (field.of_squares and asked == "bfloat16")):
+        raise InvalidArgumentError(
+            f"{argument}={asked!r} is not possible for a float64 parameter, whose precision it would lose; leave it out, or "
+            "convert the parameter to float32."
+        )
+
+
+def check_stored(
+    fields: Sequence[Field],
+    parameter_dtype: str,
+    stored: StateDtypes,
+    asked: Sequence[str | None],
+    expected: Sequence[StateDtypes],
+    *,
+    arguments: Sequence[str],
+    described: str,
+) -> None:
+    """Raise `InvalidArgumentError` if fields are stored in another coding than the user asked for, or has by default.
+
+    Args:
+        fields, parameter_dtype, asked, arguments: as for `state_dtypes`.
+        stored: the dtypes that the fields have.
+        expected: what `state_dtypes` returns for each shape that the whole parameter may have.
+        described: the parameter, for the error.
+    """
+    for number, (field, dtype, given, argument) in enumerate(zip(fields, stored, asked, arguments, strict=True)):
+        # By default a field may have had another decay when it was made.
+        possible = {parameter_dtype, "float32"} if given is None else {dtypes[number] for dtypes in expected}
+        if dtype not in possible:
+            raise InvalidArgumentError(
+                f"{field.name} of {described} is {dtype} in its state, which was made with another {argument} than {given}; "
+                f"give {argument}={dtype}, or carry the state over with export_state and import_state."
+            )

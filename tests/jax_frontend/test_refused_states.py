@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import optax
 import pytest
@@ -48,3 +49,23 @@ def test_an_optimizer_state_of_another_transform_is_named_by_its_type(state: Any
     state = params if state == "the parameters" else state
     with pytest.raises(InvalidArgumentError, match=rf"state is a {type(state).__name__}, and adamw needs a RuleState"):
         adamw(1e-2).update(params, state, params)
+
+
+CODINGS: list[dict[str, Any]] = [{}, {"mu_dtype": "8bit"}, {"mu_dtype": "8bit", "nu_dtype": "8bit"}, {"nu_dtype": "bfloat16"}]
+
+
+@pytest.mark.parametrize("here", CODINGS, ids=str)
+@pytest.mark.parametrize("there", CODINGS, ids=str)
+def test_a_state_of_another_coding_is_refused_before_it_is_donated(there: dict[str, Any], here: dict[str, Any]) -> None:
+    """A checkpoint, which would go on in its own coding, whatever the transform says."""
+    params, tx = {"w": jnp.ones((32, 256)), "small": jnp.ones(3)}, adamw(1e-2, **here)
+    state = adamw(1e-2, **there).init(params)
+    for update in (tx.update, make_update(tx)):
+        if there == here:
+            update(jax.tree.map(jnp.copy, params), jax.tree.map(jnp.copy, state), jax.tree.map(jnp.copy, params))
+            continue
+        with pytest.raises(
+            InvalidArgumentError, match=r"exp_avg.* of params\['\w+'\] is .* in its state, .* with another .u_dtype"
+        ):
+            update(params, state, params)
+    assert not any(leaf.is_deleted() for leaf in jax.tree.leaves((params, state)))

@@ -295,7 +295,7 @@ def test_small_and_narrow_tensors_keep_float32() -> None:
     assert all(dtype in (torch.int8, torch.float32) for dtype in kept.values())
 
 
-def test_a_state_of_another_coding_is_refused_and_changes_nothing() -> None:
+def test_codes_without_scales_are_refused_and_change_nothing() -> None:
     model = model_of()
     optimizer = optimizer_of(model.parameters(), **COMPACT)
     train(model, optimizer, given(1))
@@ -304,6 +304,41 @@ def test_a_state_of_another_coding_is_refused_and_changes_nothing() -> None:
     before = snapshot(model, optimizer)
     with pytest.raises(InvalidArgumentError, match=r"debiased_exp_avg of parameter 0 .*int8.*debiased_exp_avg_scale"):
         optimizer.load_state_dict(saved)
+    assert unchanged(before, snapshot(model, optimizer))
+
+
+@pytest.mark.parametrize("asked", [{"state_dtype": torch.float32}, {"state_dtype": "8bit"}, {"compensation": "kahan"}], ids=str)
+def test_a_checkpoint_of_another_coding_is_refused(asked: dict[str, Any]) -> None:
+    """Of one that was asked for: else the checkpoint's settings are taken over, as torch does."""
+    model, there = model_of(), {"compensation": "split8", "state_dtype": torch.bfloat16}
+    saved, fresh = optimizer_of(model.parameters(), **there), optimizer_of(model.parameters(), **asked)
+    train(model, saved, given(1))
+    before = snapshot(model, fresh)
+    (name,) = asked
+    with pytest.raises(
+        InvalidArgumentError, match=rf"group 0 of state_dict has {name}=.*, the optimizer's has {name}=.*export"
+    ):
+        fresh.load_state_dict(saved.state_dict())
+    assert unchanged(before, snapshot(model, fresh))
+    optimizer_of(model.parameters(), **there).load_state_dict(saved.state_dict())
+
+
+def test_codes_and_a_group_that_does_not_ask_for_them_do_not_go_together() -> None:
+    """In a checkpoint, and where a group's setting changes after the first step."""
+    model = model_of()
+    optimizer = optimizer_of(model.parameters(), **COMPACT)
+    train(model, optimizer, given(1))
+    before, saved = snapshot(model, optimizer), copy.deepcopy(optimizer.state_dict())
+    saved["param_groups"][0]["state_dtype"] = None
+    optimizer.param_groups[0]["state_dtype"] = torch.float32
+    for call in (
+        lambda: optimizer_of(model.parameters()).load_state_dict(saved),
+        lambda: train(model, optimizer, given(1)),
+    ):
+        with pytest.raises(
+            InvalidArgumentError, match=r"exp_avg of .*parameter .* is 8bit in its state, .* another state_dtype"
+        ):
+            call()
     assert unchanged(before, snapshot(model, optimizer))
 
 
