@@ -1,14 +1,16 @@
 r"""Random bits for stochastic rounding: a hash of where and when they are used, the same in every framework.
 
-    when  = hash(update number, field, micro-batch)
-    bits  = mix(factor*low + shift mod 2^32)        factor, shift = hashes of (key, when, high)
+    place = hash(key, update number, field, micro-batch)
+    bits  = factor*mix(low) + shift mod 2^32        factor, shift = hashes of (place, high)
 
-`key` belongs to a tensor (`tensor_key`), and (high, low) are the two words of an element's index in the whole tensor: a part
-of a tensor has the bits that it would have in the whole, so that pieces, shards and whole tensors round alike. Every function
-is one to one in each of its words: the same tensor never has the same bits twice.
+`key` belongs to a tensor (`tensor_key`), and an element's index in the whole tensor is 2^16*high + low: a part of a tensor has
+the bits that it would have in the whole, so that pieces, shards and whole tensors round alike. mix(low) depends neither on
+tensor nor time: it is a table of 2^16 words, and one product and one sum are left for each number that is rounded.
 
-Words are numbers below 2^32: Python ints, int64 arrays (numpy and torch, which have no products modulo 2^32 of their own) or
-uint32 arrays (JAX). Multipliers are below 2^31, so that no product exceeds an int64.
+The lower a bit, the more it has in common with that of another time: what needs n bits takes the n highest (`highest`).
+
+Words are numbers below 2^32: Python ints, int64 arrays (numpy has no products modulo 2^32 without warnings), uint32 arrays
+(JAX) or int32 arrays (torch), whose sums and products wrap. Factors are below 2^31, so that no product exceeds an int64.
 """
 
 from __future__ import annotations
@@ -25,18 +27,29 @@ Word = Any
 WORD = 0xFFFFFFFF
 """The largest word, and the mask of one."""
 
+LOW_BITS = 16
+"""Bits of an element's index that are `low`; those above are `high`."""
+
+LOW = (1 << LOW_BITS) - 1
+"""The largest `low`, and the mask of one."""
+
 _GOLDEN = 0x1E3779B9  # the golden ratio's digits: far from a small number, which a part is
 
 
 class Stream(NamedTuple):
-    """The bits of one tensor at one time are mix(factor*low + shift), with the low word of each element's index."""
+    """What the bits of 2^16 elements of one tensor at one time are made of."""
 
     shift: Word
     factor: Word  # odd, below 2^31
 
 
+def highest(count: int, word: Word) -> Word:
+    """Return the `count` highest bits of a word as a number below 2^count; of an int32, too."""
+    return (word >> (32 - count)) & ((1 << count) - 1)
+
+
 def _wrapped(number: Any) -> Word:
-    """Return a number modulo 2^32; unsigned arrays of 32 bits wrap by themselves."""
+    """Return a number modulo 2^32; arrays of 32 bits wrap by themselves."""
     return number if hasattr(number, "dtype") and number.dtype.itemsize == 4 else number & WORD
 
 
@@ -45,11 +58,11 @@ def mix(word: Word) -> Word:
 
     Source: Christopher Wellons, https://github.com/skeeto/hash-prospector (its second constant of 31 bits).
     """
-    word = word ^ (word >> 16)
+    word = word ^ highest(16, word)
     word = _wrapped(word * 0x21F0AAAD)
-    word = word ^ (word >> 15)
+    word = word ^ highest(17, word)
     word = _wrapped(word * 0x735A2D97)
-    return word ^ (word >> 15)
+    return word ^ highest(17, word)
 
 
 def _joined(word: Word, part: Word) -> Word:
@@ -88,12 +101,22 @@ def when(update: Word, field: int = 0, microbatch: int = 0) -> Word:
     return _joined(_joined(_joined(0, update), field), microbatch)
 
 
-def stream(key: Word, when: Word, high: Word = 0) -> Stream:
-    """Return the stream of a tensor at a time, for elements whose indices have this high word."""
-    when = _joined(when, high)
-    return Stream(mix(key ^ when), (mix(_wrapped(key + when)) >> 1) | 1)
+def place(key: Word, when: Word) -> Word:
+    """Return the word of a tensor at a time."""
+    return _joined(key, when)
+
+
+def stream(place: Word, high: Word = 0) -> Stream:
+    """Return the stream of a tensor at a time, for elements whose indices are 2^16*high and above."""
+    shift = _joined(place, high)
+    return Stream(shift, highest(31, _joined(shift, 0)) | 1)
 
 
 def bits(of: Stream, low: Word) -> Word:
-    """Return 32 random bits for each element, by the low words of their indices in the whole tensor."""
-    return mix(_wrapped(of.factor * low + of.shift))
+    """Return 32 random bits for each element, by the low 16 bits of their indices in the whole tensor."""
+    return _wrapped(of.factor * mix(low) + of.shift)
+
+
+def bits_at(place: Word, index: Word, high: Word = 0) -> Word:
+    """Return 32 random bits for each element of a tensor at a time, by its index 2^16*high + index in the whole tensor."""
+    return bits(stream(place, high + (index >> LOW_BITS)), index & LOW)

@@ -13,6 +13,7 @@ point at 2^-44: its mean is right within 2^-20 of a spacing. Everywhere else it 
 from __future__ import annotations
 
 from .array_ops import Array, ArrayOps
+from .random_bits import highest
 
 DROPPED_BITS = {"bfloat16": 16, "float16": 13}
 """Bits of a float32 that a normal number of the dtype has not."""
@@ -30,7 +31,7 @@ def stochastically_rounded(ops: ArrayOps, x: Array, dtype: str, bits: Array) -> 
         ops: the framework's casts.
         x: float32, any shape.
         dtype: "bfloat16" or "float16".
-        bits: of x's shape: words of `core.random_bits`, of which the low 20 are used.
+        bits: of x's shape: words of `core.random_bits`, of which the highest 20 are used.
     """
     xp = ops.xp
     inside = xp.abs(x) < LARGEST[dtype]
@@ -58,4 +59,4 @@ def without_low_bits(ops: ArrayOps, x: Array, count: int, bits: Array) -> Array:
 
 def _cut(ops: ArrayOps, number: Array, bits: Array, count: int) -> Array:
     """Return an int32 with its low bits zero, rounded up in magnitude with a probability of them / 2^count."""
-    return (number + ops.cast(bits & ((1 << count) - 1), "int32")) & -(1 << count)
+    return (number + ops.cast(highest(count, bits), "int32")) & -(1 << count)

@@ -92,14 +92,14 @@ def bits_like(key: Array, when: Array, like: Array, *, row: Any = 0, size: int =
     if indices and not (isinstance(row, int) and row == 0):
         indices[0] = indices[0] + row
     strides = [math.prod(shape[axis + 1 :]) for axis in range(len(shape))]
-    high: Any = 0
-    low = jnp.zeros(shape, KEY)
+    above: Any = 0
+    whole = jnp.zeros(shape, KEY)
     if max(size, math.prod(shape)) > 2**32:
-        high, low = words_of(indices, strides)
+        above, whole = words_of(indices, strides)
     elif math.prod(shape):
         for index, stride in zip(indices, strides, strict=True):
-            low = low + index * np.uint32(stride % 2**32)  # of 2^32 the only index is 0
-    found: Array = random_bits.bits(random_bits.stream(key, when, high), low)
+            whole = whole + index * np.uint32(stride % 2**32)  # of 2^32 the only index is 0
+    found: Array = random_bits.bits_at(random_bits.place(key, when), whole, above << random_bits.LOW_BITS)
     return found
 
 

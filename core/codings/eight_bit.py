@@ -23,6 +23,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from ..array_ops import Array, ArrayOps
+from ..random_bits import highest
 from ..rules import Field
 
 BLOCK = 128
@@ -80,7 +81,7 @@ def encoded(ops: ArrayOps, x: Array, like: EightBit, bits: Array | None) -> Eigh
         ops: the framework's casts.
         x: float32, of the codes' shape; squares are not negative.
         like: the field as it was stored before.
-        bits: of x's shape, for squares: words of `core.random_bits`, of which the high 24 are used.
+        bits: of x's shape, for squares: words of `core.random_bits`, of which the highest 24 are used.
     """
     xp, dtype = ops.xp, ops.dtype_name(like.codes)
     blocks = _blocks(ops, x)
@@ -98,10 +99,10 @@ def encoded(ops: ArrayOps, x: Array, like: EightBit, bits: Array | None) -> Eigh
 def _rounded_squares(ops: ArrayOps, unit: Array, bits: Array) -> Array:
     """Return the codes of numbers in [0, 1], rounded so that the mean of what they decode to is the number."""
     xp = ops.xp
-    low = xp.clip(xp.floor(_SQUARES * xp.sqrt(xp.sqrt(unit))), 0.0, _SQUARES - 1.0)
+    low = xp.floor(_SQUARES * xp.sqrt(xp.sqrt(unit)))
     below, above = _fourth_power(low), _fourth_power(low + 1.0)
     chance = (unit * _SQUARES**4 - below) / (above - below)
-    return low + ops.cast(ops.cast(bits >> 8, "float32") * _UNIT < chance, "float32")
+    return low + ops.cast(ops.cast(highest(24, bits), "float32") * _UNIT < chance, "float32")
 
 
 def _fourth_power(x: Array) -> Array:

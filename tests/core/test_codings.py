@@ -22,8 +22,8 @@ KEY = random_bits.tensor_key(0, "w")
 
 
 def words(shape: tuple[int, ...], step: int, field: int = 2) -> np.ndarray:
-    stream = random_bits.stream(KEY, random_bits.when(step, field))
-    found: np.ndarray = random_bits.bits(stream, np.arange(np.prod(shape))).reshape(shape)
+    place = random_bits.place(KEY, random_bits.when(step, field))
+    found: np.ndarray = random_bits.bits_at(place, np.arange(np.prod(shape))).reshape(shape)
     return found
 
 
@@ -246,7 +246,8 @@ def test_every_word_of_the_hash_matters() -> None:
     low = np.arange(4096)
 
     def bits(update: int = 3, field: int = 1, microbatch: int = 0, key: int = KEY, high: int = 0) -> np.ndarray:
-        found = random_bits.bits(random_bits.stream(key, random_bits.when(update, field, microbatch), high), low)
+        place = random_bits.place(key, random_bits.when(update, field, microbatch))
+        found = random_bits.bits_at(place, low, high)
         return (found >> 8) * 2.0**-24 - 0.5
 
     others = [bits(update=4), bits(field=2), bits(microbatch=1), bits(key=random_bits.tensor_key(0, "v")), bits(high=1)]

@@ -26,7 +26,7 @@ def mean_step(dtype: str, part_of_a_spacing: float, seed: int, *, elements: int 
     state = init_state(numpy_ops, LION, parameter, ("float32",), "stochastic")
     key = random_bits.tensor_key(seed, "w")
     for step in range(1, updates + 1):
-        words = random_bits.bits(random_bits.stream(key, random_bits.when(step)), np.arange(elements))
+        words = random_bits.bits_at(random_bits.place(key, random_bits.when(step)), np.arange(elements))
         corrections = rule.corrections(current, step, np)
         given = (current, corrections, "stochastic", parameter, gradient, state)
         parameter, state = update(numpy_ops, rule, *given, bits=[words, None].__getitem__)

@@ -58,9 +58,10 @@ def on_numpy(tx: Any, params: Any, state: Any, name: str, given: list[Any]) -> t
     for k, gradient in enumerate(given):
 
         def bits(number: int, k: int = k, p: Any = p) -> Any:
-            when = random_bits.when(step, number, k if number else 0)
-            stream = random_bits.stream(int(key), when) if number in by_chance else None
-            return stream and random_bits.bits(stream, np.arange(p.size).reshape(p.shape))
+            if number not in by_chance:
+                return None
+            place = random_bits.place(int(key), random_bits.when(step, number, k if number else 0))
+            return random_bits.bits_at(place, np.arange(p.size).reshape(p.shape))
 
         arguments = numpy_ops, rule, current, corrections, compensation, p, np.asarray(gradient), of_leaf
         if gradient is given[-1]:

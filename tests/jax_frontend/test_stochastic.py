@@ -74,8 +74,7 @@ def test_bits_are_the_specifications(shape: tuple[int, ...], row: int, size: int
     of = functools.partial(bits_like, row=jnp.uint32(row) if size else 0, size=size)
     found = jax.jit(of)(jnp.uint32(key), jnp.asarray(when, jnp.uint32), jnp.zeros(shape, jnp.bfloat16))
     index = row * int(np.prod(shape[1:])) + np.arange(int(np.prod(shape))).reshape(shape)
-    high, low = np.divmod(index, 2**32)
-    assert found.tolist() == random_bits.bits(random_bits.stream(key, when, high), low).tolist()
+    assert found.tolist() == random_bits.bits_at(random_bits.place(key, when), index).tolist()
 
 
 def test_the_index_of_an_element_has_two_words() -> None:

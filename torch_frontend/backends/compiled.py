@@ -97,11 +97,11 @@ def _pieces(slot: TensorSlot, gradient: Tensor | None, small: int) -> Iterator[V
     """Yield (parameter, gradient, compensation, *fields) piece by piece, None for those that are absent.
 
     Yields nothing for tensors that are updated eagerly: small ones, those whose rule needs the whole matrix, those without a
-    common dense layout, those whose random bits have another order than their memory or two high words in a piece, and those
-    with 8-bit blocks that end with a row.
+    common dense layout, those whose random bits have another order than their memory, and those with 8-bit blocks that end with
+    a row.
     """
     parameter, state = slot.parameter, slot.state
-    if slot.rule.of_matrix is not None or parameter.numel() <= small or (slot.random and not _has_plain_indices(slot)):
+    if slot.rule.of_matrix is not None or parameter.numel() <= small or (slot.random and not parameter.is_contiguous()):
         return
     if slot.coded and (not parameter.is_contiguous() or math.prod(parameter.shape[1:]) % BLOCK):
         return
@@ -170,22 +170,20 @@ class Graph:
         return found
 
 
-def _has_plain_indices(slot: TensorSlot) -> bool:
-    """Whether the elements of a tensor have their indices in memory order, and those of a piece one high word."""
-    first, last = slot.first_index, slot.first_index + slot.parameter.numel() - 1
-    return slot.parameter.is_contiguous() and (first % PIECE == 0 or first >> 32 == last >> 32)
-
-
 def _random(slot: TensorSlot, start: int) -> Tensor:
-    """Return what a piece's random bits are made of, int64, [numbers, 3]: for each of what is rounded stochastically the
-    shift and the factor, and the low word of its first element's index.
+    """Return what a piece's random bits are made of, int32, 1-d: the low and the high word of its first element's index, and
+    the place of each of what is rounded stochastically.
 
     start: of the piece in the parameter.
     """
     start += slot.first_index
-    streams = [random_bits.stream(slot.random_key, slot.when(number), start >> 32) for number in slot.random]
-    columns = [torch.as_tensor(number) for stream in streams for number in (*stream, start & random_bits.WORD)]
-    return torch.stack([number.to(slot.parameter.device, non_blocking=True) for number in columns]).view(-1, 3)
+    index = start & random_bits.LOW, start >> random_bits.LOW_BITS
+    places = [random_bits.place(slot.random_key, slot.when(number)) for number in slot.random]
+    if slot.capturable:
+        device = slot.parameter.device
+        return torch.stack([torch.as_tensor(word, device=device) for word in (*index, *places)]).to(torch.int32)
+    words = torch.tensor((*index, *places)).to(torch.int32)
+    return words.to(slot.parameter.device, non_blocking=True)
 
 
 def _constants(current: Hyperparameters) -> tuple[tuple[str, Any], ...]:
@@ -224,9 +222,10 @@ def _compiled(
         (parameter, gradient, stored, *fields), scalars, total, random = given
         words: dict[int, Tensor] = {}
         if random is not None:
-            for number, (shift, factor, start) in zip(random_numbers, random.unbind(), strict=True):
-                low = start + torch.arange(parameter.numel(), device=parameter.device)
-                words[number] = random_bits.bits(random_bits.Stream(shift, factor), low)
+            low, high, *places = random.unbind()
+            index = low + torch.arange(parameter.numel(), dtype=torch.int32, device=parameter.device)
+            for number, place in zip(random_numbers, places, strict=True):
+                words[number] = random_bits.bits_at(place, index, high)
 
         def bits(number: int) -> Tensor | None:
             return words.get(number)

@@ -6,17 +6,22 @@ reused. A tensor larger than a piece is updated piece by piece, so that its upda
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from ...core.codings.eight_bit import BLOCK
+from . import cpu_codings
 from .adam_piece import piece_class
-from .backend import OverShards, TensorSlot
+from .backend import OverShards, TensorSlot, scale_key
+from .cpu_codings import CpuCodings
 from .memory_order import along_memory
 from .packed import SMALL, batch_small_tensors
 from .piece import Piece, clipped_rate, sum_of
+from .random_words import Randomness
 
 PIECE = 2**16
 """Elements of a piece for each CPU thread: 256 KiB of float32, so that the tensors of a piece stay in a core's cache."""
@@ -25,7 +30,7 @@ PIECE_ON_ACCELERATORS = 2**24
 """Elements of a piece on an accelerator: 64 MiB of float32, for few launches."""
 
 PIECE_WITH_RANDOM_BITS = 2**21
-"""The same where numbers are coded: random bits take up to 32 bytes an element while they are made."""
+"""The same where numbers are coded, for which they take up to 40 bytes an element."""
 
 
 class EagerBackend:
@@ -38,6 +43,7 @@ class EagerBackend:
 
     def __init__(self) -> None:
         self._scratch: dict[Any, Tensor] = {}
+        self._codings = CpuCodings()
 
     def update(self, slot: TensorSlot, gradient: Tensor, *, first: bool, measure: bool = False) -> Tensor | None:
         """Add the gradient to the moments and step; a rule that clips first computes the mean square of the whole tensor."""
@@ -158,14 +164,17 @@ class EagerBackend:
                 scratch = parameter.new_empty(0, dtype=slot.compute_dtype), parameter.new_empty(0, dtype=slot.compute_dtype)
             else:
                 scratch = self._scratch_like(parameter, slot.compute_dtype)
-            piece = piece_class(slot.rule)(slot, *scratch)
-            if not needs_matrix and parameter.device.type == "cpu":  # here all pieces share their scratch
+            on_cpu = parameter.device.type == "cpu"
+            piece = piece_class(slot.rule)(slot, *scratch, self._codings if on_cpu else None)
+            if not needs_matrix and on_cpu:  # here all pieces share their scratch
                 slot.plan = piece
         state = slot.state
         piece.parameter, piece.gradient = slot.parameter, gradient
         piece.fields = slot.fields_of(state)
         piece.compensation = state.get("compensation")
         piece.first_index = slot.first_index
+        if slot.random:
+            piece.random = {}
         return piece
 
     def _pieces(self, slot: TensorSlot, gradient: Tensor | None) -> Iterator[Piece]:
@@ -174,25 +183,33 @@ class EagerBackend:
         Random bits and 8-bit codes are those of rows.
         """
         tensors = slot.tensors(gradient)
-        by_rows = slot.coded or (bool(slot.random) and not slot.parameter.is_contiguous())
+        by_rows = bool(slot.random) and not slot.parameter.is_contiguous()
+        if slot.coded:
+            in_blocks = not math.prod(slot.parameter.shape[1:]) % BLOCK
+            by_rows = not (in_blocks and all(map(Tensor.is_contiguous, tensors.values())))
         vectors = None if by_rows else along_memory(list(tensors.values()))
+        of_blocks = () if vectors is None or not slot.coded else tuple(map(scale_key, slot.keys))
         vectors = vectors or [tensor.detach() for tensor in tensors.values()]
         flat = dict(zip(tensors, vectors, strict=True))
         lead = flat["parameter"]
         if not lead.numel():
             return
-        most = most_elements(slot)
-        rows = max(1, most * lead.shape[0] // lead.numel())
+        rows = max(1, most_elements(slot) * lead.shape[0] // lead.numel())
+        if of_blocks:
+            rows = max(BLOCK, rows - rows % BLOCK)
         scratch: tuple[Tensor, Tensor] | None = None
+        random: dict[int, Randomness] = {}
         for start in range(0, lead.shape[0], rows):
-            part = {name: tensor[start : start + rows] for name, tensor in flat.items()}
+            part = {name: tensor[start : start + rows] for name, tensor in flat.items() if name not in of_blocks}
+            part |= {name: flat[name][start // BLOCK : (start + rows) // BLOCK] for name in of_blocks if name in flat}
             if scratch is None or part["parameter"].shape != scratch[0].shape:
                 scratch = self._scratch_like(part["parameter"], slot.compute_dtype)
-            piece = piece_class(slot.rule)(slot, *scratch)
+            piece = piece_class(slot.rule)(slot, *scratch, self._codings if lead.is_cpu else None)
             piece.parameter, piece.gradient = part["parameter"], part.get("gradient")
             piece.fields = slot.fields_of(part)
             piece.compensation = part.get("compensation")
             piece.first_index = slot.first_index + start * (lead.numel() // lead.shape[0])
+            piece.random = random
             yield piece
 
     def _scratch_like(self, part: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
@@ -216,7 +233,9 @@ def piece_elements(tensor: Tensor) -> int:
 def most_elements(slot: TensorSlot) -> int:
     """Return the number of elements of a piece of this tensor."""
     most = piece_elements(slot.parameter)
-    return min(most, PIECE_WITH_RANDOM_BITS) if slot.random or slot.coded else most
+    if not (slot.random or slot.coded):
+        return most
+    return max(most, cpu_codings.PIECE) if slot.parameter.is_cpu else min(most, PIECE_WITH_RANDOM_BITS)
 
 
 def fields_in_compute_dtype(slot: TensorSlot) -> bool:

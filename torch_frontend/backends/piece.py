@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_leaves
 
 from ...core import codings, random_bits
 from ...core import compensation as compensations
@@ -19,7 +20,9 @@ from ...core.rules import Entered
 from ..array_ops import dtype_name, torch_ops
 from ..communication.shards import of_whole
 from .backend import TensorSlot
+from .cpu_codings import CpuCodings, RandomPart
 from .numbers import UpdateNumbers
+from .random_words import Randomness
 
 
 class Piece:
@@ -27,20 +30,23 @@ class Piece:
 
     parameter, gradient, fields, compensation: as stored; gradient and compensation may be None.
     first_index: of the first element in the whole tensor in row-major order, for the random bits.
+    random: the random bits of the whole tensor in this update, by number; the pieces of a tensor share it.
+    cpu_codings: reads and writes what is coded; None where `core` does.
     upcast_gradient, upcast: the gradient and the fields in the compute dtype; the stored tensor itself if it has that dtype.
     """
 
     __slots__ = (
         "a",
         "b",
-        "coding",
         "compensation",
+        "cpu_codings",
         "dtype",
         "entered",
         "fields",
         "first_index",
         "gradient",
         "parameter",
+        "random",
         "rule",
         "settings",
         "slot",
@@ -52,14 +58,16 @@ class Piece:
     fields: Sequence[Any]
     compensation: Tensor | None
     first_index: int
+    random: dict[int, Randomness]
     upcast_gradient: Any
     upcast: Any
     entered: Entered | None
 
-    def __init__(self, slot: TensorSlot, a: Tensor, b: Tensor) -> None:
+    def __init__(self, slot: TensorSlot, a: Tensor, b: Tensor, cpu_codings: CpuCodings | None = None) -> None:
         self.slot = weakref.proxy(slot)  # which may keep this piece
-        self.rule, self.settings, self.coding = slot.rule, slot.settings, slot.compensation
+        self.rule, self.settings, self.cpu_codings = slot.rule, slot.settings, cpu_codings
         self.a, self.b, self.dtype, self.first_index, self.entered = a, b, a.dtype, 0, None
+        self.random = {}
 
     def __enter__(self) -> None:
         """Free the gradient and the upcast fields at the end of the context."""
@@ -71,40 +79,60 @@ class Piece:
         """Return the compensated parameter in the compute dtype; the parameter itself if it has that dtype."""
         if self.parameter.dtype is self.dtype:
             return self.parameter
-        return compensations.load(torch_ops, self.coding, Stored(self.parameter, self.compensation))
+        stored = Stored(self.parameter, self.compensation)
+        if self.cpu_codings is not None:
+            return self.cpu_codings.load(self.slot.compensation, stored)
+        return compensations.load(torch_ops, self.slot.compensation, stored)
 
     def store_parameter(self, parameter: Tensor) -> None:
-        """Store the parameter, in the compute dtype, with its compensation."""
-        stored = compensations.store(torch_ops, self.coding, parameter, dtype_name(self.parameter.dtype), self.bits(0))
+        """Store the parameter, in the compute dtype, with its compensation; its memory may be overwritten."""
+        random, compensation = self.randomness(0), self.slot.compensation
+        if self.cpu_codings is not None:
+            self.cpu_codings.store(compensation, parameter, Stored(self.parameter, self.compensation), random)
+            return
+        bits = None if random is None else random.words(parameter)
+        stored = compensations.store(torch_ops, compensation, parameter, dtype_name(self.parameter.dtype), bits)
         self.parameter.copy_(stored.parameter)
         if stored.compensation is not None:
             assert self.compensation is not None
             self.compensation.copy_(stored.compensation)
 
-    def bits(self, number: int) -> Tensor | None:
+    def randomness(self, number: int) -> RandomPart | None:
         """Return the random bits of the parameter (0) or of the nth field; None where that is rounded to nearest."""
         slot = self.slot
         if number not in slot.random:
             return None
-        assert slot.random_key is not None
-        return _bits(slot.random_key, slot.when(number), self.first_index, self.parameter)
+        of = self.random.get(number)
+        if of is None:
+            place = random_bits.place(slot.random_key, slot.when(number))
+            of = self.random[number] = Randomness(place, slot.first_index, slot.parameter.numel(), slot.parameter.device)
+        return RandomPart(of, self.first_index)
 
     def load_fields(self) -> None:
         """Set the upcast fields."""
-        name = dtype_name(self.dtype)
-        self.upcast = [codings.load(torch_ops, field, name) for field in self.fields]
+        self.upcast = [self.load_field(number, field) for number, field in enumerate(self.fields, 1)]
+
+    def load_field(self, number: int, stored: Any) -> Tensor:
+        """Return the nth field in the compute dtype."""
+        if self.cpu_codings is not None and isinstance(stored, EightBit):
+            return self.cpu_codings.decoded(stored, number)
+        return codings.load(torch_ops, stored, dtype_name(self.dtype))
 
     def store_fields(self, fields: Sequence[Tensor], unchanged: Sequence[Tensor] = ()) -> None:
         """Store fields in the compute dtype: `core.codings.store`; not those among `unchanged`, which are stored."""
         for number, (stored, new) in enumerate(zip(self.fields, fields, strict=True), 1):
             if any(new is old for old in unchanged):
                 continue
-            if isinstance(stored, EightBit):
-                codes, scale = codings.store(torch_ops, new, stored, self.bits(number))
-                stored.codes.copy_(codes)
-                stored.scale.copy_(scale)
-            elif number in self.slot.random:
-                stored.copy_(codings.store(torch_ops, new, stored, self.bits(number)))
+            random = self.randomness(number)
+            coded = isinstance(stored, EightBit)
+            if self.cpu_codings is not None and coded:
+                self.cpu_codings.encode(new, stored, random)
+            elif self.cpu_codings is not None and random is not None:
+                self.cpu_codings.store_bfloat16(new, stored, random)
+            elif random is not None or coded:
+                kept = codings.store(torch_ops, new, stored, None if random is None else random.words(new))
+                for old, coded in zip(tree_leaves(stored), tree_leaves(kept), strict=True):
+                    old.copy_(coded)
             elif new is not stored:
                 stored.copy_(new)
 
@@ -173,17 +201,6 @@ class Piece:
         after, added = self.rule.after_step(numbers.corrections, fields, -(eta * step))
         self.store_fields(after, unchanged=fields)
         self.store_parameter(parameter + added)
-
-
-def _bits(key: int, when: Any, start: int, part: Tensor) -> Tensor:
-    """Return the random bits of a part of a tensor, whose elements have the indices from `start` on, row by row."""
-    end = start + part.numel()
-    low: Any = torch.arange(start, end, device=part.device).view(part.shape)
-    high: Any = start >> 32
-    if high != (end - 1) >> 32:
-        high = low >> 32
-    found: Tensor = random_bits.bits(random_bits.stream(key, when, high), low if end <= 2**32 else low & random_bits.WORD)
-    return found
 
 
 def clipped_rate(learning_rate: Tensor, mean_square: Tensor | float) -> Tensor:

@@ -101,7 +101,7 @@ def test_eager_is_the_specification_bit_for_bit(optimizer_class: Any, storage: d
         parameter.grad = gradient
         optimizer.step()
         key = random_bits.tensor_key(0, "0")
-        words = {n: random_bits.bits(random_bits.stream(key, random_bits.when(step, n)), indices) for n in numbers}
+        words = {n: random_bits.bits_at(random_bits.place(key, random_bits.when(step, n)), indices) for n in numbers}
         arguments = (current, rule.corrections(current, step, torch), storage["compensation"], expected, gradient, state)
         expected, state = update(torch_ops, rule, *arguments, bits=words.get)
     assert torch.equal(parameter, expected)
@@ -121,7 +121,7 @@ def test_a_tensor_in_pieces_has_the_bits_of_the_whole(
 ) -> None:
     start = start_of(33, 200)
     expected = trained(start, optimizer_class, **storage)
-    monkeypatch.setattr(eager, "piece_elements", lambda _: 600)
+    monkeypatch.setattr(eager, "most_elements", lambda _: 600)
     assert same(trained(start, optimizer_class, **storage), expected)
 
 
@@ -216,7 +216,7 @@ def test_each_micro_batch_in_the_state_has_bits_of_its_own(optimizer_class: Any,
             def words(number: int, step: int = step, batch: int = 0) -> Tensor | None:
                 if number not in numbers:
                     return None
-                return random_bits.bits(random_bits.stream(key, random_bits.when(step, number, batch)), indices)
+                return random_bits.bits_at(random_bits.place(key, random_bits.when(step, number, batch)), indices)
 
             for batch, gradient in enumerate(gradients[3 * step - 3 : 3 * step]):
                 (model.weight * gradient).sum().backward()

@@ -38,8 +38,8 @@ def gradients(shape: tuple[int, ...], dtype: torch.dtype, count: int, seed: int 
 
 def random_bits_of(parameter: torch.Tensor, step: int) -> torch.Tensor:
     """Of the only parameter of an optimizer."""
-    stream = random_bits.stream(random_bits.tensor_key(0, "0"), random_bits.when(step))
-    return random_bits.bits(stream, torch.arange(parameter.numel()).view(parameter.shape))
+    place = random_bits.place(random_bits.tensor_key(0, "0"), random_bits.when(step))
+    return random_bits.bits_at(place, torch.arange(parameter.numel()).view(parameter.shape))
 
 
 @pytest.mark.parametrize("shape", SHAPES)

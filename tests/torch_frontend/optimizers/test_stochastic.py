@@ -16,7 +16,6 @@ from tests.support.torch_models import (
     compiling_small_tensors,
     layers,
     same_parameters,
-    slot_of,
     snapshot,
     train,
     unchanged,
@@ -24,10 +23,11 @@ from tests.support.torch_models import (
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from penstock.core import random_bits
 from penstock.core.errors import InvalidArgumentError, RefusedError
 from penstock.torch_frontend import Adam, AdamW, Lion, StableAdamW, release_gradients
 from penstock.torch_frontend.backends import eager
-from penstock.torch_frontend.backends.piece import Piece
+from penstock.torch_frontend.backends.random_words import Randomness
 
 DTYPE = torch.bfloat16
 
@@ -55,7 +55,7 @@ def start_of(*shape: int) -> Tensor:
 def test_a_tensor_in_pieces_has_the_bits_of_the_whole(monkeypatch: pytest.MonkeyPatch, optimizer_class: Any) -> None:
     start = start_of(31, 7, 5)
     expected = trained(start, optimizer_class)
-    monkeypatch.setattr(eager, "piece_elements", lambda _: 64)  # 2 rows of 35 elements, or 64 elements in memory order
+    monkeypatch.setattr(eager, "most_elements", lambda _: 64)  # 2 rows of 35 elements, or 64 elements in memory order
     assert torch.equal(bits(trained(start, optimizer_class)), bits(expected))
 
 
@@ -65,7 +65,7 @@ def test_every_memory_layout_has_the_same_bits(monkeypatch: pytest.MonkeyPatch, 
     start = start_of(6, 4, 3, 5)
     expected = trained(start)
     if pieces:
-        monkeypatch.setattr(eager, "piece_elements", lambda _: 64)
+        monkeypatch.setattr(eager, "most_elements", lambda _: 64)
     layouts = [start.to(memory_format=torch.channels_last), start.permute(3, 1, 0, 2).contiguous().permute(2, 1, 3, 0)]
     with compiling_small_tensors():
         for layout in layouts:
@@ -74,25 +74,17 @@ def test_every_memory_layout_has_the_same_bits(monkeypatch: pytest.MonkeyPatch, 
             assert torch.equal(bits(trained(layout, backend=backend)), bits(expected))
 
 
-def test_elements_beyond_2_to_the_32_have_bits_of_their_own() -> None:
-    """Pieces at any index, also one with elements on both sides, have what each element has by itself."""
-
-    def found(starts: list[int], count: int) -> Tensor:
-        parts = []
-        for start in starts:
-            piece = Piece(slot_of(optimizer, parameter), *torch.zeros(2, count))
-            piece.parameter, piece.compensation, piece.first_index = torch.zeros(count, dtype=DTYPE), None, start
-            piece.store_parameter(torch.full((count,), 1 + 2.0**-9))
-            parts.append(piece.parameter)
-        return torch.cat(parts)
-
-    parameter = nn.Parameter(torch.zeros(3, dtype=DTYPE))
-    optimizer = stochastic([parameter])
-    across = found([2**32 - 64], 128)
-    assert torch.equal(across, found([2**32 - 64 + i for i in range(128)], 1))
-    assert torch.equal(across[64:], found([2**32], 64))
-    assert not torch.equal(found([0], 64), found([2**32], 64))
-    assert 1.0 < across.float().mean() < 1 + 2.0**-7
+@pytest.mark.parametrize("on_device", [False, True])
+def test_parts_at_any_index_have_the_bits_of_each_element(on_device: bool) -> None:
+    """Also a part with elements on both sides of 2^32, or of a multiple of 2^16."""
+    key, when = random_bits.tensor_key(0, "w"), random_bits.when(7)
+    place: Any = random_bits.place(torch.tensor(key) if on_device else key, when)
+    for first, count in ((0, 70_000), (2**16 - 3, 2**17 + 9), (2**32 - 64, 128), (2**40 + 5, 3)):
+        of = Randomness(place, first, count, torch.device("cpu"))
+        expected = random_bits.bits_at(place, torch.arange(first, first + count))
+        assert torch.equal(of.words(torch.empty(count), first), expected.to(torch.int32))
+        middle = count // 2
+        assert torch.equal(of.words(torch.empty(count - middle), first + middle), expected[middle:].to(torch.int32))
 
 
 def test_small_steps_are_right_in_the_mean_and_lost_without() -> None:
@@ -207,7 +199,8 @@ def test_random_bits_take_no_more_memory_than_a_piece_on_an_accelerator() -> Non
     parameter.grad = torch.zeros_like(parameter)
     with Sizes():
         optimizer.step()
-    assert largest[torch.int64] == largest[torch.int32] == 2**21
+    assert largest[torch.int32] == largest[torch.float32] == 2**21
+    assert largest[torch.int64] == 2**16
 
 
 def test_float32_parameters_are_rounded_to_nearest_as_ever() -> None:

@@ -137,7 +137,7 @@ def test_the_temporaries_of_an_update_are_eight_pieces_and_the_scratch(optimizer
     """All at once, in the compute dtype; StableAdamW has eight, with a parameter and a compensation to store.
 
     A field more than its two has three: as it was, as it becomes, and what enters it. A rule that changes fields after the step
-    has one more: as they become then.
+    has one more: as they become then. A bfloat16 parameter has two more of scratch: as it is, and what is added to it.
     """
     monkeypatch.setattr(eager, "PIECE", 256)
     piece = 4 * 256 * torch.get_num_threads()
@@ -150,7 +150,24 @@ def test_the_temporaries_of_an_update_are_eight_pieces_and_the_scratch(optimizer
         optimizer.step()
     rule = rule_of(optimizer)
     more = 3 * max(0, len(rule.fields) - 2) + (rule.after_step is not None)
+    more += 2 * (dtype is torch.bfloat16)
     assert 0 < meter.at_peak[OTHER] <= (2 + 8 + more) * piece
+
+
+@pytest.mark.parametrize("precision", ["compact", "smallest"])
+def test_a_coded_update_has_as_many_temporaries(precision, monkeypatch) -> None:
+    """The fields, the parameter, four for what is coded, the gradient, and the two of every piece; and mixed indices."""
+    monkeypatch.setattr(eager, "PIECE", 2**10)
+    monkeypatch.setattr(eager, "most_elements", lambda _: 2**14)
+    piece = 4 * 2**14
+    p = nn.Parameter(torch.ones(piece // 64, 128, dtype=torch.bfloat16))
+    optimizer = AdamW([p], backend="eager", precision=precision)
+    p.grad = torch.full_like(p, 0.1)
+    optimizer.step()
+    kept = [p, p.grad, *(kept for kept in optimizer.state[p].values() if isinstance(kept, torch.Tensor))]
+    with LiveStorageMeter({"kept": kept}, at_least=64) as meter:
+        optimizer.step()
+    assert 0 < meter.at_peak[OTHER] <= (2 + 1 + 4 + 1 + 2) * piece + 4 * 2**16
 
 
 def test_a_step_of_small_tensors_is_one_call_of_each_operation() -> None:
