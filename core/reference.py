@@ -77,7 +77,14 @@ class Change:
 
 Recorded = Gradient | EndOfStep | Change
 
-RAW = {"exp_avg": "m", "momentum_buffer": "m", "exp_avg_sq": "v", "exp_avg_diff": "d", "prev_grad": "previous"}
+RAW = {
+    "exp_avg": "m",
+    "momentum_buffer": "m",
+    "exp_avg_sq": "v",
+    "exp_avg_diff": "d",
+    "prev_grad": "previous",
+    "lookahead": "way",
+}
 """The attribute of `ReferenceTensor` that holds a rule's field, not debiased, by the field's name."""
 
 
@@ -96,6 +103,11 @@ class ReferenceTensor:
     slow: Any = None  # Ranger's slow weights
     step: np.ndarray | None = None  # of a rule that needs the gradient for it
     ratio: float = 0.0  # sum over the micro-batches of mean(g^2 / max(v_hat, eps^2))
+
+    @property
+    def way(self) -> Any:
+        """From Ranger's slow weights to the parameter."""
+        return None if self.slow is None else self.parameter - self.slow
 
     def snapshot(self) -> ReferenceTensor:
         """Return a copy that later events do not change."""

@@ -195,12 +195,15 @@ def is_taken(setting: Setting, rule: Rule, dtype: str) -> bool:
     """Whether there are cases of a rule in a setting.
 
     Adam and its relatives have every one. What does not depend on a rule needs no others to be seen, so that these have B in
-    every dtype and all other settings in float32.
+    every dtype and all other settings in float32. A rule of whole matrices (Muon) has B in float32 and float64: orthogonalised,
+    a momentum in low precision has no digit that is sure.
     """
     if setting.decouple_lr and rule.l2:
         return False
     if rule.name in FAMILY:
         return True
+    if rule.of_matrix is not None:
+        return setting.name == EVERY_DTYPE and dtype in ("float32", "float64")
     if setting.schedule is not None and setting.schedule.betas_cycle and not any(field.beta for field in rule.fields):
         return False  # nothing is debiased
     return setting.name == EVERY_DTYPE or (dtype == "float32" and setting.name not in ("A", "groups", "schedule", "large"))

@@ -34,8 +34,9 @@ from .bounds import (
     unit_roundoff,
 )
 from .cases import Problem, Storage
+from .matrices import orthogonalised
 from .rules import corrections
-from .tracked import NONE, Input, Namespace, Noise, Tracked
+from .tracked import NONE, Input, Namespace, Noise, Tracked, both
 
 Values = Mapping[str, np.ndarray]
 """Flat float64 arrays: "parameter", and the rule's fields by name, as backends keep them."""
@@ -66,6 +67,7 @@ class FieldErrors:
 
     def __init__(self, problem: Problem, dtypes: StateDtypes, n: int, *, flushes: bool) -> None:
         self.rule, self.flushes, self.n = problem.rule, flushes, n
+        self.shape = next(iter(problem.setting.shapes.values()))
         self.names = [field.name for field in problem.rule.fields]
         self.dtypes = dict(zip(self.names, dtypes, strict=True))
         self.compute = compute_dtype(problem.dtype)
@@ -96,7 +98,8 @@ class FieldErrors:
         with np.errstate(over="ignore"):  # of a selection's other side
             found = self.rule.accumulate(given, scalars, before, gradient, xp, first=point.first)
         for name, old, new in zip(self.names, before, found, strict=True):
-            self._enter(name, point, next(iter(old.slopes)), new)
+            if new is not old or self.rule.after_step is None:
+                self._enter(name, point, next(iter(old.slopes)), new)
 
     def direction(self, point: Point) -> tuple[np.ndarray, Noise, int]:
         """That of an update, from the fields after it: its value, its errors, and how many elements they leave undecided."""
@@ -104,8 +107,33 @@ class FieldErrors:
             self._stepped, scalars = point, corrections(self.rule, point.given, point.step, self.compute)
             before = self.xp.undecided
             direction = self.rule.direction(point.given, scalars, self._read(point.after), self.entered, self.xp)
+            if self.rule.of_matrix is not None:
+                direction = self._of_matrix(point.given, direction)
             self._direction = direction.value, direction.whole, self.xp.undecided - before
         return self._direction
+
+    def _of_matrix(self, given: Any, direction: Tracked) -> Tracked:
+        """The step of a rule that takes whole matrices, of a problem that has one."""
+        matrix = Tracked(
+            self.xp, direction.value.reshape(self.shape), {}, Noise(linear=both(direction.most.reshape(self.shape)))
+        )
+        found = orthogonalised(self.xp, given, matrix)
+        return Tracked(self.xp, found.value.reshape(-1), {}, Noise(linear=both(found.most.reshape(-1))))
+
+    def after_step(self, point: Point, step: np.ndarray, noise: Noise) -> Noise:
+        """The errors of what is added to the parameter in place of a step that has these, and of the fields that follow."""
+        if self.rule.after_step is None:
+            return noise
+        fields = tuple(self._input(name, point.before[name]) for name in self.names)
+        scalars = corrections(self.rule, point.given, point.step, self.compute)
+        found, added = self.rule.after_step(scalars, fields, Tracked(self.xp, step, {}, noise))
+        for name, old, new in zip(self.names, fields, found, strict=True):
+            if new is old:
+                continue
+            self._enter(name, point, next(iter(old.slopes)), new)
+            # the reference has the difference of two parameters, with their roundings
+            self.errors[name].linear += 2.0 * spacing("float64", point.before["parameter"])
+        return added.whole
 
     def _input(self, name: str, value: np.ndarray, more: Any = 0.0) -> Tracked:
         errors = self.errors[name]
@@ -187,7 +215,7 @@ class Propagation:
         self.rule, self.dtype, self.flushes, self.numbers = problem.rule, problem.dtype, flushes, numbers
         self.compensation = storage.compensation
         self.compute = compute_dtype(problem.dtype)
-        if fields is None or problem.rule.l2:
+        if fields is None or problem.rule.l2 or problem.rule.after_step is not None:
             fields = FieldErrors(problem, storage.moments(problem), numbers.size, flushes=flushes)
         self.fields = fields
         self.parameter = RoundingErrors(numbers.size, typical=True)
@@ -208,9 +236,11 @@ class Propagation:
         """The step after the last micro-batch; `clipped_by`: the gradient whose squares a mean square is of, if another one."""
         increment = point.after["parameter"] - point.before["parameter"]
         before = self.parameter.linear + self.parameter.worst
-        step, halves, squares = self._step(point, point.gradient if clipped_by is None else clipped_by)
+        signed, step, halves, squares = self._step(point, point.gradient if clipped_by is None else clipped_by)
         moved = np.abs(increment) + self.parameter.linear + self.parameter.worst - before
-        self._store(point.after["parameter"], increment, step, halves, squares, moved)
+        # between two that go back, as Ranger's do, steps may be all alike: what goes back is no scatter
+        scattered = increment if self.rule.after_step is None else signed
+        self._store(point.after["parameter"], scattered, step, halves, squares, moved)
 
     def forget(self, *, parameter: np.ndarray, fields: np.ndarray) -> None:
         """Drop the errors of elements whose true numbers are not finite."""
@@ -223,11 +253,11 @@ class Propagation:
         """By quantity."""
         return {"parameter": self.parameter, **self.fields.errors}
 
-    def _step(self, point: Point, gradient: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    def _step(self, point: Point, gradient: np.ndarray) -> tuple[np.ndarray, ...]:
         """Add the errors of this step from the fields and the scalars.
 
         Returns:
-            Its magnitude; its roundings: the sum of all, and that of their squares.
+            It, as it is added to the parameter; its magnitude; its roundings: the sum of all, and that of their squares.
         """
         rule, unit, given = self.rule, SIDES[self.compute] * unit_roundoff(self.compute), point.given
         lr, parameter = given.learning_rate, np.abs(point.before["parameter"])
@@ -236,15 +266,14 @@ class Propagation:
         decay = 0.0 if rule.l2 else given.decay_rate
         step = lr * (np.abs(direction) + decay * parameter)
         errors, noise = self.parameter, noise.times(lr)
-        errors.persistent += noise.deviation
-        errors.worst += noise.worst.most
-        errors.linear += noise.linear.most
-        errors.linear += self.fields.underflow
         if rule.clips_update:
             self._clip(point, gradient, step)
-        errors.linear += unit * (step + DECAY_RATE * lr * decay * parameter)  # lr and decay rate
+        linear = noise.linear.most + self.fields.underflow
+        linear = linear + unit * (step + DECAY_RATE * lr * decay * parameter)  # lr and decay rate
         if rule.implicit_decay:
-            errors.linear += IMPLICIT * unit * step
+            linear = linear + IMPLICIT * unit * step
+        if rule.after_step is not None:  # the decay has the parameter's error, which does not shrink in a field
+            linear = linear + lr * decay * errors.bound().elements
         if self.compute == "float64":
             if rule.implicit_decay:  # the reference divides by 1 + lr*decay, which is rounded alike at every step
                 errors.linear += unit * parameter
@@ -252,7 +281,13 @@ class Propagation:
         # the decay's product, the sum, the product with lr; and what some devices have off by more than a unit
         halves = np.maximum(ARITHMETIC * unit * step, noise.halves + 3.0 * unit * step)
         squares = np.maximum(ARITHMETIC * SIDES[self.compute] * (unit / SIDES[self.compute] * step) ** 2, noise.squares)
-        return step, halves, squares
+        made = Noise(noise.deviation, both(noise.worst.most), both(linear), NONE, halves, squares)
+        signed = -lr * (direction + decay * point.before["parameter"])
+        added = self.fields.after_step(point, signed, made)
+        errors.persistent += added.deviation
+        errors.worst += added.worst.most
+        errors.linear += added.linear.most
+        return signed, step, added.halves, added.squares
 
     def _sums_of_reference(self, point: Point, *increments: np.ndarray) -> None:
         """The roundings of the two sums in which the reference changes a parameter."""

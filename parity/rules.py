@@ -1,4 +1,4 @@
-"""The rules of the suite: all of `core.rules` that it can follow, and by name what it cannot, with the reason."""
+"""The rules of the suite: all of `core.rules` that it can follow, and by name those that it cannot, with the reason."""
 
 from __future__ import annotations
 
@@ -16,13 +16,18 @@ from ..core.compensation import possible
 from ..core.dtypes import PARAMETER_DTYPES
 from ..core.hyperparameters import DECAY, Hyperparameters
 from ..core.reference import RAW, Gradient, Reference, ReferenceTensor, Settings
-from ..core.rules import Entered, Rule, adam_family
+from ..core.rules import Entered, Rule, adam_family, muon
+from .matrices import orthogonalised
 from .tracked import Namespace, NotCoveredError
+
+EXACT = {"ns_dtype": "float32"}
+"""Settings in place of defaults for which a bound would be larger than what it bounds."""
 
 
 def hyperparameters_of(rule: Rule, learning_rate: float, weight_decay: float, **more: Any) -> Hyperparameters:
-    """The rule's defaults with another learning rate and decay."""
-    given = {**rule.defaults, "learning_rate": learning_rate, "weight_decay": weight_decay, **more}
+    """The rule's defaults with another learning rate and decay, and `EXACT`."""
+    exact = {name: value for name, value in EXACT.items() if name in rule.defaults}
+    given = {**rule.defaults, **exact, "learning_rate": learning_rate, "weight_decay": weight_decay, **more}
     return rule.hyperparameters(**given)
 
 
@@ -72,16 +77,15 @@ def why_not(rule: Rule) -> str | None:
     """Return why the suite cannot follow a rule: what tracked arrays cannot do, or a step that is not the reference's."""
     if rule.mean_square not in (None, adam_family.mean_square):
         return "its step is divided by a mean that no bound is derived for."
-    if rule.of_matrix is not None:
-        return "its step needs the whole matrix, for which no bound is derived."
-    if rule.after_step is not None:
-        return "its state changes with its step, for which no bound is derived."
+    if rule.of_matrix not in (None, muon.orthogonalised):
+        return "its step is of a whole matrix, and no bound is derived for it."
     missing = [field.name for field in rule.fields if field.name not in RAW]
     if missing:
         return f"the reference has no {missing[0]}."
-    given, gradients = hyperparameters_of(rule, 0.1, 0.1), np.random.default_rng(0).normal(size=(_TRIED, 2))
+    shape = (2,) if rule.of_matrix is None else (2, 3)
+    given, gradients = hyperparameters_of(rule, 0.1, 0.1), np.random.default_rng(0).normal(size=(_TRIED, *shape))
     try:
-        reference, xp = Reference(settings_of(rule, given), {"p": np.ones(2)}), Namespace("float64")
+        reference, xp = Reference(settings_of(rule, given), {"p": np.ones(shape)}), Namespace("float64")
         for step, gradient in enumerate(gradients, 1):
             before = held_by(rule, given, reference.tensors["p"])
             reference.run(Gradient("p", gradient))
@@ -90,10 +94,15 @@ def why_not(rule: Rule) -> str | None:
             scalars = corrections(rule, given, step, "float64")
             with np.errstate(over="ignore"):  # of a selection's other side
                 after = rule.accumulate(given, scalars, fields, entering, xp, first=True)
-            direction = rule.direction(given, scalars, after, Entered(fields, entering), xp).value
-            direction = direction + (0.0 if rule.l2 else given.decay_rate) * before["parameter"]
+            direction = rule.direction(given, scalars, after, Entered(fields, entering), xp)
+            if rule.of_matrix is not None:
+                direction = orthogonalised(xp, given, direction)
+            whole = direction.value + (0.0 if rule.l2 else given.decay_rate) * before["parameter"]
+            added = xp.tracked(-(rule.step_size(given) * whole))
+            if rule.after_step is not None:
+                after, added = rule.after_step(scalars, after, added)
             expected = held_by(rule, given, reference.tensors["p"])
-            moved = before["parameter"] - rule.step_size(given) * direction
+            moved = before["parameter"] + added.value
             values = [each.value for each in after]
             if rule.mean_square is None:
                 values.append(moved)
@@ -118,16 +127,20 @@ RULES: Mapping[str, Rule] = MappingProxyType({name: rules.RULES[name] for name, 
 FAMILY: Mapping[str, Rule] = MappingProxyType({name: rule for name, rule in RULES.items() if adam_family.is_member(rule)})
 """Adam and its relatives, which have every case; of the others there are fewer (`cases.is_taken`)."""
 
+OTHERS = tuple(rule for name, rule in RULES.items() if name not in FAMILY and rule.of_matrix is None)
+"""The others, those that take tensors of any shape."""
+
+
+def rules_and_dtypes(dtypes: Sequence[str]) -> list[tuple[Rule, str]]:
+    """Return what a section has that takes tensors of any shape: Adam and its relatives in every dtype, `OTHERS` in float32."""
+    found = {dtype: [*FAMILY.values(), *(OTHERS if dtype == "float32" else ())] for dtype in dtypes}
+    return [(rule, dtype) for dtype, of_dtype in found.items() for rule in of_dtype]
+
+
 _CODED = {
     "compensation": {each for dtype in PARAMETER_DTYPES for each in possible(dtype)},
     "states": {"plain"},
 }
-
-
-def rules_and_dtypes(dtypes: Sequence[str]) -> list[tuple[Rule, str]]:
-    """Return what a section has that takes every rule: Adam and its relatives in every dtype, the others in float32."""
-    return [(rule, dtype) for dtype in dtypes for rule in RULES.values() if rule.name in FAMILY or dtype == "float32"]
-
 
 NOT_COVERED: Mapping[str, str] = MappingProxyType(
     {f"rule {name}": why for name, why in _REASONS.items() if why is not None}

@@ -193,6 +193,12 @@ class Tracked:
             raise NotCoveredError(f"its arithmetic has the power {power}.")
         return self.xp.sqrt(self)
 
+    def __mod__(self, other: int) -> Tracked:
+        """Of an exact number, such as that of an update."""
+        if not self.exact:
+            raise NotCoveredError("its arithmetic has the remainder of a number that is rounded.")
+        return Tracked(self.xp, self.value % other)
+
     def __gt__(self, other: Any) -> Condition:
         return self._compared(other, np.greater)
 

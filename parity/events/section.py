@@ -12,7 +12,7 @@ from ..backends.protocol import Backend
 from ..cases import Case
 from ..compare import Finding, Refusal, Row, failed, identical, rows
 from ..progress import Progress
-from ..rules import FAMILY, RULES, rules_and_dtypes
+from ..rules import FAMILY, OTHERS, rules_and_dtypes
 from ..truth import Truth
 from .protocol import RunsEvents
 from .recorded import SHAPES, EventCase
@@ -43,10 +43,9 @@ class Events:
             return possible
         pairs = [(rule, dtype) for dtype in DTYPES for rule in FAMILY.values()]
         found = [EventCase(sequence, *pair) for sequence, pair in zip(SEQUENCES, _turns(pairs), strict=True)]
-        others = [rule for name, rule in RULES.items() if name not in FAMILY]
-        for number, rule in enumerate(others):
+        for number, rule in enumerate(OTHERS):
             of_rule = [case for case in possible if case.rule is rule]
-            found.append(of_rule[number * len(of_rule) // len(others)])
+            found.append(of_rule[number * len(of_rule) // len(OTHERS)])
         return found
 
     def run(

@@ -17,7 +17,7 @@ from penstock.parity.backends.specification import NumpyBackend, NumpyRun
 from penstock.parity.bounds import smallest_normal
 from penstock.parity.cases import all_cases, select
 from penstock.parity.gradients import LARGEST, NONFINITE, NONFINITE_AT, SPIKE_EVERY
-from penstock.parity.rules import FAMILY, RULES
+from penstock.parity.rules import FAMILY, OTHERS, RULES
 from penstock.parity.settings import SETTINGS, Schedule
 from penstock.parity.truth import truths
 from penstock.parity.updates import run_cases
@@ -48,9 +48,15 @@ def test_every_setting_meets_every_rule_and_each_of_its_dtypes() -> None:
         if not (setting.decouple_lr and rule.l2)
     }
     assert {each for each in met if each[1] in FAMILY} == expected
-    for name in RULES.keys() - FAMILY.keys():
-        assert {("B", name, dtype) for dtype in PARAMETER_DTYPES} <= met
-        assert {setting for setting, of, dtype in met if of == name and dtype == "float32"} >= {"shapes", "schedules", "huge"}
+    for rule in OTHERS:
+        assert {("B", rule.name, dtype) for dtype in PARAMETER_DTYPES} <= met
+        assert {setting for setting, of, dtype in met if of == rule.name and dtype == "float32"} >= {
+            "shapes",
+            "schedules",
+            "huge",
+        }
+    for name in RULES.keys() - FAMILY.keys() - {rule.name for rule in OTHERS}:  # of whole matrices
+        assert {each for each in met if each[1] == name} == {("B", name, dtype) for dtype in ("float32", "float64")}
     sizes = {math.prod(shape) for setting in SETTINGS for shape in setting.shapes.values()}
     assert {0, 1} <= sizes
     assert max(sizes) > 10**6

@@ -117,7 +117,7 @@ def rule(**fields: Any) -> Wrong:
     return problem(rule=values(**fields))
 
 
-def defaults(**changes: float) -> Wrong:
+def defaults(**changes: Any) -> Wrong:
     """The runs of a rule with other defaults."""
     return problem(rule=lambda given: dataclasses.replace(given, defaults={**given.defaults, **changes}))
 

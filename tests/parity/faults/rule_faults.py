@@ -1,16 +1,17 @@
-"""Faults in the rules that are not of Adam's family: SGD, Lion, RAdam and Adan."""
+"""Faults in the rules that are not of Adam's family: SGD, Lion, RAdam, Adan, Ranger and Muon."""
 
 from __future__ import annotations
 
 from typing import Any
 
-from penstock.core.rules import adan, radam, sgd
+from penstock.core.rules import adan, muon, radam, ranger, sgd
 
 from .event_faults import L2_LATER, at_later_micro_batches
 from .injection import Fault, Wrong, before_step, change_kept, defaults, rule
 from .update_faults import NO_DECAY, count_from
 
 FLOAT32 = "B/{}/float32/none/state-default"
+FLOAT64_MUON = "B/muon/float64/none/state-default"
 
 
 def corrections(of: Any, change: Any) -> Wrong:
@@ -44,6 +45,19 @@ def _plain(scalars: Any) -> Any:
 
 def _rectified(scalars: Any) -> Any:
     return scalars._replace(plain=0.0, rectified=1.0)
+
+
+def _meeting(scalars: Any, meets: bool) -> Any:
+    return scalars._replace(kept=0.0 if meets else 1.0, returned=0.5 if meets else 0.0)
+
+
+def _of_its_norm(ops: Any, current: Any, direction: Any) -> Any:
+    size = ops.xp.sqrt(ops.xp.sum(direction * direction))
+    return muon.orthogonalised(ops, current, direction) * (0.95 + 0.05 * size)
+
+
+def _in_float32(ops: Any, current: Any, direction: Any) -> Any:
+    return ops.cast(muon.orthogonalised(ops, current, ops.cast(direction, "float32")), "float64")
 
 
 FAULTS = [
@@ -123,4 +137,40 @@ FAULTS = [
         corrections(adan.corrections, lambda right, step: right._replace(seen=1.0)),
     ),
     Fault("decay left out", FLOAT32.format("adan"), "jax", NO_DECAY),
+    # Ranger
+    Fault(
+        "slow weights never met",
+        FLOAT32.format("ranger"),
+        "numpy",
+        corrections(ranger.corrections, lambda right, step: right._replace(kept=1.0, returned=0.0)),
+        10,
+    ),
+    Fault(
+        "slow weights met one update early",
+        FLOAT32.format("ranger_l2"),
+        "numpy",
+        rule(corrections=lambda current, step, xp: _meeting(ranger.corrections(current, step, xp), step % 6 == 5)),
+        10,
+    ),
+    Fault(
+        "the way from the slow weights kept after a meeting",
+        FLOAT32.format("ranger"),
+        "numpy",
+        corrections(ranger.corrections, lambda right, step: right._replace(kept=1.0)),
+        10,
+    ),
+    Fault("another share of the way", FLOAT32.format("ranger"), "jax", defaults(alpha=0.51), 10),
+    Fault("another number of updates", FLOAT32.format("ranger_l2"), "eager", defaults(k=5), 10),
+    # Muon
+    Fault("Nesterov without the gradient", FLOAT32.format("muon"), "numpy", rule(direction=muon.heavy_ball)),
+    Fault("an iteration less", FLOAT32.format("muon"), "eager", defaults(ns_steps=4)),
+    Fault("another coefficient", FLOAT64_MUON, "jax", defaults(ns_coefficients=(3.4445, -4.7750, 2.0316))),
+    Fault("scaled by the other axis", FLOAT32.format("muon_momentum"), "jax", defaults(output_axis=1)),
+    Fault("a step that depends on the norm", FLOAT64_MUON, "numpy", rule(of_matrix=_of_its_norm)),
+    Fault(
+        "iterations in float32",
+        FLOAT64_MUON,
+        "numpy",
+        rule(of_matrix=_in_float32),
+    ),
 ]
