@@ -21,6 +21,11 @@ A **sign** that the errors of its argument leave undecided (Lion: |beta1*m + (1-
 one, which moves the parameter by 2*lr: so much is added linearly for each such element and step, and every one is counted
 (`Bound.undecided`, and `undecided` in the report). A selection by a scalar (RAdam's rho > 5) is treated alike.
 
+**Ranger's** way from its slow weights, a part of which comes back off the parameter in every k-th step, is followed in the same
+manner: `after_step` runs on arrays with errors, too. What its errors share with the parameter's is counted in both. **Muon's**
+step is of a whole matrix; how far that may be off is derived in `parity.matrices`. **Codings**, which round by chance or to
+codes, are compared one update at a time (`parity.codings`), so that their errors add up nowhere.
+
 The factor 1 - eta*weight_decay of e_{t-1} is at most 1 and left out. An L2 term feeds e back through the gradient with the sign
 that shrinks it (mean/rms increases with the mean; a momentum of it is overdamped where lr*weight_decay < (1-sqrt(momentum))^2),
 and is left out, too. In the bounds of the fields themselves e does appear (`echo`). Spacings are taken where the perturbed

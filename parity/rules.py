@@ -11,9 +11,6 @@ from typing import Any
 import numpy as np
 
 from ..core import rules
-from ..core.combinations import AXES
-from ..core.compensation import possible
-from ..core.dtypes import PARAMETER_DTYPES
 from ..core.hyperparameters import DECAY, Hyperparameters
 from ..core.reference import RAW, Gradient, Reference, ReferenceTensor, Settings
 from ..core.rules import Entered, Rule, adam_family, muon
@@ -137,18 +134,5 @@ def rules_and_dtypes(dtypes: Sequence[str]) -> list[tuple[Rule, str]]:
     return [(rule, dtype) for dtype, of_dtype in found.items() for rule in of_dtype]
 
 
-_CODED = {
-    "compensation": {each for dtype in PARAMETER_DTYPES for each in possible(dtype)},
-    "states": {"plain"},
-}
-
-NOT_COVERED: Mapping[str, str] = MappingProxyType(
-    {f"rule {name}": why for name, why in _REASONS.items() if why is not None}
-    | {
-        f"{axis} {value}": "no bound is derived for what this coding rounds."
-        for axis, covered in _CODED.items()
-        for value in AXES[axis]
-        if value not in covered
-    }
-)
-"""The rules and codings of penstock that the suite does not compare, and why; a report names them."""
+NOT_COVERED: Mapping[str, str] = MappingProxyType({f"rule {name}": why for name, why in _REASONS.items() if why is not None})
+"""The rules of penstock that the suite does not compare, and why; a report names them."""

@@ -8,6 +8,7 @@ from typing import Any, Protocol
 from ..core.errors import InvalidArgumentError
 from .backends.protocol import Backend
 from .cases import matches
+from .codings import Codings
 from .compare import Finding
 from .conversion import Conversion
 from .differences import Differences
@@ -66,6 +67,7 @@ class Section(Protocol):
 
 SECTIONS: tuple[Section, ...] = (
     Updates(),
+    Codings(),
     Events(),
     Identity(),
     Memory(),

@@ -25,6 +25,7 @@ from .torch_optimizers import TorchBackend
 from .triton_interpreter import correct_interpreter
 
 if TYPE_CHECKING:
+    from ..codings import CodingCase
     from ..events import EventCase
     from ..markers import MarkerCase
     from ..memory import MemoryCase
@@ -128,6 +129,9 @@ class TritonBackend(TorchBackend):
 
     def start(self, case: Case) -> Run:
         return InterpretedRun(case) if self.in_worker else super().start(case)
+
+    def refuses_codings(self, case: CodingCase) -> str | None:
+        return "its kernels round nothing by chance, and have no codes of 8 bits"
 
     def refuses_events(self, case: EventCase) -> str | None:
         return PLAIN_UPDATES_ONLY if self.in_worker else super().refuses_events(case)

@@ -170,15 +170,21 @@ def product(parameters: Mapping[str, Any], gradients: Mapping[str, Any], dtype: 
     return sum(jnp.sum(p.astype(dtype) * gradients[name].astype(dtype)) for name, p in parameters.items())
 
 
-def stack_of_given_gradients(dtype: str) -> Any:
-    """A `LayerStack` of layers whose gradients are the batch, (layers, ...) by name; `dtype` is the compute dtype."""
+def stack_of_given_gradients(dtype: str, *, chunked: bool = False) -> Any:
+    """A `LayerStack` of layers whose gradients are the batch, (layers, ...) by name; `dtype` is the compute dtype.
+
+    chunked: in micro-batches, (micro-batches, layers, ...).
+    """
     import jax.numpy as jnp
 
     from ... import jax_frontend
 
+    def inputs(batch: Any) -> Any:
+        return {name: given[0] for name, given in batch.items()} if chunked else batch
+
     return jax_frontend.LayerStack(
         lambda outer, batch: jnp.zeros((), dtype),
-        jax_frontend.Layers(lambda params, x, given: x + product(params, given, dtype), inputs=lambda batch: batch),
+        jax_frontend.Layers(lambda params, x, given: x + product(params, given, dtype), inputs=inputs),
         loss=lambda outer, x, batch: x,
     )
 

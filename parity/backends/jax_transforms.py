@@ -13,6 +13,7 @@ from .jax_arguments import Recipe, arrays_of, held_of, precision, transform_name
 from .protocol import Held
 
 if TYPE_CHECKING:
+    from ..codings import CodingCase, CodingRun
     from ..events import EventCase, EventRun
     from ..trajectories import Trajectory, TrajectoryRun
 
@@ -87,6 +88,14 @@ class JaxBackend:
         from ..events.jax_steps import JaxEvents
 
         return JaxEvents(case, walk=False)
+
+    def refuses_codings(self, case: CodingCase) -> str | None:
+        return "only make_release_step puts micro-batches into the state" if case.micro_batches > 1 else None
+
+    def start_codings(self, case: CodingCase) -> CodingRun:
+        from ..codings.jax_runs import UpdateCodings
+
+        return UpdateCodings(case)
 
     def refuses_trajectory(self, case: Trajectory) -> str | None:
         if case.mode == "release":

@@ -21,6 +21,7 @@ from .jax_transforms import JaxBackend
 from .protocol import Held
 
 if TYPE_CHECKING:
+    from ..codings import CodingCase, CodingRun
     from ..events import EventCase, EventRun
     from ..memory import Measured, MemoryCase
     from ..trajectories import Trajectory, TrajectoryRun
@@ -143,6 +144,14 @@ class WalkBackend(JaxBackend):
         from ..events.jax_steps import JaxEvents
 
         return JaxEvents(case, walk=True)
+
+    def refuses_codings(self, case: CodingCase) -> str | None:
+        return None if case.micro_batches > 1 or self.takes == "all" else NOT_QUICK if self.quick else NOT_USUAL
+
+    def start_codings(self, case: CodingCase) -> CodingRun:
+        from ..codings.jax_runs import WalkCodings
+
+        return WalkCodings(case)
 
     def refuses_memory(self, case: MemoryCase) -> str | None:
         from ..memory import walk_refusal

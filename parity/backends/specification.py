@@ -14,6 +14,7 @@ from ..cases import Case
 from .protocol import Held
 
 if TYPE_CHECKING:
+    from ..codings import CodingCase, CodingRun
     from ..events import EventCase, EventRun
 
 
@@ -82,6 +83,14 @@ class NumpyBackend:
 
     def start(self, case: Case) -> NumpyRun:
         return NumpyRun(case)
+
+    def refuses_codings(self, case: CodingCase) -> str | None:
+        return None
+
+    def start_codings(self, case: CodingCase) -> CodingRun:
+        from ..codings.numpy_runs import NumpyCodings
+
+        return NumpyCodings(case)
 
     def refuses_events(self, case: EventCase) -> str | None:
         return None

@@ -29,12 +29,12 @@ def class_of(rule: Rule) -> Any:
     return None
 
 
-def optimizer_of(rule: Rule, parameters: Iterable[Tensor], given: Hyperparameters, storage: Storage, **more: Any) -> Any:
+def optimizer_of(rule: Rule, parameters: Iterable[Any], given: Hyperparameters, storage: Storage, **more: Any) -> Any:
     """Return an optimizer of the torch frontend; `more` are its further arguments, such as the backend."""
     import torch
 
     made = class_of(rule)
-    state_dtype = None if storage.state_dtype is None else getattr(torch, storage.state_dtype)
+    state_dtype = getattr(torch, str(storage.state_dtype), storage.state_dtype)  # "8bit" and None are no dtypes of torch
     optimizer = made(parameters, **group_of(given), compensation=storage.compensation, state_dtype=state_dtype, **more)
     if more.get("backend") == "compiled":
         optimizer._backend.small = 0  # the cases' tensors are small: they would be left to the eager backend

@@ -14,6 +14,7 @@ from .torch_adapter import OptimizerRun
 from .torch_arguments import class_of, kept_by, optimizer_of
 
 if TYPE_CHECKING:
+    from ..codings import CodingCase, CodingRun
     from ..events import EventCase, EventRun
     from ..markers import MarkerCase, TorchMarkers
     from ..memory import Measured, MemoryCase
@@ -84,6 +85,14 @@ class TorchBackend:
 
         return TorchEvents(case, self.name, self.device, released=False)
 
+    def refuses_codings(self, case: CodingCase) -> str | None:
+        return None
+
+    def start_codings(self, case: CodingCase) -> CodingRun:
+        from ..codings.torch_runs import TorchCodings
+
+        return TorchCodings(case, self.name, self.device)
+
     def refuses_memory(self, case: MemoryCase) -> str | None:
         return None
 
@@ -121,3 +130,6 @@ class UsualCompiled(TorchBackend):
         if problem.rule.name not in FAMILY and not usual:
             return "compiling takes a second a case; name the backend with --backend compiled"
         return super().refuses(case)
+
+    def refuses_codings(self, case: CodingCase) -> str | None:
+        return None if case.quick else "compiling takes a second a case; name the backend with --backend compiled"

@@ -12,6 +12,7 @@ from penstock.parity import Held, register, run, unregister
 from penstock.parity.backends.calls import BrokenBackendError, held_after
 from penstock.parity.backends.specification import NumpyBackend, NumpyRun
 from penstock.parity.cases import select
+from penstock.parity.codings.numpy_runs import NumpyCodings
 from penstock.parity.compare import Row
 from penstock.parity.events.specification import NumpyEvents
 from penstock.parity.memory import CASES, run_case
@@ -22,8 +23,12 @@ CASES_OF = {
     "differences": "differences/adamw/float32",
     "identity": "identity/repeat/adamw/float32",
     "events": "events/release/adamw/float32",
+    "codings": "codings/adamw/bfloat16/split8/state-8bit",
 }
 """A case of every section that runs backends of users."""
+
+REFUSES = {"events": "refuses_events", "codings": "refuses_codings"}
+"""What says that it does not run a case of a section, where it is not `refuses`."""
 
 
 def explode(*_: Any) -> Any:
@@ -61,8 +66,7 @@ ANSWERS = {
     ("section", "method"),
     [
         ("updates", "unavailable"),
-        *((section, "refuses") for section in CASES_OF if section != "events"),
-        ("events", "refuses_events"),
+        *((section, REFUSES.get(section, "refuses")) for section in CASES_OF),
     ],
 )
 def test_a_backend_that_cannot_say_what_it_runs_is_bad_usage(
@@ -140,6 +144,21 @@ def test_a_run_that_fails_is_a_failed_row_that_names_the_method(fault: str, mine
 def test_an_event_run_that_fails_is_a_failed_row(methods: dict[str, Any], place: str, mine: Callable[..., None]) -> None:
     mine(start_events=lambda backend, case: type("MyEvents", (NumpyEvents,), methods)(case))
     (row,) = run(["mine"], CASES_OF["events"])
+    assert not row.within
+    assert row.failure.startswith(place)
+
+
+@pytest.mark.parametrize(
+    ("methods", "place"),
+    [
+        ({"__init__": explode}, "start_codings(): ZeroDivisionError: too much"),
+        ({"update": explode}, "update() number 1: ZeroDivisionError: too much"),
+        ({"held": lambda _: {}}, "held() after update 1: KeyError: 'matrix'"),
+    ],
+)
+def test_a_run_of_a_coding_that_fails_is_a_failed_row(methods: dict[str, Any], place: str, mine: Callable[..., None]) -> None:
+    mine(start_codings=lambda backend, case: type("MyCodings", (NumpyCodings,), methods)(case))
+    (row,) = run(["mine"], CASES_OF["codings"])
     assert not row.within
     assert row.failure.startswith(place)
 

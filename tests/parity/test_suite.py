@@ -203,7 +203,7 @@ def test_sections_are_told_apart_by_the_names_of_their_cases() -> None:
         assert [case.name for case in found] == [case.name for case in section.cases(quick=False)]
     names = [case.name for section in SECTIONS for case in section.cases(quick=False)]
     assert len(names) == len(set(names))
-    with pytest.raises(InvalidArgumentError, match=r"no case matches 'ada'.*The sections are updates, events, "):
+    with pytest.raises(InvalidArgumentError, match=r"no case matches 'ada'.*The sections are updates, codings, events, "):
         select_sections("ada")
 
 

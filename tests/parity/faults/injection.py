@@ -22,6 +22,7 @@ from penstock.parity.suite import Result, run_sections
 Wrong = Callable[[Callable[[Any], Any], Any], Any]
 
 METHODS = {
+    "codings": "start_codings",
     "events": "start_events",
     "identity": "start_events",
     "trajectories": "start_trajectory",

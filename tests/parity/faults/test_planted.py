@@ -10,10 +10,10 @@ import pytest
 pytest.importorskip("torch")
 pytest.importorskip("jax")
 
-from tests.parity.faults import event_faults, rule_faults, update_faults
+from tests.parity.faults import coding_faults, event_faults, rule_faults, update_faults
 from tests.parity.faults.injection import Fault, caught, right, run
 
-FAULTS = [*update_faults.FAULTS, *rule_faults.FAULTS, *event_faults.FAULTS]
+FAULTS = [*update_faults.FAULTS, *rule_faults.FAULTS, *coding_faults.FAULTS, *event_faults.FAULTS]
 
 
 @functools.cache
