@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from benchmarks.support import ROOT, markdown_table, result
-from penstock.planner.settings import Training
+from penstock.planner.settings import Training, kept_sizes
 
 GIB = 2**30
 PAGES = (ROOT / "README.md", ROOT / "docs" / "index.md")
@@ -23,7 +23,7 @@ def bytes_table() -> str:
     """Return what is kept for each parameter."""
     rows = [["torch.optim.AdamW", "2", "0", "4", "2", "8"], ["torch.optim.AdamW in hooks", "2", "0", "4", "about 0", "6"]]
     for name, training in RELEASED.items():
-        kept = dict(training.kept_sizes)
+        kept = kept_sizes(training.kept)
         sizes = [kept.pop("parameter"), kept.pop("compensation", 0.0), sum(kept.values())]
         rows.append([name, *(f"{size:.3g}" for size in sizes), "about 0", f"{training.kept_bytes:.3g}"])
     return markdown_table(

@@ -13,8 +13,10 @@ from torch import Tensor
 
 from .. import torch_frontend
 from ..core.errors import MissingDependencyError
-from ..torch_frontend import microbatch_blocks, release_gradients
+from ..core.rules import ADAMW, MUON
+from ..torch_frontend import microbatch_blocks, param_groups_for_muon, release_gradients
 from ..torch_frontend.backends import OverShards, TensorSlot
+from ..torch_frontend.backends.eager import EagerBackend
 from ..torch_frontend.releasable import ReleasableOptimizer
 from .live_storages import LiveStorageMeter
 from .llama import Llama
@@ -39,30 +41,39 @@ class Plan:
 
 
 class InPlaceKernels:
-    """A backend that does nothing: it replaces kernels that update in place and allocate nothing."""
+    """A backend that does nothing: it replaces kernels that update in place and allocate nothing.
+
+    Rules that need whole matrices have no such kernels: their steps are the eager ones, with their temporaries.
+    """
 
     name = "kernels"
     one_launch = False  # nothing waits: a gradient is gone when its kernel is launched
 
+    def __init__(self) -> None:
+        self._of_matrices = EagerBackend()
+
     def update_all(self, pairs: Sequence[tuple[TensorSlot, Tensor]], *, over_shards: OverShards | None = None) -> None:
-        pass
+        for slot, gradient in pairs:
+            self.update(slot, gradient, first=True)
 
     def update(self, slot: TensorSlot, gradient: Tensor, *, first: bool, measure: bool = False) -> None:
-        pass
+        if slot.rule.of_matrix is not None:
+            self._of_matrices.update(slot, gradient, first=first)
 
     def accumulate(self, slot: TensorSlot, gradient: Tensor, *, first: bool) -> None:
         pass
 
     def apply(self, slot: TensorSlot) -> None:
-        pass
+        if slot.rule.of_matrix is not None:
+            self._of_matrices.apply(slot)
 
 
 def plan(shape: LlamaShape, training: Training, mode: Mode, *, fake: bool = True) -> Plan:
     """Run one step, and return the peak of live memory.
 
     The model, autograd, the optimizer and release are the real ones, except that the update itself is taken to allocate
-    nothing, as a fused kernel's does. What other kernels allocate inside one operation is not seen, nor an allocator's
-    rounding and fragmentation.
+    nothing, as a fused kernel's does (but Muon's). What other kernels allocate inside one operation is not seen, nor an
+    allocator's rounding and fragmentation.
 
     Args:
         shape: of the model.
@@ -107,8 +118,13 @@ def plan(shape: LlamaShape, training: Training, mode: Mode, *, fake: bool = True
 
 def _optimizer(model: Llama, training: Training) -> ReleasableOptimizer:
     """Return the optimizer of this package, with its state."""
-    optimizer: ReleasableOptimizer = getattr(torch_frontend, training.optimizer)(
-        model.parameters(),
+    first, *others = training.rules
+    groups: Any = model.parameters()
+    if others:
+        rules = {MUON.name: first.name, ADAMW.name: others[0].name}
+        groups = [{**group, "rule": rules[group["rule"]]} for group in param_groups_for_muon(model)]
+    optimizer: ReleasableOptimizer = getattr(torch_frontend, training.optimizer.partition("+")[0])(
+        groups,
         compensation=training.compensation,
         state_dtype=getattr(torch, training.state_dtype or "", training.state_dtype),  # "8bit" is not a dtype
         backend="eager",

@@ -72,6 +72,9 @@ def counted(number: int) -> str:
 def summary(shape: LlamaShape, training: Training, plans: Sequence[Plan]) -> list[str]:
     """Return what was planned, and what the figures leave out."""
     kept = ", ".join(f"{name} {dtype}" for name, dtype in training.kept.items())
+    rest = ", ".join(f"{name} {dtype}" for name, dtype in training.kept_of_rest.items())
+    mixed = f"; {training.kept_bytes_of_rest:.4g} of embeddings, heads and norms: {rest}" if len(training.rules) > 1 else ""
+    muon = ", Muon's what its operations do" if any(rule.of_matrix for rule in training.rules) else ""
     choice = f"with {training.changed}" if training.changed else "by default"
     checkpointing = "with" if training.checkpointing else "without"
     micro = f" in {training.micro_batches} micro-batches" if training.micro_batches > 1 else ""
@@ -79,7 +82,7 @@ def summary(shape: LlamaShape, training: Training, plans: Sequence[Plan]) -> lis
     of_torch = numpy_dtype(training.dtype).itemsize * 3
     return [
         f"{counted(shape.parameters)} parameters in {shape.layers} layers. {training.optimizer} keeps "
-        f"{training.kept_bytes:.4g} bytes for each {choice}: {kept}. {sequences} of {training.sequence} tokens{micro}, "
+        f"{training.kept_bytes:.4g} bytes for each {choice}: {kept}{mixed}. {sequences} of {training.sequence} tokens{micro}, "
         f"{checkpointing} activation checkpointing.",
         *_cheaper(training),
         *(
@@ -87,7 +90,7 @@ def summary(shape: LlamaShape, training: Training, plans: Sequence[Plan]) -> lis
             if any(plan.mode == "torch" for plan in plans)
             else []
         ),
-        "The update allocates nothing (as a fused kernel's); workspaces inside kernels, an allocator's rounding and its "
+        f"The update allocates nothing (as a fused kernel's){muon}; workspaces inside kernels, an allocator's rounding and its "
         "fragmentation are not counted. Gradients that backward is about to hand over count as temporaries at the peak; "
         "'peak gradients' is the release's own account over the whole step.",
     ]
@@ -120,6 +123,7 @@ def document(
         "command": " ".join(command),
         "versions": dict(versions),
         "shape": {**dataclasses.asdict(shape), "parameters": shape.parameters},
-        "training": {**dataclasses.asdict(training), "kept": training.kept, "kept_bytes": training.kept_bytes},
+        "training": {**dataclasses.asdict(training), "kept": training.kept, "kept_bytes": training.kept_bytes}
+        | ({"kept_of_rest": training.kept_of_rest} if len(training.rules) > 1 else {}),
         "plans": [dataclasses.asdict(plan) for plan in plans],
     }

@@ -10,7 +10,7 @@ from ..core.codings.eight_bit import BLOCK
 from ..core.compensation import COMPENSATIONS, compensation_dtype, resolve
 from ..core.errors import InvalidArgumentError
 from ..core.precision import chosen
-from ..core.rules import ADAM, ADAMW, ADAN, LION, RADAM, RANGER, SGD, STABLE_ADAMW
+from ..core.rules import ADAM, ADAMW, ADAN, LION, MUON, RADAM, RANGER, SGD, STABLE_ADAMW, Rule
 
 DTYPES = ("bfloat16", "float16", "float32")
 OPTIMIZERS = {
@@ -22,7 +22,10 @@ OPTIMIZERS = {
     "RAdam": RADAM,
     "Adan": ADAN,
     "Ranger": RANGER,
+    "Muon": MUON,
 }
+"""The optimizers of this package. A+B is one optimizer with A for the matrices of hidden layers and B for all else; Muon, which
+takes no other parameters, is Muon+AdamW."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -62,6 +65,11 @@ class LlamaShape:
         return 2 * self.width**2 + 2 * key_value + 3 * self.width * self.hidden + 2 * self.width
 
     @property
+    def hidden_matrices(self) -> int:
+        """Number of parameters of the blocks without their norms: those of the matrices that Muon is meant for."""
+        return self.layers * (self.layer_parameters - 2 * self.width)
+
+    @property
     def parameters(self) -> int:
         """Number of parameters of the model: blocks, embedding, head, last norm."""
         return self.layers * self.layer_parameters + 2 * self.vocabulary * self.width + self.width
@@ -93,11 +101,17 @@ class Training:
                 raise InvalidArgumentError(f"{name}={getattr(self, name)} must be at least 1.")
         if self.batch % self.micro_batches:
             raise InvalidArgumentError(f"micro_batches={self.micro_batches} must divide batch={self.batch}.")
-        for name, known in (("dtype", DTYPES), ("optimizer", OPTIMIZERS), ("compensation", COMPENSATIONS)):
+        for name, known in (("dtype", DTYPES), ("compensation", COMPENSATIONS)):
             if getattr(self, name) not in known:
                 raise InvalidArgumentError(
                     f"{name}={getattr(self, name)!r} is not known; it must be one of {', '.join(known)}."
                 )
+        names = self.optimizer.split("+")
+        if len(names) > 2 or not OPTIMIZERS.keys() >= set(names) or names[1:] == ["Muon"]:
+            raise InvalidArgumentError(
+                f"optimizer={self.optimizer!r} is not known; it must be one of {', '.join(OPTIMIZERS)}, or two of them, A+B, "
+                "of which B, that of embeddings, heads and norms, is not Muon."
+            )
         if self.state_dtype is not None and self.state_dtype not in (*DTYPES, EIGHT_BIT):
             dtypes = ", ".join((*DTYPES, EIGHT_BIT))
             raise InvalidArgumentError(f"state_dtype={self.state_dtype!r} is not known; it must be one of {dtypes}.")
@@ -106,29 +120,46 @@ class Training:
         preset = chosen(precision, given)
         if not given:
             object.__setattr__(self, "compensation", preset.compensation)
-            object.__setattr__(self, "state_dtype", preset.state_dtype if OPTIMIZERS[self.optimizer].fields else None)
-        _ = self.kept  # raises where they do not go together
+            object.__setattr__(self, "state_dtype", preset.state_dtype if any(rule.fields for rule in self.rules) else None)
+        elif self.state_dtype is not None and not any(rule.fields for rule in self.rules):
+            raise InvalidArgumentError(
+                f"state_dtype={self.state_dtype!r} is not possible for {self.optimizer}, which keeps no state; leave it out."
+            )
+        _ = self.kept, self.kept_of_rest  # raises where they do not go together
+
+    @property
+    def rules(self) -> tuple[Rule, ...]:
+        """The rule of the matrices of hidden layers, and that of all other parameters if it is another one."""
+        first, *others = (OPTIMIZERS[name] for name in self.optimizer.split("+"))
+        rest = others[0] if others else ADAMW if first is MUON else first
+        return (first,) if rest is first else (first, rest)
 
     @property
     def kept(self) -> dict[str, str]:
-        """What is kept for each parameter from step to step, itself included, and in which dtype."""
+        """What is kept for each parameter of the first rule from step to step, itself included, and in which dtype."""
+        return self._kept(self.rules[0])
+
+    @property
+    def kept_of_rest(self) -> dict[str, str]:
+        """The same of the parameters of the last rule, which may be the first."""
+        return self._kept(self.rules[-1])
+
+    def _kept(self, rule: Rule) -> dict[str, str]:
         low = compensation_dtype(resolve(self.compensation, self.dtype), self.dtype)
-        rule = OPTIMIZERS[self.optimizer]
         betas = [None if field.beta is None else rule.defaults[field.beta] for field in rule.fields]
         dtypes = state_dtypes(rule.fields, self.dtype, betas, [self.state_dtype] * len(betas))
         fields = {field.name: dtype for field, dtype in zip(rule.fields, dtypes, strict=True)}
         return {"parameter": self.dtype, **({} if low is None else {"compensation": low}), **fields}
 
     @property
-    def kept_sizes(self) -> dict[str, float]:
-        """Bytes of each of `kept` for an element of a parameter, of matrices where 8-bit states need them."""
-        of = {dtype: 1 + 4 / BLOCK if dtype == EIGHT_BIT else numpy_dtype(dtype).itemsize for dtype in self.kept.values()}
-        return {name: of[dtype] for name, dtype in self.kept.items()}
+    def kept_bytes(self) -> float:
+        """Bytes of `kept` for each element of a parameter, of matrices where 8-bit states need them."""
+        return sum(kept_sizes(self.kept).values())
 
     @property
-    def kept_bytes(self) -> float:
-        """Bytes of `kept` for each element of a parameter."""
-        return sum(self.kept_sizes.values())
+    def kept_bytes_of_rest(self) -> float:
+        """Bytes of `kept_of_rest` for each element, as in `kept_bytes`."""
+        return sum(kept_sizes(self.kept_of_rest).values())
 
     @property
     def changed(self) -> str:
@@ -138,7 +169,17 @@ class Training:
             f"compensation={self.compensation!r}": dataclasses.replace(default, compensation=self.compensation),
             f"state_dtype={self.state_dtype!r}": dataclasses.replace(default, state_dtype=self.state_dtype),
         }
-        return ", ".join(setting for setting, training in alone.items() if training.kept != default.kept)
+        return ", ".join(
+            setting
+            for setting, training in alone.items()
+            if (training.kept, training.kept_of_rest) != (default.kept, default.kept_of_rest)
+        )
+
+
+def kept_sizes(kept: dict[str, str]) -> dict[str, float]:
+    """Return the bytes of each of `Training.kept` for an element of a parameter, of matrices where 8-bit states need them."""
+    of = {dtype: 1 + 4 / BLOCK if dtype == EIGHT_BIT else numpy_dtype(dtype).itemsize for dtype in kept.values()}
+    return {name: of[dtype] for name, dtype in kept.items()}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -174,8 +215,7 @@ def modes(names: list[str] | None, training: Training) -> list[Mode]:
     """
     known = {mode.name: mode for mode in MODES}
     if names is None:
-        needs_gradient = OPTIMIZERS[training.optimizer].needs_gradient
-        left_out = {"state"} if needs_gradient else set()
+        left_out = {"state"} if any(rule.needs_gradient for rule in training.rules) else set()
         left_out |= {"hold", "state", "blocks"} if training.micro_batches == 1 else set()
         return [mode for mode in MODES if mode.name not in left_out]
     for name in names:

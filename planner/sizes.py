@@ -15,7 +15,7 @@ SHAPES = {
     "7B": LlamaShape(),
     "8B": LlamaShape(layers=32, width=4096, heads=32, key_value_heads=8, hidden=14336, vocabulary=128256),
 }
-RULES = ("StableAdamW", "AdamW", "Lion")
+RULES = ("StableAdamW", "AdamW", "Lion", "Muon+AdamW")
 _GRADIENT = 2.0
 
 
@@ -25,6 +25,7 @@ class Row(NamedTuple):
     name: str
     kept: float
     gradient: float
+    kept_of_rest: float | None = None  # where embeddings, heads and norms have another rule than the other matrices
 
 
 PEERS = (
@@ -40,6 +41,7 @@ of 32 elements (FlashOptim, https://arxiv.org/abs/2602.23349)."""
 
 NOTES = (
     "bfloat16 parameters, all of them matrices; an embedding and a head apart. Kept: parameter, lost bits, optimizer state.",
+    "Muon+AdamW keeps the first number for matrices of hidden layers, the second for the embedding, the head and norms.",
     "A released gradient is about one layer's, counted as 0. Activations and temporaries come on top: penstock plan.",
     "torch's AdamW in bfloat16 loses small steps, and its second moment does not decay with its default betas.",
 )
@@ -50,9 +52,10 @@ def rows() -> Iterator[Row]:
     yield from PEERS
     for rule in RULES:
         for precision in PRECISIONS:
-            kept = Training(optimizer=rule, precision=precision).kept_bytes
-            yield Row(f"{rule}, {precision}", kept, _GRADIENT)
-            yield Row(f"{rule}, {precision}, released", kept, 0.0)
+            training = Training(optimizer=rule, precision=precision)
+            rest = training.kept_bytes_of_rest if len(training.rules) > 1 else None
+            yield Row(f"{rule}, {precision}", training.kept_bytes, _GRADIENT, rest)
+            yield Row(f"{rule}, {precision}, released", training.kept_bytes, 0.0, rest)
 
 
 def table() -> list[list[str]]:
@@ -60,6 +63,13 @@ def table() -> list[list[str]]:
     headings = ["optimizer", "kept", "gradient", *SHAPES]
     lines = []
     for row in rows():
-        sizes = (shape.parameters * (row.kept + row.gradient) / GIB for shape in SHAPES.values())
-        lines.append([row.name, f"{row.kept:.2f}", f"{row.gradient:g}", *(f"{size:.1f}" for size in sizes)])
+        kept = f"{row.kept:.2f}" + ("" if row.kept_of_rest is None else f", {row.kept_of_rest:.2f}")
+        sizes = (_bytes(row, shape) / GIB for shape in SHAPES.values())
+        lines.append([row.name, kept, f"{row.gradient:g}", *(f"{size:.1f}" for size in sizes)])
     return [headings, *lines]
+
+
+def _bytes(row: Row, shape: LlamaShape) -> float:
+    rest = row.kept if row.kept_of_rest is None else row.kept_of_rest
+    hidden = shape.hidden_matrices
+    return hidden * row.kept + (shape.parameters - hidden) * rest + shape.parameters * row.gradient

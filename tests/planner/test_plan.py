@@ -43,16 +43,18 @@ def test_parameters_and_states_are_counted_exactly() -> None:
 @pytest.mark.parametrize(
     ("dtype", "optimizer", "compensation"),
     rows(
-        [*itertools.product(DTYPES, OPTIMIZERS, ["auto", "none", "kahan"]), ("bfloat16", "Lion", "stochastic")],
+        [*itertools.product(DTYPES, [*OPTIMIZERS, "Lion+SGD"], ["auto", "none", "kahan"]), ("bfloat16", "Lion", "stochastic")],
         lambda row: "StableAdamW" in row or "auto" in row or "stochastic" in row,
     ),
 )
 def test_planned_state_equals_the_optimizers(dtype: str, optimizer: str, compensation: str) -> None:
     training = dataclasses.replace(TRAINING, dtype=dtype, optimizer=optimizer, compensation=compensation)
-    shape = dataclasses.replace(SHAPE, layers=1)
+    shape = dataclasses.replace(SHAPE, layers=1, vocabulary=48)  # the embedding has another shape than every hidden matrix
     found = plan(shape, training, MODE["plain"]).by_kind
     tensors = len(list(Llama(shape, dtype=torch.float32, checkpointing=False).parameters()))
-    assert found["parameters"] + found["optimizer state"] == training.kept_bytes * shape.parameters + 4 * tensors
+    rest = shape.parameters - shape.hidden_matrices
+    kept = training.kept_bytes * shape.hidden_matrices + training.kept_bytes_of_rest * rest
+    assert found["parameters"] + found["optimizer state"] == kept + 4 * tensors
 
 
 def test_the_row_of_torch_has_the_state_that_torch_makes() -> None:
@@ -94,6 +96,20 @@ def test_each_mode_keeps_the_gradients_that_its_ledger_says() -> None:
     assert found["hold"].peak == found["plain"].peak
 
 
+def test_the_temporaries_of_muon_are_those_of_its_operations() -> None:
+    """Of the largest matrix: three of its size or more are alive in an iteration, and more while states are coded."""
+    shape = dataclasses.replace(SHAPE, width=128, hidden=512)
+    exact, compact = (
+        plan(shape, Training(sequence=8, optimizer="Muon", precision=precision), MODE["release"])
+        for precision in ("exact", "compact")
+    )
+    adamw = plan(shape, Training(sequence=8, optimizer="AdamW"), MODE["release"])
+    temporaries = [one.by_kind["activations and temporaries"] for one in (adamw, exact, compact)]
+    assert temporaries == sorted(temporaries)
+    assert temporaries[1] - temporaries[0] > 3 * 2 * 128 * 512
+    assert compact.by_kind["optimizer state"] < exact.by_kind["optimizer state"]
+
+
 @pytest.mark.parametrize("name", list(MODE))
 def test_fake_tensors_take_the_memory_that_real_ones_do(name: str) -> None:
     fake, real = planned(name), plan(SHAPE, TRAINING, MODE[name], fake=False)
@@ -127,6 +143,8 @@ def test_modes_that_say_nothing_are_left_out() -> None:
         (lambda: Training(batch=3, micro_batches=2), "micro_batches=2 must divide batch=3"),
         (lambda: Training(dtype="int8"), "dtype='int8' is not known"),
         (lambda: Training(optimizer="Adagrad"), "optimizer='Adagrad' is not known"),
+        (lambda: Training(optimizer="AdamW+Muon"), r"optimizer='AdamW\+Muon' is not known.* B, .* is not Muon"),
+        (lambda: Training(optimizer="SGD", state_dtype="8bit"), "state_dtype='8bit' is not possible for SGD"),
         (lambda: Training(state_dtype="int8"), "state_dtype='int8' is not known"),
         (lambda: modes(["all"], Training()), "mode 'all' is not known"),
     ],

@@ -37,7 +37,10 @@ def add_parser(subparsers: Any) -> None:
         parser.add_argument(f"--{name}", type=int, default=default, metavar="N", help=text + shown)
     parser.add_argument("--dtype", default="bfloat16", help="of the parameters (default bfloat16)")
     parser.add_argument(
-        "--optimizer", default="StableAdamW", help="StableAdamW (default), AdamW, Adam, Lion, SGD, RAdam, Adan or Ranger"
+        "--optimizer",
+        default="StableAdamW",
+        help="StableAdamW (default), AdamW, Adam, Lion, SGD, RAdam, Adan, Ranger or Muon; A+B: A for the matrices of hidden "
+        "layers and B for all else (Muon is Muon+AdamW)",
     )
     parser.add_argument("--precision", default="exact", help="exact (default), compact or smallest: chooses the next two")
     parser.add_argument(
