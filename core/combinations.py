@@ -75,11 +75,6 @@ def _refused(why: str, applies: Callable[[Combination], bool]) -> Clause:
 
 CLAUSES: tuple[Clause, ...] = (
     _refused(
-        "Triton's kernels neither round stochastically nor code states in 8 bits; use backend='compiled', 'eager' or 'auto', "
-        "or another compensation and state_dtype.",
-        lambda c: (c.compensation in ("split8", "stochastic") or c.states != "plain") and c.backend == "triton",
-    ),
-    _refused(
         "accumulation='state' puts micro-batches into the optimizer's state, and this rule's step needs the whole gradient "
         "besides its state, or it keeps none (SGD without momentum); use accumulation='hold' or microbatch_blocks, or SGD with "
         "momentum, or Muon, without nesterov.",

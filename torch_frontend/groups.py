@@ -307,7 +307,7 @@ def check_group(group: Group) -> None:
 
 
 class Storage(NamedTuple):
-    """How a parameter and its fields are stored, as far as not every backend can: values of axes of `core.combinations`."""
+    """How a parameter and its fields are stored, where it is not plain: values of axes of `core.combinations`."""
 
     compensation: str
     states: str
@@ -317,7 +317,7 @@ PLAIN_STORAGE = Storage("none", "plain")
 
 
 def storage_of(group: Mapping[str, Any], parameter: Tensor, current: Hyperparameters) -> Storage:
-    """Return the storage of a parameter of this group; "none" for a compensation that every backend has.
+    """Return the storage of a parameter of this group; "none" for a compensation without random bits.
 
     Raises:
         InvalidArgumentError: a dtype or compensation does not fit the parameter.
@@ -329,10 +329,10 @@ def storage_of(group: Mapping[str, Any], parameter: Tensor, current: Hyperparame
     return Storage(resolved if resolved in compensation.WITH_RANDOM_BITS else "none", states)
 
 
-def storages_of(group: Mapping[str, Any]) -> set[Storage]:
-    """Return the storages of a group's parameters that are not plain."""
+def follow_rows(group: Mapping[str, Any]) -> list[Tensor]:
+    """Return the group's parameters whose random bits, or codes of states, are those of their rows."""
     current = hyperparameters(group)
-    return {storage_of(group, parameter, current) for parameter in group["params"]} - {PLAIN_STORAGE}
+    return [parameter for parameter in group["params"] if storage_of(group, parameter, current) != PLAIN_STORAGE]
 
 
 def first_index(parameter: Tensor) -> int:

@@ -27,9 +27,9 @@ from .groups import (
     check_keys,
     check_state_dtype_is_used,
     complete_group,
+    follow_rows,
     hyperparameters,
     rule_of,
-    storages_of,
 )
 from .signatures import COMMON, signature_of
 
@@ -99,8 +99,8 @@ class ReleasableOptimizer(FusedBackPass):
 
     def _selected(self, backend: str) -> Backend:
         self._rules = frozenset(map(rule_of, self.param_groups))
-        storages = set().union(*map(storages_of, self.param_groups))
-        return select_backend(backend, self._parameters(), self._rules, storages)
+        in_rows = [parameter for group in self.param_groups for parameter in follow_rows(group)]
+        return select_backend(backend, self._parameters(), self._rules, in_rows)
 
     @property
     def on_nonfinite(self) -> str:
@@ -150,7 +150,7 @@ class ReleasableOptimizer(FusedBackPass):
             complete_group(group, given, self.rule)
             check_group(group)
             default_betas_of_moments(group)
-            self._check_storages(storages_of(group))
+            self._check_rows(follow_rows(group))
             self._check_kernels()
             if self.release is not None:
                 self.release._check_group(group)

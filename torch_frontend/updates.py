@@ -12,7 +12,6 @@ from torch.optim import Optimizer
 
 from ..core import codings, random_bits
 from ..core import compensation as compensations
-from ..core.combinations import Combination, require
 from ..core.errors import RefusedError
 from ..core.release import Action
 from ..core.rules import Rule
@@ -48,11 +47,10 @@ class TensorUpdates(Optimizer):
         if others and hasattr(self, "_backend") and self._backend.name == "triton":
             select_backend("triton", (), others)
 
-    def _check_storages(self, storages: Iterable[tuple[str, str]]) -> None:
-        """Raise `RefusedError` if the backend, once it is chosen, does not have these: (compensation, states)."""
-        if hasattr(self, "_backend"):
-            for compensation, states in storages:
-                require(Combination(compensation=compensation, states=states, backend=self._backend.name))
+    def _check_rows(self, parameters: Iterable[Tensor]) -> None:
+        """Raise `RefusedError` if the backend, once it is chosen, cannot follow the rows of these parameters."""
+        if hasattr(self, "_backend") and self._backend.name == "triton":
+            select_backend("triton", (), (), parameters)
 
     def _forget_groups(self) -> None:
         """Drop what is cached of the groups."""
@@ -310,7 +308,7 @@ class TensorUpdates(Optimizer):
         random = codings.random_fields(slot.rule.fields, slot.dtypes, slot.rule.decays(current))
         slot.random = (*((0,) if compensation in compensations.WITH_RANDOM_BITS else ()), *random)
         if slot.random or slot.coded:
-            self._check_storages([(compensation, "8bit" if slot.coded else "stochastic" if random else "plain")])
+            self._check_rows([parameter])
             slot.first_index = first_index(parameter)
         if slot.random:
             if saved_state.RANDOM_KEY not in state:

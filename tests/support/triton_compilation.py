@@ -20,6 +20,7 @@ import triton.compiler
 import triton.language as tl
 from triton.backends.compiler import GPUTarget
 
+from penstock.core.compensation import WITH_RANDOM_BITS
 from penstock.torch_frontend.backends.triton.configuration import Configuration, with_sums
 from penstock.torch_frontend.backends.triton.kernels import update_group, update_tensor
 
@@ -29,25 +30,39 @@ TYPES = {
     torch.bfloat16: ("bf16", tl.bfloat16),
     torch.float16: ("fp16", tl.float16),
     torch.int16: ("i16", tl.int16),
+    torch.int8: ("i8", tl.int8),
+    torch.uint8: ("u8", tl.uint8),
 }
 TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 SCALARS = ("first1", "log1", "first2", "log2", "lr", "eps", "floor", "decay")
 OPTIONAL = ("step_ptr", "square_before", "norm_ptr", "applied_ptr", "numbers")
 """Pointers that a launch may leave out."""
+RANDOM = {
+    "m_scales": "*fp32",
+    "v_scales": "*fp32",
+    **dict.fromkeys(("columns", "index_high", "index_low", "key", "update", "microbatch"), "i32"),
+}
+"""Arguments of a launch where something is rounded stochastically."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Storage:
-    """The dtypes of a specialisation."""
+    """The dtypes of a specialisation. rows: with moments in 8 bits, what the length of a row is a multiple of."""
 
     parameter: torch.dtype
     exp_avg: torch.dtype
     exp_avg_sq: torch.dtype
     compensation: str = "none"
+    rows: int = 0
+    stochastic: bool = False
 
     @property
     def kept(self) -> torch.dtype:
-        return torch.int16 if self.compensation == "split" else self.parameter
+        return {"split": torch.int16, "split8": torch.int8}.get(self.compensation, self.parameter)
+
+    @property
+    def random(self) -> bool:
+        return self.stochastic or self.compensation in WITH_RANDOM_BITS
 
     @property
     def wide(self) -> torch.dtype:
@@ -61,11 +76,13 @@ class Storage:
     @property
     def written(self) -> list[torch.dtype]:
         """What the write phase writes: m, v, p and k."""
-        return [self.exp_avg, self.exp_avg_sq, self.parameter, *([self.kept] if self.compensation != "none" else [])]
+        kept = [] if self.compensation in ("none", "stochastic") else [self.kept]
+        return [self.exp_avg, self.exp_avg_sq, self.parameter, *kept]
 
     def __str__(self) -> str:
         dtypes = (self.parameter, self.exp_avg, self.exp_avg_sq)
-        return "-".join([str(dtype).removeprefix("torch.") for dtype in dtypes] + [self.compensation])
+        rows = [str(self.rows)] if self.rows else []
+        return "-".join([str(dtype).removeprefix("torch.") for dtype in dtypes] + [self.compensation, *rows])
 
 
 @dataclasses.dataclass(frozen=True)
@@ -132,16 +149,18 @@ def group_kernel(
     wide = TYPES[storage.wide][0]
     constants = {
         "PHASES": "both", "CLIP": True, "ZERO1": False, "ZERO2": False, "L2": False,
-        "MAXIMIZE": False, "COMPENSATION": storage.compensation,
+        "MAXIMIZE": False, "COMPENSATION": storage.compensation, "STOCHASTIC": storage.stochastic, "ROWS": storage.rows,
         "EACH": False, "STEP_ON_DEVICE": False, "ALIGNMENT": 16, "HINTS": chosen.hints, "COMPUTE": TYPES[storage.wide][1],
         "G": TYPES[storage.parameter][1], "M": TYPES[storage.exp_avg][1], "V": TYPES[storage.exp_avg_sq][1],
         "P": TYPES[storage.parameter][1], "K": TYPES[storage.kept][1],
     } | changes  # fmt: skip
     given = {
         "items": "*i32", "tensors": "*i64", "partials": f"*{wide}", "squares": f"*{wide}", "counters": "*i32",
-        "item_count": "i32", "tensor_count": "i32", "applied_ptr": "*fp32", "numbers": f"*{wide}",
+        "item_count": "i32", "tensor_count": "i32", "applied_ptr": "*fp32", "numbers": f"*{wide}", **RANDOM,
     }  # fmt: skip
-    chosen = dataclasses.replace(chosen, registers=0)
+    present = (*present, *RANDOM) if storage.random else present
+    if not storage.random:
+        chosen = dataclasses.replace(chosen, registers=0)
     return _audited(kernel, given, constants, {"items", "tensors", "partials", "counters"}, target, chosen, present)
 
 
@@ -157,15 +176,17 @@ def tensor_kernel(
     wide = TYPES[storage.wide][0]
     constants = {
         "ACTION": "update", "FIRST": True, "CLIP": True, "ZERO1": False, "ZERO2": False, "L2": False, "MAXIMIZE": False,
-        "COMPENSATION": storage.compensation, "ALIGNMENT": 16, "HINTS": chosen.hints, "COMPUTE": TYPES[storage.wide][1],
+        "COMPENSATION": storage.compensation, "STOCHASTIC": storage.stochastic, "ROWS": storage.rows,
+        "ALIGNMENT": 16, "HINTS": chosen.hints, "COMPUTE": TYPES[storage.wide][1],
         "G": TYPES[storage.parameter][1], "M": TYPES[storage.exp_avg][1], "V": TYPES[storage.exp_avg_sq][1],
         "P": TYPES[storage.parameter][1], "K": TYPES[storage.kept][1],
     } | changes  # fmt: skip
     given = {
         **dict.fromkeys("gmvpk", "i64"), "n": "i64", "item_count": "i32", "step_ptr": "*fp32", "partials": f"*{wide}",
         "counters": "*i32", "square_before": f"*{wide}", "square_after": f"*{wide}", "norm_ptr": f"*{wide}",
-        "applied_ptr": "*fp32", "numbers": f"*{wide}",
+        "applied_ptr": "*fp32", "numbers": f"*{wide}", **RANDOM,
     }  # fmt: skip
+    present = (*present, *RANDOM) if storage.random else present
     if constants["ACTION"] == "accumulate":
         chosen = dataclasses.replace(chosen, registers=0)
     if "norm_ptr" in present:
@@ -186,7 +207,7 @@ def _audited(
     given = given | dict.fromkeys(SCALARS, "fp32")
     constants = constants | {"TILES": chosen.tiles, "BLOCK": chosen.block, "TAIL": chosen.tail}
     constants |= {"UNROLL": 1 if constants["L2"] else chosen.unroll, "STAGES": chosen.stages}
-    constants |= {name: None for name in OPTIONAL if name in names and name not in present}
+    constants |= {name: None for name in (*OPTIONAL, *RANDOM) if name in names and name not in present}
     signature = {name: "constexpr" if name in constants else given[name] for name in names}
     source = _source(kernel, signature, constants, aligned)
     cap = {"maxnreg": chosen.registers} if chosen.registers else {}

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Iterable
 
 from torch import Tensor
 
-from ...core.combinations import Combination, require
 from ...core.errors import InvalidArgumentError, RefusedError
 from ...core.rules import Rule
 from .backend import Backend
@@ -18,15 +17,13 @@ from .triton import availability as triton
 BACKENDS = ("auto", "triton", "compiled", "eager")
 
 
-def select_backend(
-    name: str, parameters: Iterable[Tensor], rules: Iterable[Rule], storages: Collection[tuple[str, str]] = ()
-) -> Backend:
+def select_backend(name: str, parameters: Iterable[Tensor], rules: Iterable[Rule], in_rows: Iterable[Tensor] = ()) -> Backend:
     """Return the backend of this name. "auto": Triton's kernels on CUDA devices, elsewhere "eager", which compiles nothing.
 
     Args:
         name: "auto", "triton", "compiled" or "eager".
         parameters, rules: that it is to update, and how.
-        storages: (compensation, states), values of axes of `core.combinations`, of parameters whose storage is not plain.
+        in_rows: those of the parameters whose random bits, or codes of states, are those of their rows.
 
     Raises:
         InvalidArgumentError: the name is not known.
@@ -35,11 +32,9 @@ def select_backend(
     if name not in BACKENDS:
         raise InvalidArgumentError(f"backend={name!r} is not known; it must be one of {', '.join(BACKENDS)}.")
     given = list(parameters)
-    if name == "triton":
-        for compensation, states in storages:
-            require(Combination(compensation=compensation, states=states, backend="triton"))
-    if name == "triton" or (name == "auto" and not storages and _on_cuda(given)):
-        reason = next((why for rule in rules if (why := triton.why_not(given, rule)) is not None), None)
+    if name == "triton" or (name == "auto" and _on_cuda(given)):
+        reasons = (*(triton.why_not(given, rule) for rule in rules), *map(triton.why_not_in_rows, in_rows))
+        reason = next((why for why in reasons if why is not None), None)
         if name == "triton" and reason is not None:
             raise RefusedError(f"backend='triton': {reason}")
         name = "triton" if reason is None else "eager"
@@ -50,11 +45,11 @@ def select_backend(
     if name == "eager" or name == "auto":
         return EagerBackend()
     devices = {parameter.device.type for parameter in given}
-    reasons = [reason for device in sorted(devices) if (reason := why_not(device)) is not None]
-    if not reasons:
+    found = [reason for device in sorted(devices) if (reason := why_not(device)) is not None]
+    if not found:
         return CompiledBackend()
     raise RefusedError(
-        f"backend='compiled': torch.compile does not work here ({reasons[0]}). Install a C++ compiler (or name one in CXX), "
+        f"backend='compiled': torch.compile does not work here ({found[0]}). Install a C++ compiler (or name one in CXX), "
         "or use backend='eager'."
     )
 

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from penstock.core import random_bits
 from penstock.core.codings import EightBit, random_fields
 from penstock.core.codings.eight_bit import decoded
-from penstock.core.errors import InvalidArgumentError, RefusedError
+from penstock.core.errors import InvalidArgumentError
 from penstock.core.update import accumulate, apply, init_state, update
 from penstock.torch_frontend import SGD, AdamW, Adan, Lion, Muon, RAdam, Ranger, StableAdamW, release_gradients
 from penstock.torch_frontend.array_ops import dtype_name, torch_ops
@@ -354,9 +354,3 @@ def test_what_has_no_use_for_a_coding_is_refused(arguments: dict[str, Any], mess
     dtype = arguments.pop("dtype", torch.bfloat16)
     with pytest.raises(InvalidArgumentError, match=message):
         optimizer_of([nn.Parameter(start_of(64, 128, dtype=dtype))], **arguments)
-
-
-@EVERY_STORAGE
-def test_kernels_refuse_it_by_name(storage: dict[str, Any]) -> None:
-    with pytest.raises(RefusedError, match=r"Triton's kernels neither round stochastically nor code states in 8 bits"):
-        optimizer_of([nn.Parameter(start_of(64, 128))], backend="triton", **storage)

@@ -10,7 +10,6 @@ import pytest
 import torch
 from tests.support.torch_models import (
     OPTIMIZERS,
-    backend_of,
     batches,
     bits,
     compiling_small_tensors,
@@ -24,7 +23,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from penstock.core import random_bits
-from penstock.core.errors import InvalidArgumentError, RefusedError
+from penstock.core.errors import InvalidArgumentError
 from penstock.torch_frontend import Adam, AdamW, Lion, StableAdamW, release_gradients
 from penstock.torch_frontend.backends import eager
 from penstock.torch_frontend.backends.random_words import Randomness
@@ -228,14 +227,4 @@ def test_a_seed_out_of_range_is_refused_and_changes_nothing(seed: Any) -> None:
     optimizer = stochastic([nn.Parameter(start_of(3))])
     with pytest.raises(InvalidArgumentError, match=r"seed="):
         optimizer.add_param_group({"params": [nn.Parameter(start_of(3))], "seed": seed})
-    assert len(optimizer.param_groups) == 1
-
-
-def test_what_does_not_round_stochastically_refuses_it_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(RefusedError, match=r"Triton's kernels neither round stochastically nor .*; use backend='compiled'"):
-        stochastic([nn.Parameter(start_of(3))], backend="triton")
-    optimizer = stochastic([nn.Parameter(start_of(3))], compensation="none")
-    monkeypatch.setattr(type(backend_of(optimizer)), "name", "triton")
-    with pytest.raises(RefusedError, match=r"Triton's kernels"):
-        optimizer.add_param_group({"params": [nn.Parameter(start_of(3))], "compensation": "stochastic"})
     assert len(optimizer.param_groups) == 1

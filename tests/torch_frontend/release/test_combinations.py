@@ -14,6 +14,7 @@ from tests.support.torch_models import MomentumSGD, batches, layers, loss_of
 from torch import nn
 
 from penstock.core.combinations import AXES, Combination, Kind, Verdict, table
+from penstock.core.compensation import WITH_RANDOM_BITS
 from penstock.core.errors import RefusedError
 from penstock.torch_frontend import Lion, StableAdamW, release_gradients
 from penstock.torch_frontend.backends.triton.availability import interpreted
@@ -40,7 +41,10 @@ def is_exhaustive(c: Combination) -> bool:
     """One coding is compiled; the kernels that are interpreted have one of the three at each place of the other axes.
 
     A rule matters where micro-batches go into its state, and so does the coding of states, which is at one place otherwise.
+    Interpreted, random bits are at the place of the smallest storage.
     """
+    if c.backend == "triton" and (c.states != "plain" or c.compensation in WITH_RANDOM_BITS):
+        return (c.states, c.compensation, c.clipping, c.loss_scaling) != ("8bit", "stochastic", "none", "none")
     if c.states != "plain" and (c.compensation not in ("stochastic", "none") or c.backend == "compiled"):
         return True
     if c.states != "plain" and c.accumulation != "state" and c.clipping != "none":

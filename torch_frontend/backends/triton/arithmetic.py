@@ -10,6 +10,8 @@ interpreter, they are correctly rounded.
 import triton
 import triton.language as tl
 
+from .rounding import stochastically_rounded, without_low_bits
+
 
 @triton.jit
 def bias_correction(first, log, step_ptr, ON_DEVICE: tl.constexpr, COMPUTE: tl.constexpr):
@@ -103,11 +105,13 @@ def stepped(parameter, m, v, eta, eps, decay, L2: tl.constexpr):
 @triton.jit
 def decoded_parameter(p, k, COMPENSATION: tl.constexpr, COMPUTE: tl.constexpr):
     """Return the number that p and its compensation k represent: `core.compensation.load`."""
-    if COMPENSATION == "split":
+    if COMPENSATION == "split" or COMPENSATION == "split8":
         high = p.to(tl.int16, bitcast=True)
         below = ((high & 0x7FFF) - 1).to(tl.uint16, bitcast=True)  # of zero 0xFFFF, of infinity 0x7F7F
-        remainder = tl.where(below < 0x7F7F, k, tl.zeros_like(k))
-        return ((high.to(tl.int32) << 16) + remainder.to(tl.int32)).to(tl.float32, bitcast=True)
+        remainder = tl.where(below < 0x7F7F, k, tl.zeros_like(k)).to(tl.int32)
+        if COMPENSATION == "split8":
+            remainder = remainder << 8
+        return ((high.to(tl.int32) << 16) + remainder).to(tl.float32, bitcast=True)
     elif COMPENSATION == "kahan":
         upcast, remainder = p.to(COMPUTE), k.to(COMPUTE)
         nearest = (upcast + remainder * (1.0 - 2.0**-12)).to(p.dtype).to(COMPUTE)
@@ -117,17 +121,28 @@ def decoded_parameter(p, k, COMPENSATION: tl.constexpr, COMPUTE: tl.constexpr):
 
 
 @triton.jit
-def encoded_parameter(x, PARAMETER: tl.constexpr, COMPENSATION: tl.constexpr):
-    """Return p and k that represent x: `core.compensation.store`. Without compensation k is p and must not be stored."""
-    if COMPENSATION == "split":
+def encoded_parameter(x, words, PARAMETER: tl.constexpr, COMPENSATION: tl.constexpr):
+    """Return p and k that represent x: `core.compensation.store`. Without compensation k is p and must not be stored.
+
+    words: random bits, or None if x is not rounded stochastically.
+    """
+    if COMPENSATION == "split" or COMPENSATION == "split8":
+        if COMPENSATION == "split8":
+            x = without_low_bits(x, words, 8)
         bits = tl.where(x == x, x.to(tl.int32, bitcast=True), 0x7FC00000)
         high = (bits + 0x8000) & -0x10000
-        return (high >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True), (bits - high).to(tl.int16)
+        p, remainder = (high >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True), bits - high
+        if COMPENSATION == "split8":
+            return p, (remainder >> 8).to(tl.int8)
+        else:
+            return p, remainder.to(tl.int16)
     elif COMPENSATION == "kahan":
         p = x.to(PARAMETER)
         rounded = p.to(x.dtype)
         finite = tl.abs(rounded) < float("inf")
         return p, (tl.where(finite, x, 0.0) - tl.where(finite, rounded, 0.0)).to(PARAMETER)
     else:
+        if COMPENSATION == "stochastic":
+            x = stochastically_rounded(x, words, PARAMETER)
         p = x.to(PARAMETER)
         return p, p

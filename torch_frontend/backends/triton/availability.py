@@ -8,8 +8,10 @@ from collections.abc import Iterable
 
 import torch
 from torch import Tensor
+from torch.nn.parameter import is_lazy
 
 from ....core.rules import Rule, adam_family
+from ...communication.shards import local
 from ..memory_order import along_memory
 
 OLDEST_CAPABILITY = (8, 0)
@@ -62,6 +64,17 @@ def why_not(parameters: Iterable[Tensor], rule: Rule) -> str | None:
                     "kernels need 8.0 (Ampere) or newer; use backend='eager' or 'auto'."
                 )
     return None
+
+
+def why_not_in_rows(parameter: Tensor) -> str | None:
+    """Return why a parameter can have no random bits and 8-bit codes in the kernels, with the remedy; None if it can."""
+    if is_lazy(parameter) or local(parameter).is_contiguous():
+        return None
+    return (
+        "the kernels have random bits and 8-bit codes of contiguous parameters only, and one of shape "
+        f"{tuple(parameter.shape)} has strides {parameter.stride()}; make it contiguous (parameter.data = "
+        "parameter.data.contiguous()), use backend='eager' or 'auto', or another compensation and state_dtype."
+    )
 
 
 def dense(parameter: Tensor) -> bool:

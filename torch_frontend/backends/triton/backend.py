@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -12,6 +12,7 @@ from ....core.errors import RefusedError
 from ..backend import OverShards, TensorSlot
 from . import devices
 from .batches import Batch, batches_of, step_count_on
+from .coding import arguments_of, multiple_of_rows, positions, update_number
 from .configuration import Device, configuration, wave_elements
 from .launch import Launch, launch_all
 from .memory import ScratchByStream
@@ -119,7 +120,8 @@ class TritonBackend:
         dtype = squares.dtype
         with devices.on(device):
             captured = _captured(slot, device)
-            chosen, properties = configuration(device, lead.parameter.dtype), Device.of(device)
+            chosen = configuration(device, lead.parameter.dtype, random=bool(slot.random), rows=multiple_of_rows(slot))
+            properties = Device.of(device)
             tables = self._tables(
                 [*batch.addresses, batch.steps],
                 batch.numels,
@@ -128,6 +130,7 @@ class TritonBackend:
                 phases,
                 device,
                 capturable=slot.capturable,
+                coding=batch.coding,
             )
             scratch = self._scratch(device, captured)
             partials, counters = scratch.partials(tables.slot_count, dtype), scratch.counters(2 + 2 * count)
@@ -138,6 +141,8 @@ class TritonBackend:
         program = self._programs(kind, specialisation(slot, device, chosen, fixed, lead, batch.alignment, pointers))
         sizes = tables.ticket_count, count
         arguments = tables.items, tables.tensors, partials, squares, counters, *sizes, applied, buffer, *numbers
+        if slot.random:
+            arguments = *arguments, update_number(slot)
         written = [] if phases == "measure" else batch.parameters
         return Launch(program, device, tables.ticket_count, resident, arguments, written)
 
@@ -147,7 +152,10 @@ class TritonBackend:
         """Update one tensor in one launch, which also sums the gradient's squares on request."""
         norm = torch.empty((), dtype=slot.compute_dtype, device=gradient.device) if measure else None
         self._launch_tensor(slot, gradient, "update", first, norm=norm)
-        slot.state.pop("mean_square", None)
+        if slot.random:
+            slot.close()
+        else:
+            slot.state.pop("mean_square", None)
         return norm
 
     def update_if_finite(self, slot: TensorSlot, gradient: Tensor) -> Tensor:
@@ -156,11 +164,11 @@ class TritonBackend:
         return applied
 
     def accumulate(self, slot: TensorSlot, gradient: Tensor, *, first: bool) -> None:
-        slot.state["mean_square"] = self._launch_tensor(slot, gradient, "accumulate", first)
+        slot.keep_open(self._launch_tensor(slot, gradient, "accumulate", first))
 
     def apply(self, slot: TensorSlot) -> None:
         self._launch_tensor(slot, None, "apply", False)
-        slot.state.pop("mean_square")
+        slot.close()
 
     def _launch_tensor(
         self,
@@ -184,23 +192,31 @@ class TritonBackend:
         addresses = [tensor.data_ptr() for tensor in given]
         with devices.on(device):
             captured = _captured(slot, device)
-            chosen = configuration(device, given.parameter.dtype, sums=0 if norm is None else 1 + clips)
+            sums = 0 if norm is None else 1 + clips
+            coding: tuple[Any, ...] = ()
+            if slot.random:
+                chosen = configuration(device, given.parameter.dtype, sums=sums, random=True, rows=multiple_of_rows(slot))
+                n, coding = positions(slot), arguments_of(slot)
+            else:
+                chosen = configuration(device, given.parameter.dtype, sums=sums)
             count = -(-n // chosen.item)
             scratch = self._scratch(device, captured)
             if before is not None and not isinstance(before, Tensor):
                 before = torch.full((), before, dtype=dtype, device=device)
             after = torch.empty((), dtype=dtype, device=device) if action == "accumulate" else scratch.square(dtype)
-            step = step_count_on(device, slot.step) if slot.capturable and action != "apply" else None
+            needs_step = slot.capturable and (action != "apply" or slot.random)
+            step = step_count_on(device, slot.step) if needs_step else None
             partials, counters = scratch.partials(count if norm is None else 2 * count, dtype), scratch.counters(4)
             fixed, buffer, numbers = self._numbers(slot, dtype, device, scratch)
             pointers = step, partials, counters, before, after, norm, applied, buffer
             kind: Kind = ("update_tensor", (("ACTION", action), ("FIRST", first)))
             aligned = alignment(given, addresses)
-            program = self._programs(kind, specialisation(slot, device, chosen, fixed, given, aligned, pointers))
+            seen = (*pointers, *coding[:2])  # the scales
+            program = self._programs(kind, specialisation(slot, device, chosen, fixed, given, aligned, seen))
             programs, resident = count, None
             if action == "update" and (clips or applied is not None):  # measures and writes
                 programs, resident = 2 * count, chosen.programs
-            arguments = *addresses, n, count, *pointers, *numbers
+            arguments = *addresses, n, count, *pointers, *numbers, *coding
             written = [] if action == "accumulate" else [given.parameter]
             launch = Launch(program, device, programs, resident, arguments, written)
             launch.load()

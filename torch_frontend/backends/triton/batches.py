@@ -17,14 +17,18 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from ....core.codings import EIGHT_BIT
 from ....core.errors import InvalidArgumentError
 from ...communication.shards import PLAIN
 from ..backend import EXP_AVG, EXP_AVG_SQ, TensorSlot
-from .operands import ACCESS_BYTES, Operands, alignment, check_operands, operands
+from .coding import SCALES, check_scale, multiple_of_rows, place, positions, scales_of
+from .operands import ACCESS_BYTES, NOTHING_KEPT, Operands, alignment, check_operands, operands
 
 Columns = list[list[Any]]
-"""A list for each field of `Operands`, with an element for each tensor. Without compensation the last two are one object."""
+"""A list for each field of `Operands`, with an element for each tensor; then, if any has moments in 8 bits, one for the scales
+of each moment. The parameter takes the place of what a tensor has not. Neighbours without any of their own are one object."""
 
+OPERANDS = len(Operands._fields)
 PARAMETER = Operands._fields.index("parameter")
 
 _bytes: Callable[[Tensor], int] = operator.attrgetter("nbytes")
@@ -61,21 +65,26 @@ class Grouping:
     """The grouping of a call. It refers to no tensor and no slot.
 
     plans: of the slots; every slot has its own, so equal plans mean equal slots.
-    compensated, capturable: whether any slot is.
+    compensated, coded, random, capturable: whether any slot is compensated, has moments in 8 bits, is rounded stochastically,
+        or is capturable.
     facts: of the last call; None if it was refused.
     gradients: addresses of the gradients at the last call; separate from the facts, because they may change at every call.
-    devices, numels: of the parameters.
+    devices, numels: of the parameters; numbers of elements as `coding.positions` counts them.
+    places: three columns of `coding.Place`; empty if no slot is random.
     single: the positions of the tensors with one element.
     groups: the positions of the tensors of each group, and bytes that their addresses are multiples of.
     """
 
     plans: list[Plan]
     compensated: bool
+    coded: bool
+    random: bool
     capturable: bool
     facts: Facts | None = None
     gradients: list[int] = dataclasses.field(default_factory=list)
     devices: list[torch.device] = dataclasses.field(default_factory=list)
     numels: list[int] = dataclasses.field(default_factory=list)
+    places: list[list[int]] = dataclasses.field(default_factory=list)
     single: list[int] = dataclasses.field(default_factory=list)
     groups: list[tuple[list[int], int]] = dataclasses.field(default_factory=list)
 
@@ -83,10 +92,11 @@ class Grouping:
 class Batch(NamedTuple):
     """Tensors that one launch can update; none is empty. Every list has an element for each tensor.
 
-    slots, numels: the slots and their numbers of elements.
+    slots, numels: the slots and their numbers of elements, as `coding.positions` counts them.
     operands, addresses: the tensors and their addresses.
     steps: addresses of t; 0 if the kernels do not read it.
     alignment: bytes that all addresses are multiples of.
+    coding: the addresses of the scales of both moments, and the columns of `coding.Place`; empty if nothing is random.
     """
 
     slots: list[TensorSlot]
@@ -95,6 +105,7 @@ class Batch(NamedTuple):
     steps: list[int]
     numels: list[int]
     alignment: int
+    coding: list[list[int]]
 
     @property
     def parameters(self) -> list[Tensor]:
@@ -115,7 +126,8 @@ class Batch(NamedTuple):
             return [column[row] for row in chosen]
 
         columns = list(map(of, self.operands)), list(map(of, self.addresses))
-        return Batch(of(self.slots), *columns, of(self.steps), of(self.numels), aligned)
+        coding = list(map(of, self.coding)) if self.slots[chosen[0]].random else []
+        return Batch(of(self.slots), *columns, of(self.steps), of(self.numels), aligned, coding)
 
 
 def batches_of(pairs: Sequence[tuple[TensorSlot, Tensor]]) -> list[Batch]:
@@ -129,17 +141,21 @@ def batches_of(pairs: Sequence[tuple[TensorSlot, Tensor]]) -> list[Batch]:
         return []
     slots = [slot for slot, _ in pairs]
     known, states = _known(slots), [slot.state for slot in slots]
-    columns = _columns(slots, states, [gradient for _, gradient in pairs], known.compensated)
+    columns = _columns(known, slots, states, [gradient for _, gradient in pairs])
     addresses, facts = _read(slots, columns)
     if facts != known.facts or not _in_order(columns, known.single) or not _still(known, columns[0], addresses[0]):
         if not _all_in_order(columns):
-            columns = _in_parameter_layout(slots, columns[0], known.compensated)
+            columns = _in_parameter_layout(known, slots, columns[0])
             addresses, facts = _read(slots, columns)
         _group(known, slots, columns, addresses, facts)
     on_device = _step_addresses(slots, known.devices) if known.capturable else [0] * len(slots)
     assert known.facts is not None
     addresses = [known.gradients, *known.facts.addresses]  # the same objects at each call, which makes comparing them fast
-    whole = Batch(slots, columns, addresses, on_device, known.numels, ACCESS_BYTES)
+    coding: list[list[int]] = []
+    if known.random:
+        scales = addresses[OPERANDS:] or [[0] * len(slots)] * len(SCALES)
+        coding, columns, addresses = [*scales, *known.places], columns[:OPERANDS], addresses[:OPERANDS]
+    whole = Batch(slots, columns, addresses, on_device, known.numels, ACCESS_BYTES, coding)
     return [whole.rows(chosen, aligned) for chosen, aligned in known.groups]
 
 
@@ -148,8 +164,9 @@ def _known(slots: list[TensorSlot]) -> Grouping:
     plans = [slot.plan or _new_plan(slot) for slot in slots]
     known = plans[0].grouping
     if known is None or known.plans != plans:
-        compensated, capturable = any(slot.compensation != "none" for slot in slots), any(slot.capturable for slot in slots)
-        known = plans[0].grouping = Grouping(plans, compensated, capturable)
+        compensated = any(slot.compensation not in NOTHING_KEPT for slot in slots)
+        coded, random = any(slot.coded for slot in slots), any(slot.random for slot in slots)
+        known = plans[0].grouping = Grouping(plans, compensated, coded, random, any(slot.capturable for slot in slots))
     return known
 
 
@@ -158,14 +175,22 @@ def _new_plan(slot: TensorSlot) -> Plan:
     return slot.plan
 
 
-def _columns(slots: list[TensorSlot], states: list[Any], gradients: list[Tensor], compensated: bool) -> Columns:
+def _columns(known: Grouping, slots: list[TensorSlot], states: list[Any], gradients: list[Tensor]) -> Columns:
     """Return the tensors without checking or copying any."""
     parameters = [slot.parameter for slot in slots]
     columns = [gradients, [state[EXP_AVG] for state in states], [state[EXP_AVG_SQ] for state in states], parameters]
-    if not compensated:
-        return [*columns, parameters]
-    rows = zip(slots, states, parameters, strict=True)
-    return [*columns, [p if slot.compensation == "none" else state["compensation"] for slot, state, p in rows]]
+    if not known.compensated:
+        columns.append(parameters)
+    else:
+        rows = zip(slots, states, parameters, strict=True)
+        columns.append([p if slot.compensation in NOTHING_KEPT else state["compensation"] for slot, state, p in rows])
+    return [*columns, *_scales(states, parameters)] if known.coded else columns
+
+
+def _scales(states: list[Any], parameters: list[Tensor]) -> Columns:
+    """Return the scales of both moments, with the parameter in place of those that a tensor has not."""
+    rows = list(zip(states, parameters, strict=True))
+    return [[parameter if (scale := state.get(key)) is None else scale for state, parameter in rows] for key in SCALES]
 
 
 def _read(slots: list[TensorSlot], columns: Columns) -> tuple[Columns, Facts]:
@@ -176,9 +201,11 @@ def _read(slots: list[TensorSlot], columns: Columns) -> tuple[Columns, Facts]:
 
 
 def _of_each(read: Callable[[Tensor], Any], columns: Columns) -> Columns:
-    """Return `read(tensor)` for each tensor; reads the last two columns only once if they are one object."""
-    found = [list(map(read, column)) for column in columns[:-1]]
-    return [*found, found[-1] if columns[-1] is columns[-2] else list(map(read, columns[-1]))]
+    """Return `read(tensor)` for each tensor; reads parameters only once if they are the column of compensations, too."""
+    found: Columns = []
+    for number, column in enumerate(columns):
+        found.append(found[-1] if number and column is columns[number - 1] else list(map(read, column)))
+    return found
 
 
 def _first_equal(values: Sequence[Hashable]) -> list[int]:
@@ -220,34 +247,48 @@ def _all_in_order(columns: Columns) -> bool:
     return all(all(map(Tensor.is_contiguous, column)) for column in columns)
 
 
-def _in_parameter_layout(slots: list[TensorSlot], gradients: list[Tensor], compensated: bool) -> Columns:
+def _in_parameter_layout(known: Grouping, slots: list[TensorSlot], gradients: list[Tensor]) -> Columns:
     """Return the tensors in the memory layouts of their parameters."""
     found = [list(column) for column in zip(*map(operands, slots, gradients), strict=True)]
-    return found if compensated else [*found[:-1], found[PARAMETER]]
+    if not known.compensated:
+        found[-1] = found[PARAMETER]
+    if not known.coded:
+        return found
+    for slot in slots:
+        scales_of(slot)  # makes them contiguous
+    return [*found, *_scales([slot.state for slot in slots], found[PARAMETER])]
 
 
 def _group(known: Grouping, slots: list[TensorSlot], columns: Columns, addresses: Columns, facts: Facts) -> None:
     """Check all tensors, and set the cached grouping."""
     known.facts = None
     devices, numels = list(map(_device, columns[PARAMETER])), list(map(Tensor.numel, columns[PARAMETER]))
-    for column in columns:
+    tensors, addresses = columns[:OPERANDS], addresses[:OPERANDS]
+    for column in tensors:
         if list(map(_device, column)) != devices or list(map(Tensor.numel, column)) != numels:
-            for row in zip(*columns, strict=True):
+            for row in zip(*tensors, strict=True):
                 check_operands(Operands(*row))
+    for number, column in enumerate(columns[OPERANDS:]):
+        for slot, scale in zip(slots, column, strict=True):
+            if slot.dtypes[number] == EIGHT_BIT:
+                check_scale(slot, SCALES[number], scale)
     if functools.reduce(operator.or_, itertools.chain(*addresses)) % ACCESS_BYTES == 0:
         alignments = [ACCESS_BYTES] * len(slots)
     else:
-        alignments = list(map(alignment, zip(*columns, strict=True), zip(*addresses, strict=True)))
-    dtypes = [list(map(_dtype, column)) for column in columns]
-    settings = [(id(slot.settings), slot.rule, slot.compensation) for slot in slots]
+        alignments = list(map(alignment, zip(*tensors, strict=True), zip(*addresses, strict=True)))
+    dtypes = [list(map(_dtype, column)) for column in tensors]
+    settings = [(id(slot.settings), slot.rule, slot.compensation, slot.random, multiple_of_rows(slot)) for slot in slots]
     keys = zip(settings, facts.counts, devices, alignments, *dtypes, strict=True)
-    positions: dict[tuple[Hashable, ...], list[int]] = {}
+    alike: dict[tuple[Hashable, ...], list[int]] = {}
     for number, (numel, key) in enumerate(zip(numels, keys, strict=True)):
         if numel > 0:  # a shard may be empty where its parameter is not
-            positions.setdefault(key, []).append(number)
+            alike.setdefault(key, []).append(number)
+    if known.random:
+        known.places = [list(column) for column in zip(*map(place, slots), strict=True)]
+        numels = list(map(positions, slots))
     known.facts, known.gradients, known.devices, known.numels = facts, addresses[0], devices, numels
     known.single = [number for number, numel in enumerate(numels) if numel == 1]
-    known.groups = [(rows, alignments[rows[0]]) for rows in positions.values()]
+    known.groups = [(rows, alignments[rows[0]]) for rows in alike.values()]
 
 
 def _step_addresses(slots: list[TensorSlot], devices: list[torch.device]) -> list[int]:

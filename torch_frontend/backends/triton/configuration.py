@@ -15,6 +15,8 @@ import functools
 
 import torch
 
+from ....core.codings.eight_bit import BLOCK as SCALED
+
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Configuration:
@@ -96,14 +98,47 @@ class Device:
         return cls(properties.multi_processor_count, getattr(properties, "L2_cache_size", 0) or 2**22)
 
 
-def configuration(device: torch.device, dtype: torch.dtype, *, sums: int = 0) -> Configuration:
+def configuration(
+    device: torch.device, dtype: torch.dtype, *, sums: int = 0, random: bool = False, rows: int = 0
+) -> Configuration:
     """Return the configuration for a parameter on this device and of this dtype.
 
-    sums: how many sums over the tensor the launch of one tensor computes, if the gradient's squares are one of them.
+    Args:
+        device, dtype: of the parameter.
+        sums: how many sums over the tensor the launch of one tensor computes, if the gradient's squares are one of them.
+        random, rows: whether something is rounded stochastically; `coding.multiple_of_rows`.
     """
     kind = "hip" if device.type == "cuda" and torch.version.hip is not None else device.type
     chosen = TABLE.get((kind, dtype)) or TABLE[kind, None]
+    if random:
+        chosen = with_random_bits(chosen, rows, dtype.itemsize)
     return with_sums(chosen, sums) if sums else chosen
+
+
+@functools.cache
+def with_random_bits(chosen: Configuration, rows: int, itemsize: int) -> Configuration:
+    """Return the configuration of launches that round stochastically.
+
+    A thread has 16 codes (8 on AMD), which it loads at once, and their arithmetic needs most of the registers that a thread can
+    have: with fewer warps in a program, fewer are left over. Rows without whole blocks need yet more, and get half a tile.
+
+    Args:
+        chosen: without random bits.
+        rows: what the length of a row is a multiple of, if moments are in 8 bits; otherwise 0.
+        itemsize: bytes of an element of the parameter.
+    """
+    if not rows:
+        return dataclasses.replace(chosen, registers=96 if chosen.registers else 0)
+    block = max(chosen.block, 4 * SCALED) // (1 if rows == SCALED else 2)
+    registers = 168 if rows == SCALED and itemsize == 2 else 192
+    return dataclasses.replace(
+        chosen,
+        block=block,
+        tiles=chosen.item // block,
+        tail=SCALED,
+        warps=min(chosen.warps, 2),
+        registers=registers if chosen.registers else 0,
+    )
 
 
 @functools.cache

@@ -26,25 +26,32 @@ import triton
 import triton.language as tl
 
 from .arithmetic import bias_correction, clipped_learning_rate
+from .eight_bit import elements, row_length
 from .hand_off import SUMMED_AT_ONCE, announce, arrive, is_last_to_leave, take_ticket, wait
 from .phases import measured_item, written_item
 
 COLUMNS = tl.constexpr(9)
 """Columns of the tensor table: addresses of g, m, v, p, k and t, number of elements, first slot, number of items."""
 
+COLUMNS_OF_RANDOM_BITS = tl.constexpr(5)
+"""Where something is rounded stochastically, further ones: addresses of the scales of m and v, length of a row, index of the
+first element in the whole tensor, key of the random bits."""
+
 NUMBERS = tl.constexpr(8)
 """Number of scalars of a launch: 1-beta1 (or c1), log(beta1), 1-beta2 (or c2), log(beta2), lr, eps, floor, decay."""
 
 
 @triton.jit(
-    do_not_specialize=["item_count", "tensor_count", "first1", "log1", "first2", "log2", "lr", "eps", "floor", "decay"],
+    do_not_specialize=[
+        *("item_count", "tensor_count", "first1", "log1", "first2", "log2", "lr", "eps", "floor", "decay", "update")
+    ],
     do_not_specialize_on_alignment=["applied_ptr"],
 )
 def update_group(
     items, tensors, partials, squares, counters, item_count, tensor_count, applied_ptr,
-    numbers, first1, log1, first2, log2, lr, eps, floor, decay,
+    numbers, first1, log1, first2, log2, lr, eps, floor, decay, update,
     PHASES: tl.constexpr, CLIP: tl.constexpr, ZERO1: tl.constexpr, ZERO2: tl.constexpr,
-    L2: tl.constexpr, MAXIMIZE: tl.constexpr, COMPENSATION: tl.constexpr,
+    L2: tl.constexpr, MAXIMIZE: tl.constexpr, COMPENSATION: tl.constexpr, STOCHASTIC: tl.constexpr, ROWS: tl.constexpr,
     EACH: tl.constexpr, STEP_ON_DEVICE: tl.constexpr, ALIGNMENT: tl.constexpr, HINTS: tl.constexpr,
     G: tl.constexpr, M: tl.constexpr, V: tl.constexpr, P: tl.constexpr, K: tl.constexpr, COMPUTE: tl.constexpr,
     TILES: tl.constexpr, BLOCK: tl.constexpr, TAIL: tl.constexpr, UNROLL: tl.constexpr, STAGES: tl.constexpr,
@@ -56,7 +63,7 @@ def update_group(
 
     Args:
         items: int32, [item_count, 3]: phase (0 measure, 1 write), tensor, number of the item in its tensor; in ticket order.
-        tensors: int64, [tensor_count, `COLUMNS`].
+        tensors: int64, [tensor_count, `COLUMNS`], and `COLUMNS_OF_RANDOM_BITS` more.
         partials: COMPUTE, a slot for each item of the table's tensors.
         squares: COMPUTE, [tensor_count], the mean squares; written by measure, read by write.
         counters: int32, zero: ticket, programs that have left, then for each tensor the items that have arrived and whether
@@ -64,9 +71,12 @@ def update_group(
         applied_ptr: float32, or None: one flag for all tensors, or with EACH one for each tensor. Measure stores 0 there if a
             gradient is not finite; write skips tensors whose flag is 0.
         numbers: COMPUTE, [`NUMBERS`]; None if the scalars are arguments.
+        update: number of the update, for the random bits, unless it is on the device; None if nothing is rounded by chance.
         PHASES: "measure", "write", or "both" with tickets.
         ZERO1, ZERO2: whether beta1 and beta2 are known to be 0: `core.rules.rule.forgotten`. No other value of
             the scalars is compiled in.
+        STOCHASTIC: whether v is rounded stochastically.
+        ROWS: as in `eight_bit`.
         ALIGNMENT: bytes that every address is a multiple of.
     """
     if numbers is not None:
@@ -76,6 +86,7 @@ def update_group(
         floor, decay = tl.load(numbers + 6), tl.load(numbers + 7)
     KEEP: tl.constexpr = "evict_last" if HINTS and PHASES == "both" else ""
     PASS: tl.constexpr = "evict_first" if HINTS else ""
+    WIDTH: tl.constexpr = COLUMNS if update is None else COLUMNS + COLUMNS_OF_RANDOM_BITS
     if PHASES == "both":  # noqa: SIM108  (Triton compiles both sides of a conditional expression)
         ticket = take_ticket(counters)
     else:
@@ -85,7 +96,7 @@ def update_group(
         phase = tl.load(entry)
         tensor = tl.load(entry + 1)
         item = tl.load(entry + 2)
-        row = tensors + tensor.to(tl.int64) * COLUMNS
+        row = tensors + tensor.to(tl.int64) * WIDTH
         g_ptr = tl.multiple_of(tl.load(row).to(tl.pointer_type(G)), ALIGNMENT)
         m_ptr = tl.multiple_of(tl.load(row + 1).to(tl.pointer_type(M)), ALIGNMENT)
         v_ptr = tl.multiple_of(tl.load(row + 2).to(tl.pointer_type(V)), ALIGNMENT)
@@ -98,19 +109,29 @@ def update_group(
         if EACH:
             flag_ptr += tensor
         arrived = counters + 2 + tensor * 2
+        m_scales, v_scales, columns, index, key = update, update, update, update, update
+        number = update
+        if update is not None:
+            m_scales = tl.load(row + 9).to(tl.pointer_type(tl.float32))
+            v_scales = tl.load(row + 10).to(tl.pointer_type(tl.float32))
+            columns = row_length(tl.load(row + 11), ROWS)
+            index = tl.load(row + 12)
+            key = tl.load(row + 13).to(tl.uint32)
+            if STEP_ON_DEVICE:
+                number = (tl.load(step_ptr) + 1.0).to(tl.int32)
         c2 = bias_correction(first2, log2, step_ptr, STEP_ON_DEVICE, COMPUTE)
         if PHASES != "write":
             if phase == 0:
                 slot = tl.load(row + 7)
                 count = tl.load(row + 8).to(tl.int32)
                 partial, _ = measured_item(
-                    g_ptr, v_ptr, p_ptr, k_ptr, base, n, flag_ptr, c2, floor, decay,
-                    True, ZERO2, L2, MAXIMIZE, COMPENSATION, COMPUTE, KEEP, TILES, BLOCK, TAIL, UNROLL, STAGES,
+                    g_ptr, v_ptr, p_ptr, k_ptr, v_scales, base, n, columns, flag_ptr, c2, floor, decay,
+                    True, ZERO2, L2, MAXIMIZE, COMPENSATION, COMPUTE, KEEP, TILES, BLOCK, TAIL, UNROLL, STAGES, ROWS,
                 )  # fmt: skip
                 if CLIP:
                     last, total, _ = arrive(partials + slot, item, count, partial, 0.0, arrived, False, COMPUTE)
                     if last:
-                        tl.store(squares + tensor, total / n.to(COMPUTE))
+                        tl.store(squares + tensor, total / elements(n, columns, ROWS).to(COMPUTE))
                         if PHASES == "both":
                             announce(arrived + 1)
         if PHASES != "measure":
@@ -126,8 +147,9 @@ def update_group(
                         eta = clipped_learning_rate(lr, tl.load(squares + tensor, cache_modifier=".cg"))
                     c1 = bias_correction(first1, log1, step_ptr, STEP_ON_DEVICE, COMPUTE)
                     _ = written_item(
-                        g_ptr, m_ptr, v_ptr, p_ptr, k_ptr, base, n, c1, c2, eta, eps, floor, decay,
-                        "update", True, ZERO1, ZERO2, L2, MAXIMIZE, COMPENSATION, COMPUTE, PASS, "", TILES, BLOCK, TAIL,
+                        g_ptr, m_ptr, v_ptr, p_ptr, k_ptr, m_scales, v_scales, base, n, columns, index, key, number, 0,
+                        c1, c2, eta, eps, floor, decay, "update", True, ZERO1, ZERO2, L2, MAXIMIZE,
+                        COMPENSATION, STOCHASTIC, COMPUTE, PASS, "", TILES, BLOCK, TAIL, ROWS,
                     )  # fmt: skip
         if PHASES == "both":
             ticket = take_ticket(counters)
@@ -143,16 +165,20 @@ def update_group(
 
 
 @triton.jit(
-    do_not_specialize=[*"gmvpk", "n", "item_count", "first1", "log1", "first2", "log2", "lr", "eps", "floor", "decay"],
-    do_not_specialize_on_alignment=["step_ptr", "square_before", "norm_ptr", "applied_ptr"],
+    do_not_specialize=[
+        *("g", "m", "v", "p", "k", "n", "item_count", "first1", "log1", "first2", "log2", "lr", "eps", "floor", "decay"),
+        *("columns", "index_high", "index_low", "key", "update", "microbatch"),
+    ],
+    do_not_specialize_on_alignment=["step_ptr", "square_before", "norm_ptr", "applied_ptr", "m_scales", "v_scales"],
 )
 def update_tensor(
     g: tl.int64, m: tl.int64, v: tl.int64, p: tl.int64, k: tl.int64, n: tl.int64, item_count: tl.int32, step_ptr,
     partials, counters, square_before, square_after, norm_ptr, applied_ptr,
     numbers, first1, log1, first2, log2, lr, eps, floor, decay,
+    m_scales, v_scales, columns, index_high, index_low, key, update, microbatch,
     ACTION: tl.constexpr, FIRST: tl.constexpr, CLIP: tl.constexpr, ZERO1: tl.constexpr, ZERO2: tl.constexpr,
-    L2: tl.constexpr, MAXIMIZE: tl.constexpr,
-    COMPENSATION: tl.constexpr, ALIGNMENT: tl.constexpr, HINTS: tl.constexpr,
+    L2: tl.constexpr, MAXIMIZE: tl.constexpr, COMPENSATION: tl.constexpr, STOCHASTIC: tl.constexpr, ROWS: tl.constexpr,
+    ALIGNMENT: tl.constexpr, HINTS: tl.constexpr,
     G: tl.constexpr, M: tl.constexpr, V: tl.constexpr, P: tl.constexpr, K: tl.constexpr, COMPUTE: tl.constexpr,
     TILES: tl.constexpr, BLOCK: tl.constexpr, TAIL: tl.constexpr, UNROLL: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
@@ -171,8 +197,13 @@ def update_tensor(
         square_after: COMPUTE 0-d, written by "update" and "accumulate" if the rule clips.
         norm_ptr: COMPUTE 0-d, or None: "update" stores the sum of the gradient's squares there.
         partials, counters: as in `update_group`, for one tensor; twice as many slots with norm_ptr.
-        applied_ptr, numbers, the scalars, ZERO1, ZERO2, ALIGNMENT: as in `update_group`. The distribution of a tile over
-            threads depends only on ALIGNMENT in both kernels, so that sums have the same order and the same bits.
+        m_scales, v_scales: float32, the scales; None without codes.
+        columns, index_high, index_low, key: as in `COLUMNS_OF_RANDOM_BITS`, int32 each: a key and the low word of an index are
+            the same bits. None, as update, if nothing is rounded by chance.
+        microbatch: number of earlier micro-batches of the update.
+        applied_ptr, numbers, the scalars, update, ZERO1, ZERO2, STOCHASTIC, ROWS, ALIGNMENT: as in `update_group`. The
+            distribution of a tile over threads depends only on ALIGNMENT and ROWS in both kernels, so that sums have the same
+            order and the same bits.
     """
     if numbers is not None:
         first1, log1 = tl.load(numbers), tl.load(numbers + 1)
@@ -195,6 +226,14 @@ def update_tensor(
     if step_ptr is not None:
         c1 = bias_correction(first1, log1, step_ptr, True, COMPUTE)
         c2 = bias_correction(first2, log2, step_ptr, True, COMPUTE)
+    index = update
+    number = update
+    if update is not None:
+        index = (index_high.to(tl.int64) << 32) | index_low.to(tl.uint32).to(tl.int64)
+        columns = row_length(columns, ROWS)
+        key = key.to(tl.uint32)
+        if step_ptr is not None:
+            number = (tl.load(step_ptr) + 1.0).to(tl.int32)
     before = 0.0
     if square_before is not None:
         before = tl.load(square_before).to(COMPUTE)
@@ -211,8 +250,9 @@ def update_tensor(
             measures = ticket < item_count
         if measures:
             partial, square = measured_item(
-                g_ptr, v_ptr, p_ptr, k_ptr, ticket.to(tl.int64) * (TILES * BLOCK), n, applied_ptr,
+                g_ptr, v_ptr, p_ptr, k_ptr, v_scales, ticket.to(tl.int64) * (TILES * BLOCK), n, columns, applied_ptr,
                 c2, floor, decay, FIRST, ZERO2, L2, MAXIMIZE, COMPENSATION, COMPUTE, KEEP, TILES, BLOCK, TAIL, UNROLL, STAGES,
+                ROWS,
             )  # fmt: skip
             last, total, norm = arrive(
                 partials, ticket, item_count, partial, square, counters + 2, norm_ptr is not None, COMPUTE
@@ -220,7 +260,7 @@ def update_tensor(
             if last:
                 if norm_ptr is not None:
                     tl.store(norm_ptr, norm)
-                tl.store(square_after, before + total / n.to(COMPUTE))
+                tl.store(square_after, before + total / elements(n, columns, ROWS).to(COMPUTE))
                 announce(counters + 3)
         else:
             item = ticket
@@ -237,15 +277,15 @@ def update_tensor(
                 eta = clipped_learning_rate(lr, before)
             if usable:
                 partial = written_item(
-                    g_ptr, m_ptr, v_ptr, p_ptr, k_ptr, item.to(tl.int64) * (TILES * BLOCK), n,
-                    c1, c2, eta, eps, floor, decay,
-                    ACTION, FIRST, ZERO1, ZERO2, L2, MAXIMIZE, COMPENSATION, COMPUTE, PASS, SUM, TILES, BLOCK, TAIL,
+                    g_ptr, m_ptr, v_ptr, p_ptr, k_ptr, m_scales, v_scales, item.to(tl.int64) * (TILES * BLOCK), n, columns,
+                    index, key, number, microbatch, c1, c2, eta, eps, floor, decay, ACTION, FIRST, ZERO1, ZERO2, L2, MAXIMIZE,
+                    COMPENSATION, STOCHASTIC, COMPUTE, PASS, SUM, TILES, BLOCK, TAIL, ROWS,
                 )  # fmt: skip
                 if SUM != "":
                     last, total, _ = arrive(partials, item, item_count, partial, 0.0, counters + 2, False, COMPUTE)
                     if last:
                         if SUM == "ratios":
-                            tl.store(square_after, before + total / n.to(COMPUTE))
+                            tl.store(square_after, before + total / elements(n, columns, ROWS).to(COMPUTE))
                         else:
                             tl.store(norm_ptr, total)
         if TWO_PHASES:

@@ -13,10 +13,13 @@ from torch import Tensor
 from ....core.errors import UnsupportedTensorError
 from ...communication.shards import PLAIN, local
 from ..backend import EXP_AVG, EXP_AVG_SQ, TensorSlot
-from .availability import dense
+from .availability import dense, why_not_in_rows
 
 ACCESS_BYTES = 16
 """Bytes of the widest memory access."""
+
+NOTHING_KEPT = ("none", "stochastic")
+"""Compensations that keep nothing beside the parameter."""
 
 LARGE = 2**16
 """Least number of elements of a tensor whose slow update is worth a warning."""
@@ -46,12 +49,14 @@ def operands(slot: TensorSlot, gradient: Tensor | None) -> Operands:
     """
     parameter, state = slot.parameter, slot.state
     exp_avg, exp_avg_sq = state[EXP_AVG], state[EXP_AVG_SQ]
-    compensated = slot.compensation != "none"
+    compensated = slot.compensation not in NOTHING_KEPT
     compensation = state["compensation"] if compensated else parameter
     simple = type(parameter) in PLAIN and parameter.is_contiguous()
     if not (simple and exp_avg.is_contiguous() and exp_avg_sq.is_contiguous() and compensation.is_contiguous()):
         parameter = local(parameter)
         check_dense(parameter)
+        if slot.random and (why := why_not_in_rows(parameter)) is not None:
+            raise UnsupportedTensorError(why)
         exp_avg, exp_avg_sq = _state_in_layout(state, EXP_AVG, parameter), _state_in_layout(state, EXP_AVG_SQ, parameter)
         compensation = _state_in_layout(state, "compensation", parameter) if compensated else parameter
     if gradient is None:

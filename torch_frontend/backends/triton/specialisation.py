@@ -13,6 +13,7 @@ from ....core.dtypes import PARAMETER_DTYPES, compute_dtype
 from ...array_ops import DTYPES
 from ..backend import TensorSlot
 from . import kernels
+from .coding import SECOND_MOMENT, multiple_of_rows
 from .configuration import Configuration
 from .launch import Program
 from .numbers import CompiledIn
@@ -24,9 +25,17 @@ TRITON_DTYPES = {
     torch.bfloat16: tl.bfloat16,
     torch.float16: tl.float16,
     torch.int16: tl.int16,
+    torch.int8: tl.int8,
+    torch.uint8: tl.uint8,
 }
 COMPUTE_DTYPES = {DTYPES[name]: DTYPES[compute_dtype(name)] for name in PARAMETER_DTYPES}
 """The compute dtype for each dtype of a parameter."""
+
+ONLY_WITH_RANDOM_BITS = {
+    "update_group": ("update",),
+    "update_tensor": ("m_scales", "v_scales", "columns", "index_high", "index_low", "key", "update", "microbatch"),
+}
+"""Parameters of the kernels that are arguments of a launch only where something is rounded stochastically, else None."""
 
 Kind = tuple[str, tuple[tuple[str, Any], ...]]
 """The name of a kernel and its constants that say what to do: ("update_tensor", (("ACTION", "update"), ("FIRST", True)))."""
@@ -38,7 +47,9 @@ class Specialisation(NamedTuple):
     device: the device that the program is loaded on.
     chosen: the configuration.
     clips, l2: of the rule.
-    compensation: "none", "kahan" or "split".
+    compensation: resolved, of `core.compensation`.
+    random: the numbers of what is rounded stochastically, as in `TensorSlot`.
+    rows: what the length of a row is a multiple of, as `kernels` takes it.
     fixed: the hyperparameters that are compiled in.
     dtypes: of g, m, v, p and k.
     alignment: bytes that all their addresses are multiples of.
@@ -50,6 +61,8 @@ class Specialisation(NamedTuple):
     clips: bool
     l2: bool
     compensation: str
+    random: tuple[int, ...]
+    rows: int
     fixed: CompiledIn
     dtypes: tuple[torch.dtype, ...]
     alignment: int
@@ -68,6 +81,8 @@ class Specialisation(NamedTuple):
             "L2": self.l2,
             "MAXIMIZE": fixed.maximize,
             "COMPENSATION": self.compensation,
+            "STOCHASTIC": SECOND_MOMENT in self.random,
+            "ROWS": self.rows,
             "ALIGNMENT": self.alignment,
             "COMPUTE": TRITON_DTYPES[COMPUTE_DTYPES[self.dtypes[3]]],
             "HINTS": chosen.hints,
@@ -100,9 +115,8 @@ def specialisation(
     """
     rule = slot.rule
     dtypes = tuple([tensor.dtype for tensor in given])
-    return Specialisation(
-        device, chosen, rule.clips_update, rule.l2, slot.compensation, fixed, dtypes, alignment, _seen(arguments)
-    )
+    coding = slot.compensation, slot.random, multiple_of_rows(slot) if slot.coded else 0
+    return Specialisation(device, chosen, rule.clips_update, rule.l2, *coding, fixed, dtypes, alignment, _seen(arguments))
 
 
 def _seen(arguments: Iterable[Tensor | None]) -> tuple[Any, ...]:
@@ -127,6 +141,8 @@ class ProgramCache:
 def _program(kind: Kind, wanted: Specialisation) -> Program:
     kernel, settings = kind
     options = wanted.options() | dict(settings)
-    if kernel == "update_group" or ("ACTION", "accumulate") in settings:
+    if (kernel == "update_group" and not wanted.random) or ("ACTION", "accumulate") in settings:
         options.pop("maxnreg", None)  # without the limit the compiler uses fewer registers
+    if not wanted.random:
+        options |= dict.fromkeys(ONLY_WITH_RANDOM_BITS[kernel])
     return Program(getattr(kernels, kernel), options)

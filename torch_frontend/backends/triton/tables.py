@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -67,6 +68,7 @@ class GroupTables:
         device: torch.device,
         *,
         capturable: bool,
+        coding: Sequence[list[int]] = (),
     ) -> Tables:
         """Return the tables of a launch.
 
@@ -78,13 +80,15 @@ class GroupTables:
             phases: as `kernels.update_group` takes it.
             device: of all tensors.
             capturable: a later launch may be captured in a graph.
+            coding: further columns, after those of sizes.
 
         Raises:
             RefusedError: a graph is being captured, and no step of these parameters was taken before.
         """
         items = self._items_table(tuple(numels), item_elements, wave_elements, phases, device)
         # The first parameter's address identifies the table, as no parameter is in two launches of a step.
-        tensors = self._tensors_table((addresses[3][0], item_elements, phases, device), addresses, items.sizes, capturable)
+        key = addresses[3][0], item_elements, phases, device
+        tensors = self._tensors_table(key, [*addresses, *coding], items.sizes, capturable)
         table = items.table.here()
         return Tables(table, tensors, table.shape[0], items.slot_count)
 
@@ -116,7 +120,8 @@ class GroupTables:
             if captured:
                 self._upload.keep(table.tensor)
         else:
-            rows = np.concatenate([np.array(addresses, np.int64), sizes]).T
+            columns = np.array(addresses, np.int64)
+            rows = np.concatenate([columns[:6], sizes, columns[6:]]).T
             table = self._upload(key, np.ascontiguousarray(rows), device)
             if not captured:  # a graph's upload has contents only while the graph runs
                 self._tensors[key] = (addresses, sizes, table)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import itertools
 import re
 
 import pytest
@@ -15,6 +17,7 @@ if interpreted():
 
 from tests.support.rows import rows
 from tests.support.triton_compilation import (
+    RANDOM,
     SCALARS,
     TOOLS,
     Audit,
@@ -26,7 +29,7 @@ from tests.support.triton_compilation import (
 )
 from tests.support.triton_hand_off import broken_laws
 
-from penstock.torch_frontend.backends.triton.configuration import TABLE, Configuration, resident_programs
+from penstock.torch_frontend.backends.triton.configuration import TABLE, Configuration, resident_programs, with_random_bits
 from penstock.torch_frontend.backends.triton.kernels import update_group, update_tensor
 
 for tool in ("ptxas", "cuobjdump", "nvdisasm"):
@@ -38,6 +41,13 @@ FLOAT64 = Storage(torch.float64, torch.float64, torch.float64)
 BFLOAT16 = Storage(torch.bfloat16, torch.bfloat16, torch.bfloat16)
 SPLIT = Storage(torch.bfloat16, torch.bfloat16, torch.float32, "split")
 KAHAN = Storage(torch.float16, torch.float16, torch.float32, "kahan")
+SMALLEST = Storage(torch.bfloat16, torch.int8, torch.uint8, "stochastic", rows=128, stochastic=True)
+COMPACT = Storage(torch.bfloat16, torch.int8, torch.uint8, "split8", rows=128, stochastic=True)
+CODES_OF_FLOAT32 = Storage(torch.float32, torch.int8, torch.uint8, rows=128, stochastic=True)
+SHORT_ROWS = dataclasses.replace(COMPACT, rows=16)
+ODD_ROWS = dataclasses.replace(COMPACT, rows=1)
+STOCHASTIC = Storage(torch.bfloat16, torch.bfloat16, torch.bfloat16, "stochastic", stochastic=True)
+SPLIT8 = Storage(torch.bfloat16, torch.bfloat16, torch.float32, "split8")
 TARGETS = {
     "sm_80": GPUTarget("cuda", 80, 32),
     "sm_90": GPUTarget("cuda", 90, 32),
@@ -47,6 +57,8 @@ TARGETS = {
 HOPPER = TARGETS["sm_90"]
 IN_FLIGHT, IN_FLIGHT_OF_AMPERE = 48_000, 40_000
 """Bytes on each multiprocessor: an H200 has twice the bandwidth of an A100. Float64 arithmetic has no registers for more."""
+IN_FLIGHT_OF_CODES = 18_000
+"""The same with random bits, whose arithmetic takes the registers."""
 
 MOST_REGISTERS = 128
 """Four programs, or on AMD four waves of 64 threads, then fit on each processor."""
@@ -54,7 +66,8 @@ MOST_REGISTERS = 128
 
 def chosen_for(target: GPUTarget, storage: Storage) -> Configuration:
     kind = target.backend
-    return TABLE.get((kind, storage.parameter)) or TABLE[kind, None]
+    chosen = TABLE.get((kind, storage.parameter)) or TABLE[kind, None]
+    return with_random_bits(chosen, storage.rows, storage.parameter.itemsize) if storage.random else chosen
 
 
 def threads(target: GPUTarget, storage: Storage) -> int:
@@ -70,8 +83,9 @@ def wide_bytes(accesses: dict[int, int]) -> int:
 
 
 def expected_bytes(target: GPUTarget, storage: Storage, dtypes: list[torch.dtype]) -> int:
-    """Of one thread and one tile, if every access is 16 bytes wide."""
-    return elements_a_thread(target, storage) * sum(dtype.itemsize for dtype in dtypes)
+    """Of one thread and one tile, if every access is 16 bytes wide, but for what has less than that for a thread."""
+    sizes = [elements_a_thread(target, storage) * dtype.itemsize for dtype in dtypes]
+    return sum(size for size in sizes if size >= 16)
 
 
 def compile_or_skip(kernel, storage: Storage, target: GPUTarget, *arguments, **changes) -> Audit:
@@ -117,6 +131,7 @@ def assert_in_flight(audit: Audit, target: GPUTarget, storage: Storage) -> None:
         programs = resident_programs(audit.code.registers, chosen_for(target, storage).warps)
         in_flight = [size * threads(target, storage) * programs for size in audit.code.in_flight]
         enough = IN_FLIGHT if target.arch >= 90 and storage is not FLOAT64 else IN_FLIGHT_OF_AMPERE
+        enough = IN_FLIGHT_OF_CODES if storage.random else enough
         assert sorted(in_flight)[-2] >= enough, in_flight
 
 
@@ -209,14 +224,70 @@ def test_other_forms_of_a_launch_are_unspilled_and_in_order(kernel, present: tup
         assert broken_laws(audit.assembly, audit.arguments) == []
 
 
+def spilled_to_memory(audit: Audit) -> int:
+    """On AMD scalar registers are spilled to lanes of vector registers."""
+    if audit.binary is not None:
+        return audit.code.spilled
+    found = re.search(r"\.private_segment_fixed_size:\s*(\d+)", audit.assembly)
+    assert found is not None
+    return int(found.group(1))
+
+
+RANDOM_LAUNCHES = [
+    *itertools.product(TARGETS, [SMALLEST, COMPACT], ["group", "update"]),
+    *itertools.product(["sm_80", "sm_90"], [CODES_OF_FLOAT32, STOCHASTIC, SPLIT8], ["group", "update"]),
+    *itertools.product(["sm_90"], [SMALLEST, COMPACT, CODES_OF_FLOAT32], ["norm", "accumulate", "apply", "adamw"]),
+]
+
+
+@pytest.mark.parametrize(
+    ("name", "storage", "launch"),
+    rows(
+        RANDOM_LAUNCHES,
+        lambda row: row in (("sm_90", COMPACT, "group"), ("gfx942", SMALLEST, "update"), ("sm_90", SPLIT8, "update")),
+    ),
+    ids=str,
+)
+def test_launches_that_round_stochastically_are_wide_and_unspilled(name: str, storage: Storage, launch: str) -> None:
+    """Codes in accesses of 16 bytes, as everything else; what they decode to is nowhere in memory."""
+    target = TARGETS[name]
+    if launch == "group":
+        audit = compile_or_skip(group_kernel, storage, target)
+    elif launch == "adamw":
+        audit = compile_or_skip(group_kernel, storage, target, PHASES="write", CLIP=False)
+    else:
+        updates = launch in ("update", "norm")
+        present = {"update": (), "norm": ("norm_ptr",)}.get(launch, ("square_before",))
+        action = "update" if updates else launch
+        audit = compile_or_skip(tensor_kernel, storage, target, present, ACTION=action, FIRST=updates)
+    assert spilled_to_memory(audit) == 0
+    assert not float_atomics(audit.assembly)
+    if launch in ("group", "update"):
+        assert_wide(audit, target, storage, loaded(target, storage))
+        assert_in_flight(audit, target, storage)
+        assert broken_laws(audit.assembly, audit.arguments) == []
+
+
+@pytest.mark.parametrize(
+    "kernel", rows([group_kernel, tensor_kernel], lambda kernel: kernel is tensor_kernel), ids=["group", "tensor"]
+)
+def test_rows_without_whole_blocks_are_unspilled(kernel) -> None:
+    """If their length is a multiple of 16, accesses are half as wide as with whole blocks; otherwise by elements."""
+    for storage in (SHORT_ROWS, ODD_ROWS):
+        audit = compile_or_skip(kernel, storage, HOPPER)
+        assert audit.code.spilled == 0
+        assert bool(wide_bytes(audit.code.loads)) is (storage is SHORT_ROWS)
+
+
 @pytest.mark.parametrize("kernel", [update_group, update_tensor], ids=["group", "tensor"])
 def test_numbers_that_change_while_training_are_not_compiled_in(kernel) -> None:
     """No number that changes while training: learning rate, betas, decay, number of updates, sizes."""
-    numbers = {*SCALARS, *"gmvpk", "item_count", "tensor_count", "n"}
+    numbers = {*SCALARS, *"gmvpk", "item_count", "tensor_count", "n", *RANDOM} - {"m_scales", "v_scales"}
     parameters = {parameter.name: parameter for parameter in kernel.params}
     assert all(parameter.do_not_specialize for name, parameter in parameters.items() if name in numbers)
     others = {name for name, parameter in parameters.items() if not parameter.is_constexpr} - numbers
     pointers = {"items", "tensors", "partials", "squares", "counters", "numbers", "square_before", "square_after"}
+    pointers |= {"m_scales", "v_scales"}
     assert {name for name in others if not name.endswith("_ptr")} <= pointers
 
 

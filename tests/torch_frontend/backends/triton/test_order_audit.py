@@ -39,7 +39,7 @@ ARRIVE = """    tl.store(partials + item, partial)
 """
 LATE = "".join(ARRIVE.splitlines(True)[line] for line in (2, 0, 1))
 SUM = 'total += tl.load(partials + slot, mask=slot < items, other=0.0, cache_modifier=".cg"'
-ANNOUNCE = "                        tl.store(squares + tensor, total / n.to(COMPUTE))\n"
+ANNOUNCE = "                        tl.store(squares + tensor, total / elements(n, columns, ROWS).to(COMPUTE))\n"
 WORSE = {
     "arrives first": (
         "group",

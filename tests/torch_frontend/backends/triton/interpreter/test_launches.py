@@ -330,8 +330,9 @@ def test_offsets_are_wider_than_32_bits() -> None:
     scratch = torch.zeros(4, dtype=torch.int32)
     update_group[(1,)](
         items, torch.tensor(row), torch.zeros(1), torch.zeros(1), scratch, 1, 1, None, None,
-        1.0, 0.0, 1.0, 0.0, 0.25, 1e-6, 1e-12, 0.0,
-        PHASES="write", CLIP=False, ZERO1=False, ZERO2=False, L2=False, MAXIMIZE=False, COMPENSATION="none",
+        1.0, 0.0, 1.0, 0.0, 0.25, 1e-6, 1e-12, 0.0, None,
+        PHASES="write", CLIP=False, ZERO1=False, ZERO2=False, L2=False, MAXIMIZE=False, COMPENSATION="none", STOCHASTIC=False,
+        ROWS=0,
         EACH=False, STEP_ON_DEVICE=False,
         ALIGNMENT=16, HINTS=True, G=tl.bfloat16, M=tl.bfloat16, V=tl.bfloat16, P=tl.bfloat16, K=tl.bfloat16, COMPUTE=tl.float32,
         TILES=INTERPRETER.tiles, BLOCK=INTERPRETER.block, TAIL=INTERPRETER.tail, UNROLL=1, STAGES=1,
