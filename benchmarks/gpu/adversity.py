@@ -50,8 +50,8 @@ def soak(setting: Setting) -> Iterator[dict[str, Any]]:
     for storage in setting.first(reversed(STORAGES)):
         memories = []
         for _ in range(2):
-            parameters = setting.parameters(DRY_SIZES[0] if setting.dry else SIZES[2], storage.dtype)
-            optimizer = _optimizer(parameters, compensation=storage.compensation)
+            parameters = setting.parameters(DRY_SIZES[0] if setting.dry else SIZES[2], storage.dtype, coded=storage.coded)
+            optimizer = _optimizer(parameters, **storage.options)
             for step in range(setting.few(1000, 2)):
                 for p in parameters:
                     assert p.grad is not None

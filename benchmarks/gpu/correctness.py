@@ -13,10 +13,11 @@ import torch
 from penstock.torch_frontend import AdamW, StableAdamW
 from penstock.torch_frontend.backends.triton.configuration import TABLE, Device, configuration
 
-from .setting import BETAS, STORAGES, Setting, Storage, differing, memory_of, restore, update_alone
+from .setting import BETAS, CODED, STORAGES, Setting, Storage, differing, memory_of, restore, update_alone
 
 SIZES = [[1, 3, 17], [1023, 1025, 8191], [8193, 100_003, 1 << 20]]
 DRY_SIZES = [[1, 130, 17]]
+DRY_CODED_SIZES = [17, 32 * 129]
 ROUNDINGS = 8
 """Bound on the difference of a step, in roundings of the parameter's dtype: some operations, and GPU's square roots."""
 
@@ -44,6 +45,8 @@ def steps(setting: Setting) -> Iterator[dict[str, Any]]:
 
     Gradients are large, so that the update is clipped. In launches of all tensors, and of one tensor at a time.
     """
+    if setting.dry:
+        yield {"sizes": DRY_CODED_SIZES, "storage": CODED[0].name, **_step(setting, StableAdamW, CODED[0], DRY_CODED_SIZES)}
     for sizes in DRY_SIZES if setting.dry else SIZES:
         for storage in STORAGES:
             for optimizer_class in (StableAdamW, AdamW):
@@ -78,15 +81,15 @@ def _after(
     setting: Setting, optimizer_class: Any, storage: Storage, sizes: list[int], backend: str, alone: bool = False
 ) -> list[torch.Tensor]:
     """Return parameters and state after one step from random values; unwritten elements would be NaN in the moments."""
-    parameters = setting.parameters(sizes, storage.dtype)
-    compensation = storage.compensation
+    parameters = setting.parameters(sizes, storage.dtype, coded=storage.coded)
+    options = storage.options
     if backend == "float64":
-        backend, compensation = "eager", "none"
+        backend, options = "eager", {}
         parameters = [torch.nn.Parameter(p.detach().double()) for p in parameters]
-        for p, like in zip(parameters, setting.parameters(sizes, storage.dtype), strict=True):
+        for p, like in zip(parameters, setting.parameters(sizes, storage.dtype, coded=storage.coded), strict=True):
             assert like.grad is not None
             p.grad = like.grad.double()
-    optimizer = optimizer_class(parameters, lr=1e-2, betas=BETAS, compensation=compensation, backend=backend)
+    optimizer = optimizer_class(parameters, lr=1e-2, betas=BETAS, **options, backend=backend)
     if alone:
         for p in parameters:
             update_alone(optimizer, p)
@@ -107,8 +110,8 @@ def _roundings(memory: list[torch.Tensor], expected: list[torch.Tensor], count: 
 def repeats(setting: Setting) -> Iterator[dict[str, Any]]:
     """Repeat one clipped step 200 times from the same start: every bit is the same each time."""
     for storage in STORAGES:
-        parameters = setting.parameters(DRY_SIZES[0] if setting.dry else SIZES[2], storage.dtype)
-        optimizer = StableAdamW(parameters, lr=1e-2, betas=BETAS, compensation=storage.compensation, backend="triton")
+        parameters = setting.parameters(DRY_SIZES[0] if setting.dry else SIZES[2], storage.dtype, coded=storage.coded)
+        optimizer = StableAdamW(parameters, lr=1e-2, betas=BETAS, **storage.options, backend="triton")
         optimizer.step()
         for p in parameters:
             assert p.grad is not None

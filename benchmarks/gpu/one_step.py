@@ -27,8 +27,10 @@ def main() -> None:
     (storage,) = (storage for storage in STORAGES if storage.name == given.storage)
     if given.programs:
         TABLE["cuda", None] = dataclasses.replace(TABLE["cuda", None], programs=given.programs)
-    parameters = Setting(dry=False).parameters(SMALL if given.small else SHAPES[given.model], storage.dtype)
-    optimizer = StableAdamW(parameters, lr=1e-3, betas=BETAS, compensation=storage.compensation, backend="triton")
+    parameters = Setting(dry=False).parameters(
+        SMALL if given.small else SHAPES[given.model], storage.dtype, coded=storage.coded
+    )
+    optimizer = StableAdamW(parameters, lr=1e-3, betas=BETAS, **storage.options, backend="triton")
     optimizer.step()
     for p in parameters[:3]:
         update_alone(optimizer, p)

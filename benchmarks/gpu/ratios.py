@@ -18,6 +18,7 @@ from benchmarks.support import failure
 from penstock.torch_frontend import AdamW, StableAdamW
 from penstock.torch_frontend.backends.triton.batches import batches_of
 from penstock.torch_frontend.backends.triton.configuration import TABLE
+from penstock.torch_frontend.backends.triton.launch import launch_all
 
 from .setting import BETAS, STORAGES, Setting, Storage
 
@@ -38,8 +39,8 @@ def bandwidth(setting: Setting) -> Iterator[dict[str, Any]]:
 
 def optimizer_of(setting: Setting, model: str, storage: Storage, kind: Any = StableAdamW, **options: Any) -> Any:
     """Return an optimizer of a model's parameters, which have gradients."""
-    parameters = setting.parameters(setting.shapes(model), storage.dtype)
-    given: dict[str, Any] = {"betas": BETAS, "compensation": storage.compensation, "backend": "triton"}
+    parameters = setting.parameters(setting.shapes(model), storage.dtype, coded=storage.coded)
+    given: dict[str, Any] = {"betas": BETAS, **storage.options, "backend": "triton"}
     return kind(parameters, lr=1e-3, **given | options)
 
 
@@ -47,12 +48,14 @@ def phases(optimizer: Any) -> dict[str, Run]:
     """Return the launches of an optimizer's step: both of the pair, and each of them."""
     backend = optimizer._backend
     slots = [optimizer._slot(p) for p in optimizer.param_groups[0]["params"]]
-    (batch,) = batches_of([(slot, slot.parameter.grad) for slot in slots])
-    with torch.no_grad():
-        pair = backend._two_launches(batch, None)
-    for launch in (pair.measure, pair.write):
-        launch.load()
-    return {"pair": lambda: (pair.measure(), pair.write()), "measure only": pair.measure, "write only": pair.write}
+    with torch.no_grad():  # matrices in 8 bits and the small tensors beside them are two batches
+        pairs = [backend._two_launches(batch, None) for batch in batches_of([(slot, slot.parameter.grad) for slot in slots])]
+    measure, write = [pair.measure for pair in pairs], [pair.write for pair in pairs]
+    return {
+        "pair": lambda: launch_all([*measure, *write]),
+        "measure only": lambda: launch_all(measure),
+        "write only": lambda: launch_all(write),
+    }
 
 
 def ways(setting: Setting) -> Iterator[dict[str, Any]]:
@@ -74,7 +77,7 @@ def ways(setting: Setting) -> Iterator[dict[str, Any]]:
             setting.clean_up()
 
 
-def _row(setting: Setting, model: str, storage: Storage, way: str, own_bytes: int, run: Run) -> dict[str, Any]:
+def _row(setting: Setting, model: str, storage: Storage, way: str, own_bytes: float, run: Run) -> dict[str, Any]:
     elements = sum(setting.shapes(model))
     found: dict[str, Any] = {"model": model, "storage": storage.name, "way": way}
     found["device_ms"] = setting.device_ms(run)

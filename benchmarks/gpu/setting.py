@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from penstock.core.codings.eight_bit import BLOCK, SMALLEST
 from penstock.torch_frontend.backends import count_updates
 
 SHAPES: dict[str, list[int]] = {
@@ -30,24 +31,45 @@ BETAS = (0.9, 0.99)
 
 @dataclasses.dataclass(frozen=True)
 class Storage:
-    """The dtype and compensation of a model's parameters; the moments have the parameter's dtype."""
+    """The dtype and compensation of a model's parameters; the moments have the parameter's dtype, or 8 bits if it is coded."""
 
     name: str
     dtype: torch.dtype
     compensation: str = "none"
+    coded: bool = False
 
     @property
-    def measured_bytes(self) -> int:
+    def options(self) -> dict[str, Any]:
+        """The arguments of an optimizer."""
+        return {"compensation": self.compensation, "state_dtype": "8bit" if self.coded else None}
+
+    @property
+    def moment_bytes(self) -> float:
+        """Bytes per element of one moment: with a code, a part of its block's scale."""
+        return 1 + 4 / BLOCK if self.coded else self.dtype.itemsize
+
+    @property
+    def measured_bytes(self) -> float:
         """Bytes per element that the measure phase reads: g and v."""
-        return 2 * self.dtype.itemsize
+        return self.dtype.itemsize + self.moment_bytes
 
     @property
-    def floor_bytes(self) -> int:
+    def floor_bytes(self) -> float:
         """Bytes per element that a step moves at least: g is read; m, v, p and k are read and written."""
-        return 7 * self.dtype.itemsize + 2 * (2 if self.compensation == "split" else 0)
+        kept = {"split": 2, "split8": 1}.get(self.compensation, 0)
+        return self.dtype.itemsize + 2 * (2 * self.moment_bytes + self.dtype.itemsize + kept)
 
 
-STORAGES = (Storage("bf16", torch.bfloat16), Storage("fp32", torch.float32), Storage("split", torch.bfloat16, "split"))
+CODED = (
+    Storage("compact", torch.bfloat16, "split8", coded=True),
+    Storage("smallest", torch.bfloat16, "stochastic", coded=True),
+)
+STORAGES = (
+    Storage("bf16", torch.bfloat16),
+    Storage("fp32", torch.float32),
+    Storage("split", torch.bfloat16, "split"),
+    *CODED,
+)
 
 
 class Clock:
@@ -99,12 +121,16 @@ class Setting:
         """Return all rows, or the first one in a dry run."""
         return list(rows)[:1] if self.dry else list(rows)
 
-    def parameters(self, numels: list[int], dtype: torch.dtype) -> list[nn.Parameter]:
-        """Return seeded normal parameters with gradients of standard deviation 0.02; the same ones at each call."""
+    def parameters(self, numels: list[int], dtype: torch.dtype, *, coded: bool = False) -> list[nn.Parameter]:
+        """Return seeded normal parameters with gradients of standard deviation 0.02; the same ones at each call.
+
+        coded: large ones are matrices, whose moments can be in 8 bits.
+        """
         generator = torch.Generator(self.device).manual_seed(0)
         made = []
         for numel in numels:
-            made.append(nn.Parameter(torch.empty(numel, dtype=dtype, device=self.device).normal_(generator=generator)))
+            shape = matrix_of(numel) if coded else (numel,)
+            made.append(nn.Parameter(torch.empty(shape, dtype=dtype, device=self.device).normal_(generator=generator)))
             made[-1].grad = torch.empty_like(made[-1]).normal_(std=0.02, generator=generator)
         return made
 
@@ -211,6 +237,14 @@ class Setting:
         return 2 * source.nbytes / (1e-3 * self.device_ms(lambda: target.copy_(source)))
 
 
+def matrix_of(numel: int) -> tuple[int, ...]:
+    """Return the shape of a matrix with this number of elements, in whole blocks if possible; of a vector if it is small."""
+    if numel < SMALLEST:
+        return (numel,)
+    columns = next(columns for columns in (2 * BLOCK, numel // 32, numel // 3, numel) if numel % columns == 0)
+    return numel // columns, columns
+
+
 # -- what sections compare ------------------------------------------------------------------------------------------------
 
 
@@ -232,7 +266,7 @@ def differing(memory: list[Tensor], expected: list[Tensor]) -> Tensor:
 
 
 def _bits(x: Tensor) -> Tensor:
-    return x.view({2: torch.int16, 4: torch.int32, 8: torch.int64}[x.element_size()])
+    return x.view({1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[x.element_size()])
 
 
 def update_alone(optimizer: Any, p: nn.Parameter) -> None:
