@@ -65,14 +65,16 @@ def key_of(name: str, layer: int | None = None) -> int:
 
 
 def words(key: int, update: int, field: int, microbatch: int, shape: tuple[int, ...]) -> np.ndarray:
-    """Return the random words of all elements of a tensor of less than 2^32 elements, int64."""
-    when = _mixed(_hashed(update, field, microbatch) + 0x1E3779B9 & _WORD)  # of the index' high word, 0
-    factor, shift = _mixed(key + when & _WORD) >> 1 | 1, _mixed(key ^ when)
-    found = np.arange(np.prod(shape), dtype=np.uint64) * np.uint64(factor) + np.uint64(shift) & np.uint64(_WORD)
-    for right, multiplier in ((16, 0x21F0AAAD), (15, 0x735A2D97), (15, 1)):
-        found ^= found >> np.uint64(right)
-        found = found * np.uint64(multiplier) & np.uint64(_WORD)
-    return found.astype(np.int64).reshape(shape)
+    """Return the random words of all elements of a tensor, int64."""
+    place = _mixed(key + _hashed(update, field, microbatch) + 0x1E3779B9 & _WORD)
+    mixed = np.array([_mixed(low) for low in range(min(1 << 16, int(np.prod(shape))))], np.uint64)
+    found = np.empty(int(np.prod(shape)), np.int64)
+    for high in range(-(-found.size >> 16)):
+        shift = _mixed(place + high + 0x1E3779B9 & _WORD)
+        factor = _mixed(shift + 0x1E3779B9 & _WORD) >> 1 | 1
+        part = found[high << 16 : (high + 1) << 16]
+        part[:] = mixed[: part.size] * np.uint64(factor) + np.uint64(shift) & np.uint64(_WORD)
+    return found.reshape(shape)
 
 
 # -- what stored numbers stand for --------------------------------------------------------------------------------------
@@ -158,8 +160,8 @@ def _by_chance(x: np.ndarray, dtype: str, bits: np.ndarray) -> np.ndarray:
 
 
 def _cut(x: np.ndarray, step: np.ndarray, bits: np.ndarray, count: int) -> np.ndarray:
-    """Return x rounded to a multiple of `step`: away from zero where its rest and the low bits make a whole one."""
-    found: np.ndarray = np.sign(x) * np.floor(np.abs(x) / step + (bits & (1 << count) - 1) / 2.0**count) * step
+    """Return x rounded to a multiple of `step`: away from zero where its rest and the highest bits make a whole one."""
+    found: np.ndarray = np.sign(x) * np.floor(np.abs(x) / step + (bits >> (32 - count)) / 2.0**count) * step
     return found
 
 

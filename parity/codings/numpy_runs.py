@@ -60,7 +60,7 @@ class NumpyCodings:
             if number not in self.case.random:
                 return None
             when = random_bits.when(self.count, number, micro_batch if number else 0)
-            found: np.ndarray = random_bits.bits(random_bits.stream(key, when), np.arange(np.prod(shape)))
+            found: np.ndarray = random_bits.bits_at(random_bits.place(key, when), np.arange(np.prod(shape)))
             return found.reshape(shape)
 
         return bits
