@@ -31,7 +31,7 @@ from .walk.layer_stack import looks_stacked
 Transform = Callable[..., optax.GradientTransformationExtraArgs]
 
 _DTYPES = {
-    "mu_dtype": """dtype of the first moment, or momentum. "8bit": 1.06 bytes an element, an int8 code and a share of the
+    "mu_dtype": """dtype of the first moment, or momentum. "8bit": 1.03 bytes an element, an int8 code and a share of the
     float32 scale of 128 elements, off by at most 0.8% of the largest of them, and 0.2% near zero. Vectors, and matrices of
     less than 4096 elements or 128 columns, are float32 then. None: the parameter's.""",
     "nu_dtype": """dtype of the second moment. "8bit", as for mu_dtype: rounded up or down by chance to one of two codes,
@@ -59,7 +59,7 @@ Args:
         needs it given.
     precision: what is kept for each parameter: "exact", the defaults of the dtypes and of compensation; "compact": 8-bit states
         and compensation="auto8"; "smallest": 8-bit states and compensation="stochastic". adamw of a bfloat16 matrix then keeps
-        10, 5.07 or 4.07 bytes.
+        10, 5.06 or 4.06 bytes.
     compensation: how low-precision parameters keep the bits that rounding loses: "auto" (split for bfloat16, kahan for
         float16; "auto8": split8 and kahan), "kahan", "split" (bfloat16 only) or "none"; "split8" (bfloat16 only) keeps 8 of
         split's 16 bits, and rounds the others up or down by chance; "stochastic" keeps nothing, and rounds the parameter up or
@@ -213,9 +213,10 @@ muon = transform_of(MUON, _MATRICES, weight_decay=0.0, output_axis=1)  # as opta
 def param_labels_for_muon(params: PyTree) -> PyTree:
     """Return labels for `optax.partition`: "muon" for the matrices of hidden layers, "adamw" for all else.
 
-    "adamw" are leaves that have not two dimensions, those with "emb" in their path, and those below head, lm_head, classifier,
-    score or embed_out. Of {"outer": ..., "layers": ...} as a whole the leaves of layers count without their layer axis. Other
-    labels are another function.
+    "adamw" are leaves that have not two dimensions, those that are called bias or scale, those with "emb" in their path, and
+    those below wte, wpe, head, lm_head, logits_dense, classifier, score or embed_out. Look at the labels: an embedding or a
+    head with another name needs a function of your own. Of {"outer": ..., "layers": ...} as a whole the leaves of layers count
+    without their layer axis; of other trees no layer axis is known, and a stack of vectors counts as a matrix.
 
     Args:
         params: any tree of arrays, also of one layer.
@@ -233,7 +234,7 @@ def param_labels_for_muon(params: PyTree) -> PyTree:
     stacked = looks_stacked(params)
 
     def label(path: Any, leaf: Any) -> str:
-        name = jax.tree_util.keystr(path, simple=True, separator=".")
+        name = jax.tree_util.keystr(path, simple=True, separator=".").removesuffix(".value")  # flax.nnx ends paths so
         axes = 1 if stacked and path[0].key == "layers" else 0
         return "muon" if is_hidden_matrix(name, jnp.shape(leaf)[axes:]) else "adamw"
 

@@ -137,19 +137,27 @@ def scale(current: MuonHyperparameters, shape: tuple[int, int]) -> float:
     return math.sqrt(max(1.0, outputs / inputs))
 
 
-HEADS = frozenset({"head", "lm_head", "classifier", "score", "embed_out"})
+HEADS = frozenset({"head", "lm_head", "logits_dense", "classifier", "score", "embed_out"})
 """Names of modules that compute a model's output."""
+
+EMBEDDINGS = frozenset({"wte", "wpe"})
+"""Names of embeddings without "emb" in them: GPT-2's."""
+
+VECTORS = frozenset({"bias", "scale"})
+"""Names of parameters that are vectors, also where layers are stacked or a bias is [heads, width]."""
 
 
 def is_hidden_matrix(name: str, shape: Sequence[int]) -> bool:
-    """Whether Muon is meant for a parameter, by what can be told from its name: a matrix, but no embedding and no head.
+    """Whether Muon is meant for a parameter, by what its name tells: a matrix, but no embedding, head, bias or scale.
 
     Args:
         name: its parts are separated by dots.
         shape: of one layer's parameter.
     """
     parts = name.lower().split(".")
-    return len(shape) == 2 and HEADS.isdisjoint(parts) and not any("emb" in part for part in parts)
+    if len(shape) != 2 or parts[-1] in VECTORS:
+        return False
+    return (HEADS | EMBEDDINGS).isdisjoint(parts) and not any("emb" in part for part in parts)
 
 
 def chosen(own: Mapping[str, Any]) -> Rule:

@@ -121,6 +121,18 @@ def test_labels_count_the_axes_of_one_layer() -> None:
     assert param_labels_for_muon({"outer": outer, "layers": stacked}) == dict(zip(("outer", "layers"), expected, strict=True))
 
 
+def test_labels_know_vectors_and_embeddings_by_their_names() -> None:
+    """A stacked bias or scale, or the bias of attention heads, has two axes and is no matrix; GPT-2's embeddings are none."""
+    vectors = {"ln": {"scale": jnp.ones((4, 8)), "bias": jnp.ones((4, 8))}, "query": {"bias": {"value": jnp.ones((2, 4))}}}
+    embeddings = {
+        "wte": jnp.ones((50, 8)),
+        "wpe": {"embedding": jnp.ones((16, 8))},
+        "logits_dense": {"kernel": jnp.ones((8, 50))},
+    }
+    assert set(jax.tree.leaves(param_labels_for_muon([vectors, embeddings]))) == {"adamw"}
+    assert param_labels_for_muon({"rescale": jnp.ones((4, 8))}) == {"rescale": "muon"}
+
+
 def test_what_chooses_the_iteration_cannot_be_injected() -> None:
     params = {"a": jnp.ones((2, 3))}
     with pytest.raises(InvalidArgumentError, match=r"ns_steps is an array, .* static_args=\(.*'ns_steps', "):
