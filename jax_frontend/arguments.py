@@ -200,7 +200,7 @@ def _dtype_name(dtype: Any, argument: str) -> str:
         return dtype
     try:
         return jnp.dtype(dtype).name
-    except TypeError as error:
+    except (TypeError, ValueError) as error:  # ValueError: a string that starts with a number
         raise InvalidArgumentError(f"{argument}={dtype!r} is not a dtype; give a floating-point one, or '8bit'.") from error
 
 

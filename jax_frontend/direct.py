@@ -67,7 +67,7 @@ def as_transformation(tx: Any) -> optax.GradientTransformationExtraArgs:
     """
     if not all(callable(getattr(tx, name, None)) for name in ("init", "update")):
         raise InvalidArgumentError(
-            f"tx={tx!r} is not an Optax transform; give one that was called, such as stable_adamw(1e-3)."
+            f"tx is a {type(tx).__name__}, not an Optax transform; give one that was called, such as stable_adamw(1e-3)."
         )
     if not isinstance(tx, optax.GradientTransformation) and hasattr(tx, "gradient_transformation"):
         tx = tx.gradient_transformation()

@@ -79,11 +79,17 @@ def verify(release: Any, loss_fn: Callable[[], Tensor]) -> None:
     if any(parameter.grad is not None for parameter in optimizer._parameters()):
         raise RefusedError("verify() takes steps of its own, and there are gradients; call optimizer.zero_grad() first.")
     before = TrainingState(model, optimizer)
+    losses: list[Tensor] = []
 
     def loss() -> Tensor:
         found = loss_fn()
         if not isinstance(found, Tensor) or found.dim() != 0:
             raise InvalidArgumentError("loss_fn must return the loss as a 0-d tensor, for instance loss.mean().")
+        if any(found is other for other in losses):
+            raise InvalidArgumentError(
+                "loss_fn returned one tensor twice; compute the loss in it, as in lambda: model(batch).mean()."
+            )
+        losses.append(found)
         return found
 
     def plain() -> Copies:

@@ -90,7 +90,8 @@ def _check_carry(before: PyTree, after: PyTree) -> None:
     if structures[0] != structures[1]:
         raise InvalidArgumentError(
             f"the layer makes {structures[1]} of {structures[0]}; all layers of a stack must return "
-            "the structure they are given (with auxiliary=True a tuple (x, auxiliary))."
+            "the structure they are given: x alone, where the body of a lax.scan returns (x, None); with auxiliary=True "
+            "(x, auxiliary)."
         )
     for (path, old), new in zip(jax.tree_util.tree_leaves_with_path(before), jax.tree.leaves(after), strict=True):
         name = f"x{jax.tree_util.keystr(path)}"

@@ -99,7 +99,7 @@ def make_release_step(
         Zhang et al., AdamA, https://arxiv.org/abs/2305.19982.
     """
     if not isinstance(stack, LayerStack):
-        raise InvalidArgumentError(f"stack={stack!r} is not a LayerStack.")
+        raise InvalidArgumentError(f"stack is a {type(stack).__name__}, not a LayerStack; give LayerStack(embed, layer, loss).")
     as_transformation(tx)  # raises
     check_microbatches(microbatches, whole)
     check_max_norm(max_norm)

@@ -53,6 +53,7 @@ DECOUPLED = {"weight_decay": 1e-5, "decouple_lr": True}
 ONES, W = jnp.ones(3), {"w": jnp.ones(3)}
 REFUSED = {
     "not a mu_dtype": (lambda: adamw(1e-3, mu_dtype="nonsense"), "mu_dtype='nonsense' is not a dtype"),
+    "a mu_dtype that numpy takes for a format": (lambda: adamw(1e-3, mu_dtype="8-bit"), "mu_dtype='8-bit' is not a dtype"),
     "not a nu_dtype": (lambda: adamw(1e-3, nu_dtype="nonsense"), "nu_dtype='nonsense' is not a dtype"),
     "mu_dtype=int32": (lambda: adamw(1e-3, mu_dtype="int32"), "mu_dtype=int32"),
     "nu_dtype=int32": (lambda: adamw(1e-3, nu_dtype="int32"), "nu_dtype=int32"),

@@ -131,7 +131,7 @@ MAKERS: dict[str, Row] = {
         r"clip_passes=2 with microbatches=4.*make_release_step",
     ),
     "no loss": (lambda: make_train_step(None, TX), "loss_fn=None is not callable"),  # type: ignore[arg-type]
-    "no stack": (lambda: make_release_step(layer, TX), "not a LayerStack"),  # type: ignore[arg-type]
+    "no stack": (lambda: make_release_step(layer, TX), "stack is a function, not a LayerStack"),  # type: ignore[arg-type]
     "no embed": (lambda: LayerStack(None, layer, mean_loss), "embed"),  # type: ignore[arg-type]
     "no layer": (lambda: LayerStack(embed, 3, mean_loss), "layer"),  # type: ignore[arg-type]
     "no stacks": (lambda: LayerStack(embed, {}, mean_loss), "layer"),
@@ -150,7 +150,7 @@ MAKERS: dict[str, Row] = {
         }.items()
     },
     **{
-        f"{maker} of {name}": (lambda make=make, wrong=wrong: make(wrong), r"tx=.* is not an Optax transform")
+        f"{maker} of {name}": (lambda make=make, wrong=wrong: make(wrong), r"tx is a \w+, not an Optax transform")
         for maker, make in {
             "make_train_step": lambda tx: make_train_step(loss, tx),
             "make_release_step": lambda tx: make_release_step(STACK, tx),
@@ -159,7 +159,7 @@ MAKERS: dict[str, Row] = {
         }.items()
         for name, wrong in {"None": None, "a function": adamw}.items()
     },
-    "parameters before the transform": (lambda: init_train_state(PARAMS, TX), "is not an Optax transform"),
+    "parameters before the transform": (lambda: init_train_state(PARAMS, TX), "tx is a dict, not an Optax transform"),
     "stack": (lambda: init_train_state(TX, parameters(), stack="yes"), "stack='yes' is not a LayerStack"),
     "layered": (lambda: init_train_state(TX, parameters(), layered="yes"), "layered='yes' is not possible"),
     "stack and layered": (

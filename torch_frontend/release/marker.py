@@ -137,7 +137,8 @@ def _converted(func: Any, marker: ReleasedGradient, *, dtype: Any = None, device
 
 def _norm(func: Any, tensor: ReleasedGradient, ord: Any = 2, dim: Any = None, keepdim: Any = False, **kwargs: Any) -> Tensor:
     if ord not in (2, None) or dim or keepdim:
-        raise tensor.context.refuse(tensor, f"its norm of order {ord} (only the norm of order 2 is known),")
+        asked = "a part of it" if ord in (2, None) else f"order {ord}"
+        raise tensor.context.refuse(tensor, f"its norm of {asked} (known is that of order 2, of the whole gradient),")
     norm = tensor.norm_now()
     return norm if kwargs.get("dtype") is None else norm.to(kwargs["dtype"])
 

@@ -127,7 +127,8 @@ class MarkerContext:
             declared = min(1.0, self.max_norm / (now + NORM_EPS))
             if abs(factor - declared) <= tolerance * declared:
                 return
-        raise self.refuse(marker, f"{operation} by {factor:.6g}")
+        applied = "" if self.max_norm is None else f" (max_norm={self.max_norm:g} was declared, and is applied already)"
+        raise self.refuse(marker, f"{operation} by {factor:.6g}{applied}")
 
     def _clips_unused(self, factor: float) -> bool:
         """Whether the factor comes from a norm that is not finite, where no gradient was used."""

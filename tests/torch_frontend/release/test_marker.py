@@ -123,6 +123,7 @@ CHANGES = {
     "clipping a part": lambda model: clip_grad_norm_(model[2].parameters(), 1e-3),
     "clipping by value": lambda model: clip_grad_value_(model.parameters(), 1e-3),
     "another norm": lambda model: clip_grad_norm_(model.parameters(), 1e6, norm_type=float("inf")),
+    "a norm of each row": lambda model: model[0][0].weight.grad.norm(dim=1),
     "in place": lambda model: model[0][0].weight.grad.mul_(0.5),
     "by a tensor": lambda model: model[0][0].weight.grad.mul_(torch.full((8, 8), 0.5)),
     "through .data": lambda model: model[0][0].weight.grad.data.div_(4),
@@ -163,6 +164,15 @@ def test_an_undeclared_use_raises_at_its_own_line(change, arguments) -> None:
     optimizer.step()
     optimizer.zero_grad()
     train(model, optimizer, batches(1), loss=release.guard)
+
+
+def test_an_error_says_which_norm_is_known_and_which_clipping_was_declared() -> None:
+    model, optimizer, _ = after_backward(max_norm=0.05)
+    with pytest.raises(RefusedError, match=r"its norm of a part of it \(known is that of order 2, of the whole gradient\)"):
+        model[0][0].weight.grad.norm(dim=1)
+    with pytest.raises(RefusedError, match=r"multiplication by .* \(max_norm=0.05 was declared, and is applied already\)"):
+        clip_grad_norm_(model.parameters(), 0.01)
+    optimizer.step()
 
 
 PASSES = {

@@ -110,4 +110,7 @@ def test_a_loss_that_is_not_a_scalar_is_named_and_nothing_is_changed() -> None:
     for loss in (lambda: None, lambda: model(batches(1)[0])):
         with pytest.raises(InvalidArgumentError, match="0-d tensor"):
             release.verify(loss)
+    computed = model(batches(1)[0]).mean()
+    with pytest.raises(InvalidArgumentError, match="loss_fn returned one tensor twice; compute the loss in it"):
+        release.verify(lambda: computed)
     assert unchanged(before, snapshot(model, optimizer))
