@@ -103,7 +103,10 @@ def check_keys(group: Group, given: Collection[str], defaults: Collection[str], 
                 "another rule."
             )
         if key in of_constructor:
-            raise InvalidArgumentError(f"a parameter group has {key}, which is of the whole optimizer; give it there.")
+            instead = "; give it compensation and state_dtype" if key == "precision" else "; give it there"
+            raise InvalidArgumentError(f"a parameter group has {key}, which is of the whole optimizer{instead}.")
+        if key in NAMES:
+            raise InvalidArgumentError(f"a parameter group has {key!r}, which is called {NAMES[key].split('[')[0]!r} here.")
         if key not in known and (close := difflib.get_close_matches(str(key), known, 1, MISSPELT)):
             raise InvalidArgumentError(f"a parameter group has {key!r}, which is not known; did you mean {close[0]!r}?")
 

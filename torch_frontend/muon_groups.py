@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from ..core.errors import InvalidArgumentError
 from ..core.rules import ADAMW, MUON
 from ..core.rules.muon import is_hidden_matrix
+from .signatures import signature_of
 
 EMBEDDINGS = (nn.Embedding, nn.EmbeddingBag)
 
@@ -20,11 +21,11 @@ def param_groups_for_muon(
 ) -> list[dict[str, Any]]:
     """Return parameter groups: Muon for the matrices of hidden layers, AdamW for all else. One optimizer takes them all.
 
-    AdamW gets what has not two dimensions (biases, norms, convolutions); embeddings: weights of `torch.nn.Embedding`, and
-    matrices with "emb" in their name; and output heads: the matrix that the model's get_output_embeddings() names, one of the
-    shape of an embedding, or one of a module called head, lm_head, classifier, score or embed_out. Look at the names in the
-    groups: a head with another name goes into `others`. Matrices of Transformers' Conv1D, which are transposed, are a group of
-    their own, with output_axis=1.
+    AdamW gets what has not two dimensions (biases, norms, convolutions) or is called bias or scale; embeddings: weights of
+    `torch.nn.Embedding`, and matrices with "emb" in their name, or called wte or wpe; and output heads: the matrix that the
+    model's get_output_embeddings() names, one of the shape of an embedding, or one of a module called head, lm_head,
+    logits_dense, classifier, score or embed_out. Look at the names in the groups: a head with another name goes into `others`.
+    Matrices of Transformers' Conv1D, which are transposed, are a group of their own, with output_axis=1.
 
     Args:
         model: its trainable parameters are grouped.
@@ -36,7 +37,7 @@ def param_groups_for_muon(
         The groups, with names, those that have parameters: Muon's, then AdamW's.
 
     Raises:
-        InvalidArgumentError: a string in others that no name contains.
+        InvalidArgumentError: model is not a module; adamw has what is not a setting of AdamW; others, what no name contains.
 
     Example:
         optimizer = Muon(param_groups_for_muon(model), lr=3e-4, adjust_lr_fn="match_rms_adamw")
@@ -44,6 +45,10 @@ def param_groups_for_muon(
 
     Source: https://kellerjordan.github.io/posts/muon/
     """
+    if not isinstance(model, nn.Module):
+        raise InvalidArgumentError(f"model is a {type(model).__name__}; give the torch.nn.Module whose parameters are grouped.")
+    if unknown := sorted(set(adamw) - (signature_of(ADAMW).parameters.keys() - {"params"})):
+        raise InvalidArgumentError(f"adamw= has {', '.join(unknown)}, which is no setting of AdamW.")
     apart = (others,) if isinstance(others, str) else tuple(others)
     named = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
     if unknown := [part for part in apart if not any(part in name for name in named)]:

@@ -41,7 +41,7 @@ Args:
         into the groups.
     precision: what is kept for each parameter: "exact", the defaults of the next arguments; "compact": 8-bit states, and of a
         bfloat16 parameter 8 of the 16 bits that it lacks ("auto8"), so that a step is rounded by chance at 2^-17 of it;
-        "smallest": 8-bit states, and no bits ("stochastic"). AdamW of a bfloat16 matrix then keeps 10, 5.07 or 4.07 bytes.
+        "smallest": 8-bit states, and no bits ("stochastic"). AdamW of a bfloat16 matrix then keeps 10, 5.06 or 4.06 bytes.
     compensation: how low-precision parameters keep the bits that rounding loses: "none", "kahan" (in the parameter's dtype),
         "split" (bfloat16 and an int16 are together the exact float32), or "auto": split for bfloat16, kahan for float16.
         "split8" (bfloat16 and an int8) rounds what it does not keep up or down by chance, so that small steps are right in

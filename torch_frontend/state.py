@@ -202,7 +202,7 @@ def _check_storage(group: Mapping[str, Any], loaded: Mapping[str, Any], number: 
             raise InvalidArgumentError(
                 f"parameter group {number} of state_dict has {name}={loaded[name]!r}, the optimizer's has "
                 f"{name}={group[name]!r}; construct it with the former, or without {name}, or take its moments over with "
-                "export_state and import_state."
+                "export_state and import_state, which upcast and never round."
             )
 
 

@@ -176,6 +176,8 @@ KEYS: list[tuple[str, list[Any], list[Any]]] = [
     ("ns_steps", [], [5]),
     ("precision", [], ["exact", "compact"]),  # of the optimizer
     ("backend", [], ["eager"]),
+    ("learning_rate", [], [1e-3]),  # of JAX
+    ("beta2", [], [0.9]),
     ("weight_decy", [], [0.1]),
     ("beta", [], [(0.9, 0.9)]),
     ("stat_dtype", [], ["8bit"]),

@@ -57,6 +57,10 @@ def test_groups_are_hidden_matrices_and_all_else() -> None:
     assert len(param_groups_for_muon(nn.LayerNorm(3))) == 1
     with pytest.raises(InvalidArgumentError, match=r"others='gate' has 'gate', which is in no name"):
         param_groups_for_muon(model, others="gate")
+    with pytest.raises(InvalidArgumentError, match=r"adamw= has learning_rate, which is no setting of AdamW"):
+        param_groups_for_muon(model, adamw={"learning_rate": 3e-4})
+    with pytest.raises(InvalidArgumentError, match=r"model is a generator; give the torch\.nn\.Module"):
+        param_groups_for_muon(model.parameters())  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("shape", [(), (3,), (2, 3, 4)], ids=str)
