@@ -16,7 +16,7 @@ import jax
 import optax
 
 from ..core.errors import InvalidArgumentError, PenstockError, RefusedError
-from .records import ARGUMENT, Recorder
+from .records import ARGUMENT, Recorder, Source
 from .state import RULE_STATES, CompensatedState, PyTree, compensated_leaves
 
 
@@ -72,6 +72,24 @@ def as_transformation(tx: Any) -> optax.GradientTransformationExtraArgs:
     if not isinstance(tx, optax.GradientTransformation) and hasattr(tx, "gradient_transformation"):
         tx = tx.gradient_transformation()
     return optax.with_extra_args_support(tx)
+
+
+def sources_of(tx: Any, params: PyTree) -> dict[Any, Source]:
+    """Return the transform of penstock that updates each parameter, by path; nothing is computed.
+
+    Args:
+        tx: any Optax transform.
+        params: arrays or jax.ShapeDtypeStructs.
+    """
+    # optax.MultiSteps passes extra arguments on, but not as the transform that it calls itself.
+    transform = as_transformation(tx) if isinstance(tx, optax.GradientTransformation) else tx
+    recorder = Recorder()
+
+    def update(params: PyTree) -> PyTree:
+        return transform.update(params, transform.init(params), params, **{ARGUMENT: recorder})
+
+    jax.eval_shape(update, params)
+    return {record.path: record.source for record in recorder.records if record.source is not None}
 
 
 _NOT_TAKEN = re.compile(f"{ARGUMENT}|unexpected keyword argument|vmap was requested to map")

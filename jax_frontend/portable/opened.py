@@ -20,8 +20,8 @@ from ...core.portable.names import Line, Names, each, table_of
 from ...core.portable.state import PortableGroup, scale_name
 from ...core.rules import Rule
 from ..arguments import Settings, settings_of
-from ..direct import as_transformation
-from ..records import ARGUMENT, Record, Source
+from ..direct import as_transformation, sources_of
+from ..records import Source
 from ..state import PyTree
 from ..train_state import TrainState, check_made_by
 from .arrays import check_readable, to_host
@@ -188,17 +188,7 @@ def _sources(tx: Any, parts: list[Part], names: Collection[str]) -> dict[str, So
     Raises:
         RefusedError: one of these parameters has none.
     """
-    # optax.MultiSteps passes extra arguments on, but not as the transform that it calls itself.
-    transform = as_transformation(tx) if isinstance(tx, optax.GradientTransformation) else tx
-    found: dict[str, Source] = {}
-    for part in parts:
-        records: list[Record] = []
-
-        def update(params: PyTree, record: Any = records.append) -> PyTree:
-            return transform.update(params, transform.init(params), params, **{ARGUMENT: record})
-
-        jax.eval_shape(update, part.kinds)
-        found |= {part.name(record.path): record.source for record in records if record.source is not None}
+    found = {part.name(path): source for part in parts for path, source in sources_of(tx, part.kinds).items()}
     for name in names:
         if name not in found:
             raise RefusedError(

@@ -21,8 +21,9 @@ from ..sharding import sharded_like
 from ..state import PyTree
 from ..train_state import LayeredState, TrainState, check_made_by, check_train_state
 from .fence import fenced, resolve_fence
-from .in_state import check_in_state, in_state_step
+from .in_state import in_state_step
 from .layer_stack import LayerStack, by_name, check_parameters, number_of_layers
+from .members import check_in_state
 from .passes import Arrays, backward, forward, head
 from .stacked import at
 from .step_settings import StepSettings, joined_state, split_state
@@ -66,7 +67,8 @@ def make_release_step(
             that is exact; with K it is an approximation: v gets the squares of the K shares g/K, a K-th of their mean square.
             Where the micro-batches are noise, a step is as long as an exact one (adamw, learning rate 1e-2, K = 4: 2.3e-3 for
             2.3e-3 after 100 steps); where they agree it is sqrt(K) times as long (2.0e-2 for 1.0e-2): take a lower learning
-            rate there, or leave this out. For penstock's own transforms, unchained.
+            rate there, or leave this out. Exact are the steps of rules whose state is linear in the gradient: sgd with momentum
+            and muon, without nesterov. For penstock's own transforms, and optax.partition of them, unchained.
         save_residuals: False: each layer's activations are computed again going backward, and only its inputs are saved.
             True: what its backward pass needs is saved.
         fence: what separates reads of old slices from writes of new ones: "auto" (by jax.default_backend() when traced),
