@@ -83,16 +83,18 @@ class Identity:
         """Every law for every rule, for Adam and its relatives in every dtype.
 
         In a quick run for one dtype of each of these, that take turns, and for each other rule one law. None of those is one
-        for which backends compile.
+        for which backends compile. Left out is "frozen" of a rule whose parameters go back by themselves (Ranger).
         """
         if not quick:
-            return [IdentityCase(law, *pair) for law in LAWS for pair in rules_and_dtypes(DTYPES)]
+            cases = (IdentityCase(law, *pair) for law in LAWS for pair in rules_and_dtypes(DTYPES))
+            return [case for case in cases if case.law != "frozen" or case.rule.after_step is None]
         found = []
         for turn, law in enumerate(LAWS):
             for number, rule in enumerate(FAMILY.values()):
                 dtypes = [dtype for dtype in DTYPES if (rule.name, dtype) != _COMPILED_FOR]
                 found.append(IdentityCase(law, rule, dtypes[(number + turn - 1) % len(dtypes)]))
-            found += [IdentityCase(law, rule, "float32") for rule in OTHERS[turn :: len(LAWS)]]
+            others = [rule for rule in OTHERS if law != "frozen" or rule.after_step is None]
+            found += [IdentityCase(law, rule, "float32") for rule in others[turn :: len(LAWS)]]
         return found
 
     def run(
@@ -175,8 +177,6 @@ def _skip(backend: Backend, case: IdentityCase) -> Bits:
 
 
 def _frozen(backend: Backend, case: IdentityCase) -> Bits:
-    if case.rule.after_step is not None:
-        raise NotPromisedError("its parameters go back towards slow weights under a learning rate of zero, too")
     sequence = _sequence("frozen", (*_STEPS, LearningRate(0.0), *_STEPS * 2))
     run = _start(backend, case.events(sequence))
     _run((run,), _STEPS)

@@ -131,7 +131,7 @@ class TritonBackend(TorchBackend):
         return InterpretedRun(case) if self.in_worker else super().start(case)
 
     def refuses_codings(self, case: CodingCase) -> str | None:
-        return "its kernels round nothing by chance, and have no codes of 8 bits"
+        return PLAIN_UPDATES_ONLY if self.in_worker else super().refuses_codings(case)
 
     def refuses_events(self, case: EventCase) -> str | None:
         return PLAIN_UPDATES_ONLY if self.in_worker else super().refuses_events(case)

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Mapping
-from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -21,8 +19,8 @@ from ..rules import hyperparameters_of
 from .protocol import HeldField, HeldTensor
 
 SEED = 20240317
-SHAPES: Mapping[str, tuple[int, ...]] = MappingProxyType({"matrix": (40, 130)})
-"""One that is coded, whose rows end in a short block."""
+TENSOR = "matrix"
+"""The name of the only one of each case, of 130 columns: its rows end in a short block."""
 
 UPDATES = 3
 LEARNING_RATE, WEIGHT_DECAY = 1e-2, 0.1
@@ -34,6 +32,7 @@ class CodingCase:
 
     storage: a resolved compensation, and the dtype that is asked for all fields, or "8bit".
     micro_batches: of each update, put into the fields one by one (accumulation="state") where there are several.
+    rows: of the matrix.
     quick: whether a quick run includes it.
     """
 
@@ -41,6 +40,7 @@ class CodingCase:
     dtype: str
     storage: Storage
     micro_batches: int = 1
+    rows: int = 40
     quick: bool = False
 
     @property
@@ -66,10 +66,14 @@ class CodingCase:
         found = random_fields(self.rule.fields, self.field_dtypes, self.rule.decays(self.hyperparameters))
         return (*((0,) if self.storage.compensation in WITH_RANDOM_BITS else ()), *found)
 
+    @property
+    def states(self) -> str:
+        """How the fields are stored: a value of that axis of `core.combinations`."""
+        return "8bit" if EIGHT_BIT in self.field_dtypes else "stochastic" if any(self.random) else "plain"
+
     def initial_parameters(self) -> dict[str, np.ndarray]:
         """The parameters before the first update."""
-        generator = np.random.default_rng(SEED)
-        return {name: generator.standard_normal(shape).astype(numpy_dtype(self.dtype)) for name, shape in SHAPES.items()}
+        return {TENSOR: np.random.default_rng(SEED).standard_normal(self._shape).astype(numpy_dtype(self.dtype))}
 
     def initial(self) -> dict[str, HeldTensor]:
         """What is stored before the first update: the parameters, and zeros."""
@@ -88,14 +92,13 @@ class CodingCase:
 
         Each element has a magnitude of its own, between 1e-5 and 1, so that squares have all codes.
         """
-        noise, found = np.random.default_rng([SEED, update]), []
-        for _ in range(self.micro_batches):
-            scales, of_tensors = np.random.default_rng(SEED), {}
-            for name, shape in SHAPES.items():
-                values = 10.0 ** scales.uniform(-5.0, 0.0, shape) * noise.standard_normal(shape)
-                of_tensors[name] = values.astype(numpy_dtype(self.dtype))
-            found.append(of_tensors)
-        return found
+        scales = 10.0 ** np.random.default_rng(SEED).uniform(-5.0, 0.0, self._shape)
+        noise = np.random.default_rng([SEED, update]).standard_normal((self.micro_batches, *self._shape))
+        return [{TENSOR: each.astype(numpy_dtype(self.dtype))} for each in scales * noise]
+
+    @property
+    def _shape(self) -> tuple[int, int]:
+        return self.rows, 130
 
 
 _MORE: dict[str, dict[str, Any]] = {"ranger": {"k": 2}}
@@ -114,7 +117,7 @@ CASES = (
     CodingCase(rules.ADAMW, "float32", Storage("none", "bfloat16"), micro_batches=4),
     CodingCase(rules.ADAMW, "float16", Storage("stochastic", "float32")),
     CodingCase(rules.ADAM, "bfloat16", Storage("stochastic", "8bit")),
-    CodingCase(rules.LION, "bfloat16", Storage("stochastic", "8bit")),
+    CodingCase(rules.LION, "bfloat16", Storage("stochastic", "8bit"), rows=520),  # more than 2^16 elements
     CodingCase(rules.RULES["sgd_momentum"], "bfloat16", Storage("split8", "8bit"), micro_batches=2),
     CodingCase(rules.RULES["sgd_nesterov"], "bfloat16", Storage("split8", "8bit")),
     CodingCase(rules.RANGER, "bfloat16", Storage("stochastic", "8bit")),

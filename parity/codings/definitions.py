@@ -10,8 +10,9 @@ with them.
 
 from __future__ import annotations
 
+import math
 import zlib
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -42,39 +43,41 @@ class Ends(NamedTuple):
 # -- random bits --------------------------------------------------------------------------------------------------------
 
 
-def _mixed(word: int) -> int:
-    word ^= word >> 16
-    word = word * 0x21F0AAAD & _WORD
-    word ^= word >> 15
-    word = word * 0x735A2D97 & _WORD
-    return word ^ (word >> 15)
+def _mixed(word: Any) -> Any:
+    """Of an int, or an array of uint64."""
+    for right, factor in ((16, 0x21F0AAAD), (15, 0x735A2D97), (15, 1)):
+        word = (word ^ (word >> right)) * factor & _WORD
+    return word
 
 
-def _hashed(*words: int) -> int:
+def _hashed(*words: int, start: int = 0) -> int:
     """A hash of words, one after the other."""
-    found = 0
     for word in words:
-        found = _mixed(found + word + 0x1E3779B9 & _WORD)
-    return found
+        start = _mixed(start + word + 0x1E3779B9 & _WORD)
+    return start
 
 
 def key_of(name: str, layer: int | None = None) -> int:
     """Return the key of a tensor of this name, of seed 0; of one layer of a stack."""
     key = _hashed(0, zlib.crc32(name.encode()))
-    return key if layer is None else _mixed(key + layer + 0x1E3779B9 & _WORD)
+    return key if layer is None else _hashed(layer, start=key)
 
 
 def words(key: int, update: int, field: int, microbatch: int, shape: tuple[int, ...]) -> np.ndarray:
     """Return the random words of all elements of a tensor, int64."""
-    place = _mixed(key + _hashed(update, field, microbatch) + 0x1E3779B9 & _WORD)
-    mixed = np.array([_mixed(low) for low in range(min(1 << 16, int(np.prod(shape))))], np.uint64)
-    found = np.empty(int(np.prod(shape)), np.int64)
-    for high in range(-(-found.size >> 16)):
-        shift = _mixed(place + high + 0x1E3779B9 & _WORD)
-        factor = _mixed(shift + 0x1E3779B9 & _WORD) >> 1 | 1
-        part = found[high << 16 : (high + 1) << 16]
-        part[:] = mixed[: part.size] * np.uint64(factor) + np.uint64(shift) & np.uint64(_WORD)
-    return found.reshape(shape)
+    place, found = _hashed(_hashed(update, field, microbatch), start=key), []
+    count = math.prod(shape)
+    mixed = _mixed(np.arange(min(count, 2**16), dtype=np.uint64))
+    for high in range(-(-count // 2**16)):
+        shift = _hashed(high, start=place)
+        factor = _hashed(0, start=shift) >> 1 | 1
+        found.append(mixed * np.uint64(factor) + np.uint64(shift) & np.uint64(_WORD))
+    return np.concatenate(found)[:count].astype(np.int64).reshape(shape)
+
+
+def _highest(count: int, word: np.ndarray) -> np.ndarray:
+    """Return the highest bits of words of 32 as numbers in [0, 1)."""
+    return (word >> (32 - count)) / 2.0**count
 
 
 # -- what stored numbers stand for --------------------------------------------------------------------------------------
@@ -161,7 +164,7 @@ def _by_chance(x: np.ndarray, dtype: str, bits: np.ndarray) -> np.ndarray:
 
 def _cut(x: np.ndarray, step: np.ndarray, bits: np.ndarray, count: int) -> np.ndarray:
     """Return x rounded to a multiple of `step`: away from zero where its rest and the highest bits make a whole one."""
-    found: np.ndarray = np.sign(x) * np.floor(np.abs(x) / step + (bits >> (32 - count)) / 2.0**count) * step
+    found: np.ndarray = np.sign(x) * np.floor(np.abs(x) / step + _highest(count, bits)) * step
     return found
 
 
@@ -178,7 +181,7 @@ def _coded(x: np.ndarray, error: np.ndarray, bits: np.ndarray | None) -> Ends:
             code = np.minimum(np.rint(254.0 * unit / (1.0 + unit) * (1.0 + more)), 127.0)
             return np.sign(x) * _signed_unit(code) * times
     else:
-        random = (_blocks(bits) >> 8) * 2.0**-24
+        random = _highest(24, _blocks(bits))
 
         def store(x: np.ndarray, over: np.ndarray, times: np.ndarray, more: float) -> np.ndarray:
             unit = np.clip(x / over * (1.0 + more), 0.0, 1.0)

@@ -34,11 +34,6 @@ def widths(pairs: list[tuple[np.ndarray, Ends]]) -> np.ndarray:
     return np.concatenate([((ends.high - ends.low) / (np.abs(ends.value) + 1e-30)).reshape(-1) for _, ends in pairs])
 
 
-def states(case: CodingCase) -> str:
-    kept = {EIGHT_BIT for dtype in case.field_dtypes if dtype == EIGHT_BIT}
-    return "8bit" if kept else "stochastic" if any(case.random) else "plain"
-
-
 @pytest.mark.parametrize("name", STORES)
 def test_a_number_between_two_others_is_stored_between_them(name: str) -> None:
     generator = np.random.default_rng(0)
@@ -75,9 +70,9 @@ def test_every_case_is_within_its_bounds(name: str) -> None:
 
 def test_the_cases_have_every_coding_and_a_quick_run_all_that_is_rounded_by_chance() -> None:
     assert {case.storage.compensation for case in CASES} == set(AXES["compensation"])
-    assert {states(case) for case in CASES} == set(AXES["states"])
+    assert {case.states for case in CASES} == set(AXES["states"])
     assert {case.storage.compensation for case in QUICK} == {"split8", "stochastic"}
-    assert {states(case) for case in QUICK} >= {"stochastic", "8bit"}
+    assert {case.states for case in QUICK} >= {"stochastic", "8bit"}
     assert {case.micro_batches > 1 for case in QUICK} == {True, False}
     assert len({case.name for case in CASES}) == len(CASES)
 

@@ -13,7 +13,7 @@ from penstock.parity.settings import SETTINGS
 
 STARTED_AT_ONCE = ("numpy", "eager", "jax")
 SETTINGS_TRIED = [setting.name for setting in SETTINGS if setting.name not in ("A", "B", "decay", "shapes", "large")]
-OTHERS = ("lion", "sgd", "sgd_momentum", "sgdw_nesterov", "radam")
+OTHERS = ("lion", "sgd", "sgd_momentum", "sgdw_nesterov", "radam", "ranger_l2", "muon")
 PROMISES = ("repeat", "resume", "skip", "frozen")
 
 TRITON_WORKER = pytest.mark.xdist_group("triton worker")
@@ -38,6 +38,8 @@ ROWS = [
         for name in ("shapes", "schedules", "betas")
     ),
     ("walk", "B/sgdw_nesterov/float32/*", (1, 30)),
+    # codings
+    pytest.param("walk", "codings/adamw/bfloat16/stochastic/state-8bit/in-state", (1,), marks=pytest.mark.exhaustive),
     # whole sequences of events
     ("numpy", "events", (1,)),
     *(("jax", f"events/{name}", (1,)) for name in COMPILED_EVENTS),

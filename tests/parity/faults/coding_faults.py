@@ -11,7 +11,7 @@ import numpy as np
 from penstock.core import codings, compensation, random_bits
 from penstock.core.array_ops import numpy_dtype, numpy_ops
 from penstock.core.codings import eight_bit
-from penstock.torch_frontend.backends.cpu_codings import CpuCodings
+from penstock.torch_frontend.backends.random_words import Randomness
 
 from .injection import Fault, Wrong, tampered
 
@@ -19,6 +19,8 @@ COMPACT, SMALL, IN_STATE = (
     f"codings/adamw/bfloat16/{storage}"
     for storage in ("split8/state-8bit", "stochastic/state-bfloat16", "stochastic/state-8bit/in-state")
 )
+LARGE = "codings/lion/bfloat16/stochastic/state-8bit"
+"""Of more than 2^16 elements."""
 
 
 def replaced(where: Any, name: str, wrong: Callable[..., Any]) -> Wrong:
@@ -36,16 +38,10 @@ def to_nearest(right: Any, ops: Any, unit: Any, bits: Any) -> Any:
     return ops.xp.round(255 * ops.xp.sqrt(ops.xp.sqrt(unit)))
 
 
-def to_nearest_on_cpus(right: Any, self: Any, given: Any, unit: Any, codes: Any, random: Any) -> Any:
-    return unit.sqrt().sqrt().mul(255).round()
-
-
 def by_roots(right: Any, ops: Any, unit: Any, bits: Any) -> Any:
     """By chance, so that the mean of the root is right."""
     y = 255 * ops.xp.sqrt(ops.xp.sqrt(unit))
-    return ops.xp.floor(y) + ops.cast(
-        ops.cast(random_bits.highest(24, bits), "float32") * 2.0**-24 < y - ops.xp.floor(y), "float32"
-    )
+    return ops.xp.floor(y) + ops.cast(ops.cast(bits >> 8, "float32") * 2.0**-24 < y - ops.xp.floor(y), "float32")
 
 
 def below_the_first_code(right: Any, ops: Any, x: Any, like: Any, bits: Any) -> Any:
@@ -64,16 +60,20 @@ def cast(right: Any, ops: Any, x: Any, dtype: str, bits: Any) -> Any:
     return ops.cast(ops.cast(x, dtype), "float32")
 
 
+def halves(right: Any, self: Any, out: Any, first: int) -> Any:
+    """As if every number came to lie in the middle of two."""
+    return out.zero_()
+
+
+def from_the_first(right: Any, self: Any, out: Any, first: int) -> Any:
+    """In pieces of 2^15 elements, each with the bits of the first."""
+    for start in range(0, out.numel(), 2**15):
+        right(self, out[start : start + 2**15], 0)
+    return out
+
+
 def low_bits_cut(right: Any, ops: Any, x: Any, count: int, bits: Any) -> Any:
     return right(ops, x, count, bits * 0)
-
-
-def low_bits_cut_on_cpus(right: Any, self: Any, name: str, x: Any, stored: Any, random: Any) -> None:
-    right(self, name, x, stored, None)
-
-
-def cast_on_cpus(right: Any, self: Any, x: Any, stored: Any, random: Any) -> None:
-    stored.copy_(x)
 
 
 def when(**fixed: int) -> Callable[..., Any]:
@@ -92,16 +92,15 @@ def summed(run: Any, correct: Callable[[Any], None], gradients: Any) -> None:
 
 FAULTS = [
     Fault("second moments rounded to nearest", COMPACT, "numpy", replaced(eight_bit, "_rounded_squares", to_nearest)),
-    Fault("second moments rounded to nearest", COMPACT, "eager", replaced(CpuCodings, "_rounded_squares", to_nearest_on_cpus)),
     Fault("roots rounded by chance", COMPACT, "numpy", replaced(eight_bit, "_rounded_squares", by_roots)),
     Fault("roots rounded by chance", COMPACT, "jax", replaced(eight_bit, "_rounded_squares", by_roots)),
     Fault("code 0 for a small second moment", COMPACT, "numpy", replaced(codings, "encoded", below_the_first_code)),
     Fault("a scale in bfloat16", COMPACT, "numpy", replaced(type(numpy_ops), "largest", scale_in_bfloat16)),
     Fault("a remainder that is cut off", COMPACT, "numpy", replaced(compensation, "without_low_bits", low_bits_cut)),
-    Fault("a remainder that is cut off", COMPACT, "eager", replaced(CpuCodings, "store", low_bits_cut_on_cpus)),
+    Fault("everything rounded to nearest", COMPACT, "eager", replaced(Randomness, "fill", halves)),
     Fault("parameters rounded to nearest", SMALL, "numpy", replaced(compensation, "stochastically_rounded", cast)),
     Fault("parameters rounded to nearest", SMALL, "jax", replaced(compensation, "stochastically_rounded", cast)),
-    Fault("bfloat16 moments rounded to nearest", SMALL, "eager", replaced(CpuCodings, "store_bfloat16", cast_on_cpus)),
+    Fault("everything rounded to nearest", SMALL, "eager", replaced(Randomness, "fill", halves)),
     Fault("bits without the update", SMALL, "numpy", replaced(random_bits, "when", when(update=1))),
     Fault("bits without the field", SMALL, "numpy", replaced(random_bits, "when", when(field=0))),
     Fault("bits without the field", SMALL, "eager", replaced(random_bits, "when", when(field=0))),
@@ -115,10 +114,11 @@ FAULTS = [
     ),
     Fault(
         "bits by the place in a piece",
-        SMALL,
+        LARGE,
         "numpy",
-        replaced(random_bits, "bits", lambda right, of, low: right(of, low % 1024)),
+        replaced(random_bits, "stream", lambda right, place, high: right(place, 0 * high)),
     ),
+    Fault("bits by the place in a piece", LARGE, "eager", replaced(Randomness, "fill", from_the_first)),
     Fault("micro-batches added up beforehand", IN_STATE, "numpy", tampered(update=summed)),
     Fault("micro-batches added up beforehand", IN_STATE, "eager", tampered(update=summed)),
 ]
