@@ -145,7 +145,7 @@ def visit_cells(backend: str, engine: str, compensation: str) -> None:
 
 
 VISITS = [(b, e, c) for b in BACKENDS for e in THREE for c in AXES["compensation"]]
-ALWAYS = {("triton", *row) for row in zip(THREE, AXES["compensation"], strict=False)} | {("compiled", "fsdp2", "split")}
+ALWAYS = {("triton", *row) for row in zip(THREE, AXES["compensation"], strict=False)}
 EXHAUSTIVE = {("eager", "ddp", "stochastic"), ("eager", "ddp", "split8"), ("eager", "process_group", "split8")}
 
 
