@@ -50,7 +50,7 @@ class InPlaceKernels:
     one_launch = False  # nothing waits: a gradient is gone when its kernel is launched
 
     def __init__(self) -> None:
-        self._of_matrices = EagerBackend()
+        self._of_matrices = EagerBackend(scratch_on_cpus=False)
 
     def update_all(self, pairs: Sequence[tuple[TensorSlot, Tensor]], *, over_shards: OverShards | None = None) -> None:
         for slot, gradient in pairs:

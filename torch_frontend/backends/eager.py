@@ -41,9 +41,10 @@ class EagerBackend:
     """Most elements of a tensor that is batched with others; the compiled backend compiles only larger ones."""
     one_launch = False
 
-    def __init__(self) -> None:
+    def __init__(self, *, scratch_on_cpus: bool = True) -> None:
+        """scratch_on_cpus: whether codings on a CPU have scratch and look at numbers; False plans for another device."""
         self._scratch: dict[Any, Tensor] = {}
-        self._codings = CpuCodings()
+        self._codings = CpuCodings() if scratch_on_cpus else None
 
     def update(self, slot: TensorSlot, gradient: Tensor, *, first: bool, measure: bool = False) -> Tensor | None:
         """Add the gradient to the moments and step; a rule that clips first computes the mean square of the whole tensor."""

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import functools
-
 import numpy as np
 import torch
 from torch import Tensor
@@ -63,8 +61,15 @@ class Randomness:
         return self.fill(found, first).bitwise_xor_(-_SIGN).view(like.shape)
 
 
-@functools.cache
+_TABLES: dict[torch.device, Tensor] = {}
+
+
 def _mixed(device: torch.device) -> Tensor:
     """Return `core.random_bits.mix` of all low words, int32, [2^16]."""
-    mixed: Tensor = random_bits.mix(torch.arange(random_bits.LOW + 1, device=device))
-    return mixed.to(torch.int32)
+    pretended = type(torch.empty(0, device=device)) is not Tensor  # under a mode, such as the planner's, tensors have no memory
+    if pretended or device not in _TABLES:
+        mixed = random_bits.mix(torch.arange(random_bits.LOW + 1, device=device)).to(torch.int32)
+        if pretended:
+            return mixed
+        _TABLES[device] = mixed
+    return _TABLES[device]

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from penstock.core import codings, compensation, random_bits
 from penstock.core.compensation import Stored
@@ -97,3 +98,14 @@ def test_parameters_are_stored_as_specified(special: str, name: str, layout: str
         stored.parameter[:5].zero_()
         assert same(here.load(name, stored), compensation.load(torch_ops, name, stored))
         assert dtype_name(here.load(name, stored).dtype) == "float32"
+
+
+def test_words_under_a_mode_are_not_those_of_later_steps() -> None:
+    """A plan's tensors have no memory."""
+    with FakeTensorMode():
+        pretended = RandomPart(Randomness(7, 0, 100, torch.device("cpu")), 0).words(torch.empty(100))
+    found = RandomPart(Randomness(7, 0, 100, torch.device("cpu")), 0).words(torch.empty(100))
+    assert type(pretended) is FakeTensor
+    assert type(found) is Tensor
+    with FakeTensorMode():
+        assert type(RandomPart(Randomness(7, 0, 9, torch.device("cpu")), 0).words(torch.empty(9))) is FakeTensor

@@ -108,10 +108,12 @@ def decoded_parameter(p, k, COMPENSATION: tl.constexpr, COMPUTE: tl.constexpr):
     if COMPENSATION == "split" or COMPENSATION == "split8":
         high = p.to(tl.int16, bitcast=True)
         below = ((high & 0x7FFF) - 1).to(tl.uint16, bitcast=True)  # of zero 0xFFFF, of infinity 0x7F7F
-        remainder = tl.where(below < 0x7F7F, k, tl.zeros_like(k)).to(tl.int32)
+        remainder = tl.where(below < 0x7F7F, k, tl.zeros_like(k))
+        units = high.to(tl.int32) << 16
         if COMPENSATION == "split8":
-            remainder = remainder << 8
-        return ((high.to(tl.int32) << 16) + remainder).to(tl.float32, bitcast=True)
+            return (units + (remainder.to(tl.int32) << 8)).to(tl.float32, bitcast=True)
+        else:
+            return (units + remainder.to(tl.int32)).to(tl.float32, bitcast=True)
     elif COMPENSATION == "kahan":
         upcast, remainder = p.to(COMPUTE), k.to(COMPUTE)
         nearest = (upcast + remainder * (1.0 - 2.0**-12)).to(p.dtype).to(COMPUTE)

@@ -121,6 +121,7 @@ def with_random_bits(chosen: Configuration, rows: int, itemsize: int) -> Configu
 
     A thread has 16 codes (8 on AMD), which it loads at once, and their arithmetic needs most of the registers that a thread can
     have: with fewer warps in a program, fewer are left over. Rows without whole blocks need yet more, and get half a tile.
+    A masked tile has two scales, so that they are stored as other data is: the audit knows a single one for the hand-off's.
 
     Args:
         chosen: without random bits.
@@ -135,7 +136,7 @@ def with_random_bits(chosen: Configuration, rows: int, itemsize: int) -> Configu
         chosen,
         block=block,
         tiles=chosen.item // block,
-        tail=SCALED,
+        tail=2 * SCALED,
         warps=min(chosen.warps, 2),
         registers=registers if chosen.registers else 0,
     )
