@@ -49,8 +49,7 @@ class Chip:
     cache_bandwidth: reads of an H100's second-level cache, chipsandcheese.com, "Nvidia's H100: Funny L2" (2023).
     memory, near: latencies of DRAM and of the second-level cache while the memory is saturated: a judgement, about three times
         those of an idle device. An item's chain of three then takes 1.8, which was estimated before this model.
-    arithmetic, arithmetic_of_codes: of one element in one thread, 60 instructions, of which 4 schedulers issue one for 32
-        threads a cycle, at 1.755 GHz: a judgement. With codes and random bits 150, of the audited program's loop.
+    instruction: of one thread, of which 4 schedulers issue one for 32 threads a cycle, at 1.755 GHz.
     float64: exp, log and three quotients, about 900 dependent cycles, for one bias correction: a judgement.
     launch: until a second launch on a stream begins: a judgement, 3 to 5.
     """
@@ -61,13 +60,15 @@ class Chip:
     cache_bandwidth: float = 5.5e6
     memory: float = 0.8
     near: float = 0.6
-    arithmetic: float = 60 / 32 / 4 / 1755
-    arithmetic_of_codes: float = 150 / 32 / 4 / 1755
+    instruction: float = 1 / 32 / 4 / 1755
     float64: float = 900 / 1755
     launch: float = 4.0
 
 
 H200 = Chip()
+
+INSTRUCTIONS = {False: {"measure": 60, "write": 60}, True: {"measure": 32, "write": 151}}
+"""Of one element: a judgement; with codes and random bits (True), those of the loops that are compiled for sm_90."""
 
 
 REGISTERS = {"bf16": 48, "fp32": 48, "split": 56, "compact": 168, "smallest": 168}
@@ -154,17 +155,17 @@ def microseconds(numels: Sequence[int], kernel: Kernel, storage: Storage, chip: 
     """Return the time of a step, and what it consists of."""
     chosen = kernel.chosen
     share = chip.bandwidth / chip.multiprocessors
-    wave = wave_elements(chosen, Device(chip.multiprocessors, 2 * chip.cache), storage.measured_bytes)
+    wave = wave_elements(chosen, Device(chip.multiprocessors, 2 * chip.cache), int(storage.measured_bytes))
     reused = hits(numels, kernel, wave, storage, chip) if kernel.tickets else 0.0
     tiles = sum(math.ceil(n / chosen.block) for n in numels)
     per_item = tiles / sum(math.ceil(n / chosen.item) for n in numels)
     overhead = kernel.exposed * chip.near + kernel.corrections * chip.float64
-    compute = (chip.arithmetic_of_codes if storage.coded else chip.arithmetic) * chosen.block
     spent, alone = {}, {}
     for phase, tiles_at_once, loaded, moved in (
         ("measure", chosen.unroll, storage.measured_bytes, storage.measured_bytes),
         ("write", 1, storage.floor_bytes, storage.floor_bytes - reused * storage.measured_bytes),
     ):
+        compute = INSTRUCTIONS[storage.coded][phase] * chip.instruction * chosen.block
         delay = chip.memory + tiles_at_once * (compute + overhead / per_item)
         delay += tiles_at_once * chosen.block * (loaded - moved) / (chip.cache_bandwidth / chip.multiprocessors)
         service = tiles_at_once * chosen.block * moved / share
