@@ -23,8 +23,10 @@ from .packed import SMALL, batch_small_tensors
 from .piece import Piece, clipped_rate, sum_of
 from .random_words import Randomness
 
-PIECE = 2**16
-"""Elements of a piece for each CPU thread: 256 KiB of float32, so that the tensors of a piece stay in a core's cache."""
+PIECE, LARGEST_PIECE = 2**18, 2**22
+"""Elements of a piece for each CPU thread, and of any piece: 1 MiB of float32 a thread, so that starting an operation on all
+threads takes a small part of its time, while the tensors of a piece stay in the caches; never more than 16 MiB.
+"""
 
 PIECE_ON_ACCELERATORS = 2**24
 """Elements of a piece on an accelerator: 64 MiB of float32, for few launches."""
@@ -228,7 +230,9 @@ class EagerBackend:
 
 def piece_elements(tensor: Tensor) -> int:
     """Return the number of elements of a piece on the tensor's device."""
-    return PIECE * torch.get_num_threads() if tensor.device.type == "cpu" else PIECE_ON_ACCELERATORS
+    if tensor.device.type == "cpu":
+        return min(PIECE * torch.get_num_threads(), LARGEST_PIECE)
+    return PIECE_ON_ACCELERATORS
 
 
 def most_elements(slot: TensorSlot) -> int:
@@ -236,7 +240,7 @@ def most_elements(slot: TensorSlot) -> int:
     most = piece_elements(slot.parameter)
     if not (slot.random or slot.coded):
         return most
-    return max(most, cpu_codings.PIECE) if slot.parameter.is_cpu else min(most, PIECE_WITH_RANDOM_BITS)
+    return cpu_codings.PIECE if slot.parameter.is_cpu else min(most, PIECE_WITH_RANDOM_BITS)
 
 
 def fields_in_compute_dtype(slot: TensorSlot) -> bool:
