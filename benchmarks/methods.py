@@ -19,8 +19,8 @@ from penstock.torch_frontend import AdamW, StableAdamW, release_gradients
 LR = 1e-4
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 OPTIMIZERS = {"AdamW": AdamW, "StableAdamW": StableAdamW}
-SMALLER = {"compact": "split8", "smallest": "stochastic"}
-"""What each precision keeps of the bits that bfloat16 parameters lose."""
+SMALLER = {"compact": "split8", "smallest": "none"}
+"""What each precision keeps of the bits that bfloat16 parameters lose; "smallest" rounds stochastically and keeps none."""
 BACKENDS = {"default": "auto", "eager": "eager", "compiled": "compiled"}
 
 

@@ -26,7 +26,8 @@ NOTES = {
         "a backward pass for each of 150 small tensors, on one thread. Peak: most resident bytes for each parameter, the "
         "parameter itself included, in a process of its own: 3 steps of a Llama, 64 tokens, activation checkpointing. State: "
         "bytes that the optimizer keeps for each parameter. Error: of the parameters after {updates} updates of one matrix at "
-        "a small learning rate, relative to float64 (cases B of `penstock parity`)."
+        "a small learning rate, relative to float64 (cases B of `penstock parity`); of a parameter with an "
+        "8-bit remainder, see `benchmarks.codings`."
     ),
     "jax": (
         "One decoder, fp32; peak and state in bytes for each parameter, the peak by XLA's analysis of the compiled program. "

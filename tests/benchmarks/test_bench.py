@@ -21,6 +21,7 @@ from penstock.__main__ import main
 from penstock.commands import bench
 
 HOOKS, OURS, ABSENT = "torch AdamW fused in hooks", "penstock AdamW release, default", "FlashOptim AdamW release"
+COMPACT, SMALLEST = "penstock AdamW release, compact", "penstock AdamW release, smallest"
 BYTES = {"parameter_bytes": 400, "above_model_bytes": 800, "state_bytes": 800}
 
 
@@ -64,6 +65,13 @@ def test_the_figure_shows_the_memory_and_the_losses_of_the_json(tmp_path: Path, 
         "low": 6.0,
     }  # 4 and 2 for the parameter, and twice that above
     assert figure.digest(result).encode() in (tmp_path / "bench.png").read_bytes()
+
+
+def test_a_coded_method_has_an_error_where_the_suite_can_read_what_it_keeps(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch_methods, "NAMES", (COMPACT, SMALLEST))
+    rows = torch_methods.errors(quick=True)["rows"]
+    assert rows[COMPACT] == {}
+    assert 0 < rows[SMALLEST]["bf16"] < 0.01
 
 
 def test_jax_is_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
