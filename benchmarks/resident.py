@@ -36,17 +36,24 @@ from penstock.torch_frontend import AdamW
 RESULT = RESULTS / "resident.json"
 STEPS = 3
 RUNTIME = "the compiler's runtime"
-AT_MOST = 1.03
-"""Goal for the ratio of the default release to torch's AdamW in hooks, in fp32."""
+PLAIN, COMPACT, SMALLEST = (
+    "torch AdamW fused plain",
+    "penstock AdamW release, compact",
+    "penstock AdamW release, smallest",
+)
+GOALS = (("fp32", OURS, IN_HOOKS, 1.03), ("bf16", COMPACT, PLAIN, 1.0), ("bf16", SMALLEST, IN_HOOKS, 1.0))
+"""(dtype, row, another row, most of the ratio of their peaks)."""
 
 USUAL = (
-    "torch AdamW fused plain",
+    PLAIN,
     IN_HOOKS,
     "optimi AdamW release",
     "penstock AdamW plain, default",
     OURS,
     "penstock AdamW release, eager",
     "penstock AdamW release, compiled",
+    COMPACT,
+    SMALLEST,
 )
 """The rows of a run that names none; all others are in `benchmarks.methods`."""
 SHAPES = {"290M": LLAMA_290M, "110M": LLAMA_110M, "tiny": TINY}
@@ -129,10 +136,16 @@ def child(name: str, dtype: str, model: str) -> dict[str, Any]:
 
 
 def goals(found: dict[str, dict[str, dict[str, Any]]]) -> list[Goal]:
-    """Return the goal: in fp32 and by default, no more memory than torch's AdamW in hooks."""
-    rows = found.get("fp32", {})
-    ours, theirs = (rows.get(name, {}).get("multiples") for name in (OURS, IN_HOOKS))
-    return [Goal(f"fp32: {OURS} / {IN_HOOKS}", AT_MOST, ratio(ours, theirs))]
+    """Return the goals: by default no more memory than torch's AdamW in hooks, and less with the smaller precisions."""
+
+    def multiples(dtype: str, name: str) -> float | None:
+        return found.get(dtype, {}).get(name, {}).get("multiples")
+
+    return [
+        Goal(f"{dtype}: {name} / {other}", at_most, ratio(multiples(dtype, name), multiples(dtype, other)))
+        for dtype, name, other, at_most in GOALS
+        if dtype in found
+    ]
 
 
 def tables(found: dict[str, dict[str, dict[str, Any]]]) -> list[Table]:
