@@ -35,8 +35,8 @@ class AdamPiece(Piece):
             return
         dtype = self.dtype
         self.upcast = (
-            exp_avg if exp_avg.dtype is dtype else exp_avg.to(dtype),
-            exp_avg_sq if exp_avg_sq.dtype is dtype else exp_avg_sq.to(dtype),
+            exp_avg if exp_avg.dtype is dtype else self.upcast_of(exp_avg, 1),
+            exp_avg_sq if exp_avg_sq.dtype is dtype else self.upcast_of(exp_avg_sq, 2),
         )
 
     def accumulate(self, numbers: UpdateNumbers, first: bool, squares: list[Tensor] | None = None) -> None:

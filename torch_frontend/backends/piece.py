@@ -20,7 +20,7 @@ from ...core.rules import Entered
 from ..array_ops import dtype_name, torch_ops
 from ..communication.shards import of_whole
 from .backend import TensorSlot
-from .cpu_codings import CpuCodings, RandomPart
+from .cpu_codings import GRADIENT, CpuCodings, RandomPart
 from .numbers import UpdateNumbers
 from .random_words import Randomness
 
@@ -113,10 +113,18 @@ class Piece:
         self.upcast = [self.load_field(number, field) for number, field in enumerate(self.fields, 1)]
 
     def load_field(self, number: int, stored: Any) -> Tensor:
-        """Return the nth field in the compute dtype."""
-        if self.cpu_codings is not None and isinstance(stored, EightBit):
-            return self.cpu_codings.decoded(stored, number)
-        return codings.load(torch_ops, stored, dtype_name(self.dtype))
+        """Return the nth field in the compute dtype; the stored tensor itself if it has that dtype."""
+        if isinstance(stored, EightBit):
+            if self.cpu_codings is not None:
+                return self.cpu_codings.decoded(stored, number)
+            return codings.load(torch_ops, stored, dtype_name(self.dtype))
+        return stored if stored.dtype is self.dtype else self.upcast_of(stored, number)
+
+    def upcast_of(self, stored: Tensor, number: int) -> Tensor:
+        """Return the nth field or the gradient, of another dtype, in the compute dtype."""
+        if self.cpu_codings is None or self.dtype is not torch.float32:
+            return stored.to(self.dtype)
+        return self.cpu_codings.upcast(stored, number)
 
     def store_fields(self, fields: Sequence[Tensor], unchanged: Sequence[Tensor] = ()) -> None:
         """Store fields in the compute dtype: `core.codings.store`; not those among `unchanged`, which are stored."""
@@ -144,7 +152,7 @@ class Piece:
         gradient, rule, current = self.gradient, self.rule, self.settings.hyperparameters
         assert gradient is not None
         if gradient.dtype is not self.dtype:
-            gradient = gradient.to(self.dtype)
+            gradient = self.upcast_of(gradient, GRADIENT)
         if rule.l2 or current.maximize:
             if squares is not None:
                 squares.append(torch.mul(gradient, gradient, out=self.a).sum())
