@@ -147,14 +147,15 @@ class _References:
 
 
 def _finite(rule: Rule, gradient: np.ndarray, *values: dict[str, np.ndarray]) -> tuple[Any, ...]:
-    """The arrays with zeros where the parameter, or what enters it, is not finite, and these places of both.
+    """The arrays with zeros where they are not finite, or what enters them is not, and these places of both.
 
-    What is to be NaN has no bound. A field may be finite where its parameter is not (StableAdamW), but not with an L2 term.
+    What is to be NaN has no bound. A field may be finite where its parameter is not (StableAdamW), but not with an L2 term. A
+    step by the sign of an infinite gradient (Lion) is one by that of any other: 1 stands for the infinity.
     """
     fields = [array for of in values for name, array in of.items() if name != "parameter" or rule.l2]
     lost = {"fields": ~np.logical_and.reduce([np.isfinite(array) for array in (gradient, *fields)])}
-    lost["parameter"] = lost["fields"] | ~np.logical_and.reduce([np.isfinite(of["parameter"]) for of in values])
-    if not lost["parameter"].any():
+    lost["parameter"] = ~np.logical_and.reduce([np.isfinite(of["parameter"]) for of in values])
+    if not (lost["parameter"] | lost["fields"]).any():
         return gradient, *values, None
     kept = [{name: np.where(lost.get(name, lost["fields"]), 0.0, array) for name, array in of.items()} for of in values]
-    return np.where(lost["fields"], 0.0, gradient), *kept, lost
+    return np.where(lost["fields"], np.nan_to_num(np.sign(gradient)), gradient), *kept, lost
