@@ -10,7 +10,8 @@ from torch import Tensor
 
 from .backends.numbers import GroupSettings
 from .changing_betas import BETAS_OF_MOMENTS, default_betas_of_moments, follow_betas
-from .groups import Group, SeenTensor, check_device, fingerprint, hyperparameters, on_device, settings_of
+from .checks import check_device
+from .groups import Group, SeenTensor, fingerprint, hyperparameters, on_device, settings_of
 
 
 class KnownGroup:

@@ -18,19 +18,10 @@ from ..core.rules import RULES
 from . import state as saved_state
 from .backends import Backend, select_backend
 from .changing_betas import default_betas_of_moments
+from .checks import PLAIN_GRADIENT, check_group, check_keys, check_state_dtype_is_used
 from .finiteness import SkipCount, each_finite
 from .fused_back_pass import FusedBackPass
-from .groups import (
-    PLAIN_GRADIENT,
-    Group,
-    check_group,
-    check_keys,
-    check_state_dtype_is_used,
-    complete_group,
-    follow_rows,
-    hyperparameters,
-    rule_of,
-)
+from .groups import Group, complete_group, follow_rows, hyperparameters, rule_of
 from .signatures import COMMON, signature_of
 
 if TYPE_CHECKING:
@@ -148,6 +139,8 @@ class ReleasableOptimizer(FusedBackPass):
         try:
             check_keys(group, given, self.defaults, COMMON.keys() - self.defaults.keys())
             complete_group(group, given, self.rule)
+            if "state_dtype" in given:
+                check_state_dtype_is_used([group])
             check_group(group)
             default_betas_of_moments(group)
             self._check_rows(follow_rows(group))

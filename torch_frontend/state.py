@@ -17,8 +17,9 @@ from ..core.rules import RULES, Rule, adam_family
 from ..core.update import init_state
 from .array_ops import dtype_name, torch_ops
 from .backends.backend import dtypes_in, scale_key, state_keys
+from .checks import check_group, check_stored
 from .communication.shards import is_sharded, placements, with_rows_of
-from .groups import check_group, check_stored, field_dtypes, hyperparameters, rule_of, settings_of
+from .groups import field_dtypes, hyperparameters, rule_of, settings_of
 
 RANDOM_KEY = "random_key"
 """The key in a parameter's state for the one of its random bits (`core.random_bits`), an int."""

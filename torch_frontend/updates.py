@@ -20,9 +20,10 @@ from .array_ops import dtype_name
 from .backends import Backend, ChecksOnDevice, TensorSlot, count_updates, select_backend
 from .backends.numbers import GroupSettings
 from .changing_betas import check_between_updates
+from .checks import check_complete, check_device, check_gradient, check_shape
 from .communication.shards import LocalState, is_released, is_sharded, local, means_over_shards, shard_of
 from .finiteness import SkipCount
-from .groups import check_complete, check_device, check_gradient, check_shape, first_index, hyperparameters, rule_of
+from .groups import first_index, hyperparameters, rule_of
 from .known_group import KnownGroup
 
 

@@ -31,7 +31,7 @@ from ..compensation import WITH_RANDOM_BITS, compensation_dtype, resolve
 from ..dtypes import PARAMETER_DTYPES, check_parameter_dtype
 from ..errors import InvalidArgumentError
 from ..random_bits import WORD
-from ..rules import RULES, Rule
+from ..rules import RULES, Rule, check_rule
 
 BESIDES = ("compensation", "parameter")
 """The arrays of a `ParameterState` beside the fields of its rule; all have the parameter's shape."""
@@ -223,12 +223,6 @@ class PortableGroup:
                 raise InvalidArgumentError(
                     f"{name!r} of group {number} is not finite; it must be a number that a float can hold."
                 )
-
-
-def check_rule(rule: Any) -> None:
-    """Raise `InvalidArgumentError` unless the rule is known."""
-    if not isinstance(rule, str) or rule not in RULES:
-        raise InvalidArgumentError(f"rule={rule!r} is not known; it must be one of {', '.join(RULES)}.")
 
 
 def rules_of(groups: Iterable[PortableGroup]) -> dict[str, Rule]:

@@ -1,7 +1,9 @@
 """The rules, one in each file; frontends, tests and the parity suite run over all rows of `RULES`."""
 
 from types import MappingProxyType
+from typing import Any
 
+from ..errors import InvalidArgumentError
 from .adam import ADAM
 from .adamw import ADAMW
 from .adan import ADAN
@@ -31,4 +33,11 @@ __all__ = [
     "Field",
     "Fields",
     "Rule",
+    "check_rule",
 ]
+
+
+def check_rule(rule: Any) -> None:
+    """Raise `InvalidArgumentError` unless the rule is known."""
+    if not isinstance(rule, str) or rule not in RULES:
+        raise InvalidArgumentError(f"rule={rule!r} is not known; it must be one of {', '.join(RULES)}.")

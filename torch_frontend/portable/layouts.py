@@ -23,7 +23,8 @@ from ...core.rules import ADAM, ADAMW, Rule
 from ..array_ops import dtype_name
 from ..backends.backend import scale_key, state_keys
 from ..changing_betas import BETAS_OF_MOMENTS, decays_of, set_betas_of_moments
-from ..groups import NAMES, Group, check_group, check_parameter, field_dtypes, hyperparameters, rule_of
+from ..checks import check_group, check_parameter
+from ..groups import NAMES, Group, field_dtypes, hyperparameters, rule_of
 from ..releasable import ReleasableOptimizer
 from ..state import RANDOM_KEY, initial_state
 from .arrays import laid_out_as, rows_like

@@ -8,10 +8,10 @@ from torch import Tensor
 from ...core.errors import NonFiniteGradientError, RefusedError
 from ...core.release import Action, Status, ZeroGrad
 from ...core.release import Step as StepCalled
+from ..checks import check_gradient
 from ..clipping import clip_by_norm_, clip_coefficient, square_sum
 from ..communication.shards import is_released, local, shard_of
 from ..finiteness import each_finite
-from ..groups import check_gradient
 from .pipeline import Pipeline
 from .queue import batches
 from .stages import count_skipped, rescale_

@@ -11,8 +11,8 @@ from torch import Tensor
 from ...core.errors import PenstockError
 from ...core.release import Action, GradientReady, Status
 from ..autograd.passes import pass_number
+from ..checks import PLAIN_GRADIENT, check_gradient
 from ..communication.shards import distribute_like, local
-from ..groups import PLAIN_GRADIENT, check_gradient
 from .marker import ReleasedGradient
 from .member import Member
 from .stages import Stage

@@ -15,10 +15,10 @@ from ..autograd.passes import at_end_of_pass, is_nested, pass_number, weakly
 from ..autograd.reentrant import PartialGradients
 from ..communication.protocol import RoundKind
 from ..communication.shards import is_released, local
-from ..groups import UsedSettings
 from ..releasable import ReleasableOptimizer
 from .marker_context import MarkerContext
 from .member import Member
+from .used_settings import UsedSettings
 from .user_changes import UserChanges
 
 NO_PASS = object()
