@@ -31,7 +31,8 @@ import numpy as np
 
 from ..core.rules.muon import scale
 from .bounds import SIDES, unit_roundoff
-from .tracked import Namespace, Noise, Tracked, both
+from .noise import Noise, both
+from .tracked import Namespace, Tracked
 
 DECOMPOSITION = 4.0
 """LAPACK's decomposition is off by a small multiple of max(m, n) u of the norm."""

@@ -35,8 +35,9 @@ from .bounds import (
 )
 from .cases import Problem, Storage
 from .matrices import orthogonalised
+from .noise import NONE, Input, Noise, both
 from .rules import corrections
-from .tracked import NONE, Input, Namespace, Noise, Tracked, both
+from .tracked import Namespace, Tracked
 
 Values = Mapping[str, np.ndarray]
 """Flat float64 arrays: "parameter", and the rule's fields by name, as backends keep them."""

@@ -22,107 +22,13 @@ import numpy as np
 
 from ..core.errors import PenstockError
 from .bounds import SIDES, smallest_normal, unit_roundoff
-
-Number = Any
-"""A float, or an array with one for each element."""
-
-NONE = float("0")
-"""No error at all, recognised by its identity, so that nothing is computed with it."""
-
-ONE = float("1")
-"""The slope of an input, recognised like `NONE`."""
+from .noise import NONE, ONE, SILENT, Input, Noise, Number, Sided, both, plus, times
 
 _TINY = 1e-300  # keeps 0/0 away
 
 
 class NotCoveredError(PenstockError):
     """A rule does what tracked arrays do not follow; the text says what."""
-
-
-def _plus(x: Number, y: Number) -> Number:
-    return y if x is NONE else x if y is NONE else x + y
-
-
-def _times(factor: Number, x: Number) -> Number:
-    return NONE if x is NONE else factor * x
-
-
-class Sided(NamedTuple):
-    """How far the true number may be below, and above."""
-
-    below: Number = NONE
-    above: Number = NONE
-
-    @property
-    def most(self) -> Number:
-        """To either side."""
-        return self.below if self.below is self.above else np.maximum(self.below, self.above)
-
-    def plus(self, other: Sided) -> Sided:
-        """The sum of both."""
-        below = _plus(self.below, other.below)
-        symmetric = self.below is self.above and other.below is other.above
-        return Sided(below, below if symmetric else _plus(self.above, other.above))
-
-    def times(self, factor: Number) -> Sided:
-        """That of the number times a factor, which a negative one turns round."""
-        size = np.abs(factor)
-        below = _times(size, self.below)
-        if self.below is self.above:
-            return Sided(below, below)
-        above = _times(size, self.above)
-        return Sided(np.where(factor < 0, above, below), np.where(factor < 0, below, above))
-
-
-def both(x: Number) -> Sided:
-    """The same on both sides."""
-    return Sided(x, x)
-
-
-class Noise(NamedTuple):
-    """Errors by kind, as in `bounds.RoundingErrors`; `halves` and `squares` are of what the operations round."""
-
-    deviation: Number = NONE
-    worst: Sided = both(NONE)
-    linear: Sided = both(NONE)
-    echo: Number = NONE
-    halves: Number = NONE
-    squares: Number = NONE
-
-    def plus(self, other: Noise) -> Noise:
-        """The sum of both."""
-        return Noise(
-            _plus(self.deviation, other.deviation),
-            self.worst.plus(other.worst),
-            self.linear.plus(other.linear),
-            _plus(self.echo, other.echo),
-            _plus(self.halves, other.halves),
-            _plus(self.squares, other.squares),
-        )
-
-    def times(self, factor: Number) -> Noise:
-        """That of the number times a factor."""
-        if self is SILENT or factor is ONE:
-            return self
-        size = np.abs(factor)
-        return Noise(
-            _times(size, self.deviation),
-            self.worst.times(factor),
-            self.linear.times(factor),
-            _times(size, self.echo),
-            _times(size, self.halves),
-            _times(size**2, self.squares),
-        )
-
-
-SILENT = Noise()
-
-
-class Input:
-    """Something that comes into a computation with errors, of the kinds of `bounds.RoundingErrors`."""
-
-    def __init__(self, deviation: Number = NONE, worst: Number = NONE, linear: Number = NONE, echo: Number = NONE) -> None:
-        self.noise = Noise(deviation, both(worst), both(linear), echo)
 
 
 class Tracked:
@@ -157,7 +63,7 @@ class Tracked:
     def most(self) -> Number:
         """The most that the number may be off by, in the worst case."""
         noise = self.whole
-        return functools.reduce(_plus, (noise.worst.most, noise.linear.most, noise.echo, noise.halves))
+        return functools.reduce(plus, (noise.worst.most, noise.linear.most, noise.echo, noise.halves))
 
     def __add__(self, other: Any) -> Tracked:
         other = self.xp.tracked(other)
@@ -220,7 +126,7 @@ class Tracked:
         """The result of an operation of the compute dtype."""
         half = np.abs(self.value * unit_roundoff(self.xp.dtype))
         most, noise = roundings * SIDES[self.xp.dtype] * half, self.noise
-        halves, squares = _plus(noise.halves, most), _plus(noise.squares, most * half)
+        halves, squares = plus(noise.halves, most), plus(noise.squares, most * half)
         self.noise = Noise(noise.deviation, noise.worst, noise.linear, noise.echo, halves, squares)
         return self
 
@@ -240,11 +146,11 @@ class Tracked:
             for given, slope in two.slopes.items():
                 slopes[given] = slopes[given] + slope if given in slopes else slope
         errors = [each.whole for each in (self, other)]
-        fixed = [_plus(each.linear.most, each.halves) for each in errors]
+        fixed = [plus(each.linear.most, each.halves) for each in errors]
         if not any(each is NONE for each in fixed):
             noise = noise.plus(Noise(linear=both(fixed[0] * fixed[1])))
         if not all(each.echo is NONE for each in errors):
-            reach = [_plus(each, of.echo) for each, of in zip(fixed, errors, strict=True)]
+            reach = [plus(each, of.echo) for each, of in zip(fixed, errors, strict=True)]
             noise = noise.plus(Noise(echo=reach[0] * reach[1] - fixed[0] * fixed[1]))
         return Tracked(self.xp, self.value * other.value, slopes, noise)
 
@@ -277,13 +183,13 @@ class Tracked:
         spread = Sided(worst.below - linear.below, worst.above - linear.above)
         echo = NONE if noise.echo is NONE else slope * noise.echo
         made = Noise(
-            _times(slope, noise.deviation), spread, linear, echo, _times(slope, noise.halves), _times(slope**2, noise.squares)
+            times(slope, noise.deviation), spread, linear, echo, times(slope, noise.halves), times(slope**2, noise.squares)
         )
         return Tracked(self.xp, value, {}, made).rounded(roundings) if roundings else Tracked(self.xp, value, {}, made)
 
     def _compared(self, other: Any, relation: Any) -> Condition:
         other = self.xp.tracked(other)
-        off = _plus(self.most, other.most)
+        off = plus(self.most, other.most)
         return Condition(relation(self.value, other.value), (off == 0.0) | (np.abs(self.value - other.value) > off))
 
 

@@ -17,7 +17,7 @@ from ..compensation import compensation_dtype
 from ..errors import InvalidArgumentError
 from ..rules import Rule
 from .rename import is_square
-from .state import ParameterState, PortableState, decoded_field, listed, may_have_random_keys, scale_name
+from .state import ParameterState, PortableState, listed, may_have_random_keys, scale_name
 
 WIDER = {
     "bfloat16": ("bfloat16", "float32", "float64"),
@@ -170,7 +170,7 @@ def _widened(name: str, field: str, entry: ParameterState, dtype: str | None, ar
     scale = scale_name(field)
     if dtype == EIGHT_BIT and scale in entry.fields:
         return {field: entry.fields[field], scale: entry.fields[scale]}
-    array = decoded_field(entry, field)
+    array = entry.decoded(field)
     there = array.dtype.name
     if dtype is None or dtype == there:
         return {field: array}

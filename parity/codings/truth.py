@@ -17,8 +17,9 @@ from ...core.hyperparameters import is_zero
 from ...core.rules import Entered, Fields
 from ..bounds import ARITHMETIC, underflow, unit_roundoff
 from ..matrices import orthogonalised
+from ..noise import Input
 from ..rules import corrections
-from ..tracked import Input, Namespace, Tracked
+from ..tracked import Namespace, Tracked
 from .cases import CodingCase
 from .definitions import Ends, decoded, decoding_error, number, stored_field, stored_parameter, words
 from .protocol import HeldField, HeldTensor

@@ -13,6 +13,7 @@ from safetensors import safe_open
 from tests.support.portable_states import KINDS, changed, contents, parameter, put_together, state, taken_apart
 
 from penstock.core.errors import InvalidArgumentError, UnsupportedTensorError
+from penstock.core.portable.conversions import with_rule, without_compensation, without_parameters
 from penstock.core.portable.file import describe, load, save
 from penstock.core.portable.state import (
     BESIDES,
@@ -21,9 +22,6 @@ from penstock.core.portable.state import (
     PortableState,
     array_names,
     scale_name,
-    with_rule,
-    without_compensation,
-    without_parameters,
 )
 from penstock.core.rules import ADAMW, RANGER
 

@@ -17,9 +17,9 @@ from torch import Tensor, nn
 
 from penstock import jax_frontend, torch_frontend
 from penstock.core.errors import InvalidArgumentError
+from penstock.core.portable.conversions import with_rule
 from penstock.core.portable.file import describe, load, save
 from penstock.core.portable.names import Transposed
-from penstock.core.portable.state import with_rule
 from penstock.jax_frontend import (
     LayerStack,
     TrainState,

@@ -50,24 +50,25 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _convert(arguments: argparse.Namespace) -> int:
+    from ..core.portable import conversions
     from ..core.portable import file as portable_file
-    from ..core.portable import state as portable_state
     from ..core.portable.names import inverted
     from ..core.portable.rename import rename
+    from ..core.portable.state import names_of_rules
 
     table = [] if arguments.names is None else _table(arguments.names)
     state = portable_file.load(arguments.input)
     if arguments.decode:
-        state = portable_state.without_codes(state)
+        state = conversions.without_codes(state)
     state = rename(state, inverted(table) if arguments.inverse else table)
     if arguments.rule is not None:
-        state = portable_state.with_rule(state, arguments.rule)
+        state = conversions.with_rule(state, arguments.rule)
     if arguments.drop_compensation:
-        state = portable_state.without_compensation(state)
+        state = conversions.without_compensation(state)
     if arguments.without_parameters:
-        state = portable_state.without_parameters(state)
+        state = conversions.without_parameters(state)
     portable_file.save(arguments.output, state)
-    print(f"written: {arguments.output} ({len(state.parameters)} parameters, {portable_state.names_of_rules(state.groups)})")
+    print(f"written: {arguments.output} ({len(state.parameters)} parameters, {names_of_rules(state.groups)})")
     return 0
 
 
