@@ -17,10 +17,11 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from ..core import rules
 from ..core.errors import InvalidArgumentError
 from ..core.hyperparameters import HIGH_FULLY_DECOUPLED_DECAY, Scalar
 from ..core.precision import chosen
-from ..core.rules import ADAM, ADAMW, ADAN, LION, MUON, RADAM, RANGER, SGD, STABLE_ADAMW, Field, Rule
+from ..core.rules import Field, Rule
 from ..core.rules.muon import is_hidden_matrix
 from ..core.rules.sgd import SGD_MOMENTUM
 from .arguments import NAMES, Arguments, Mask, ScalarOrSchedule, dtype_argument
@@ -199,15 +200,15 @@ _MATRICES = (
     "layer by layer where each layer is updated by itself (`init_train_state` with stacked layers), or under vmap."
 )
 
-stable_adamw = transform_of(STABLE_ADAMW, _PER_LEAF)
-adamw = transform_of(ADAMW, weight_decay=1e-4)  # as optax.adamw; PyTorch's AdamW has 1e-2
-adam = transform_of(ADAM)
-lion = transform_of(LION, weight_decay=1e-3)  # as optax.lion
-sgd = transform_of(SGD, fields=SGD_MOMENTUM.fields)
-radam = transform_of(RADAM)
-adan = transform_of(ADAN)
-ranger = transform_of(RANGER)
-muon = transform_of(MUON, _MATRICES, weight_decay=0.0, output_axis=1)  # as optax.contrib.muon
+stable_adamw = transform_of(rules.STABLE_ADAMW, _PER_LEAF)
+adamw = transform_of(rules.ADAMW, weight_decay=1e-4)  # as optax.adamw; PyTorch's AdamW has 1e-2
+adam = transform_of(rules.ADAM)
+lion = transform_of(rules.LION, weight_decay=1e-3)  # as optax.lion
+sgd = transform_of(rules.SGD, fields=SGD_MOMENTUM.fields)
+radam = transform_of(rules.RADAM)
+adan = transform_of(rules.ADAN)
+ranger = transform_of(rules.RANGER)
+muon = transform_of(rules.MUON, _MATRICES, weight_decay=0.0, output_axis=1)  # as optax.contrib.muon
 
 
 def param_labels_for_muon(params: PyTree) -> PyTree:
@@ -278,5 +279,5 @@ def scale_by_stable_adam(
     """
     own = {"beta1": b1, "beta2": b2, "eps": eps}
     return transformation(
-        Arguments(STABLE_ADAMW, 1.0, own, weight_decay, mask, mu_dtype, nu_dtype, compensation="none", scales_only=True),
+        Arguments(rules.STABLE_ADAMW, 1.0, own, weight_decay, mask, mu_dtype, nu_dtype, compensation="none", scales_only=True),
     )

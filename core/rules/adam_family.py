@@ -20,7 +20,7 @@ from typing import Annotated, Any, NamedTuple
 from ..array_ops import Array
 from ..debiasing import corrected_one_minus_beta
 from ..hyperparameters import DECAY, POSITIVE, Hyperparameters, Scalar
-from .rule import Entered, Field, Fields, Rule, forgotten
+from .rule import Entered, Field, Fields, Rule, entered_mean
 
 SMALLEST_NORMAL_FLOAT32 = 2.0**-126
 """Floor of eps^2, which would be zero in float32 for an eps below 1e-19 and make 0/0 of a zero gradient."""
@@ -95,11 +95,10 @@ def accumulate(
     """
     c1, c2 = corrections
     entering, square = bounded(gradient, xp)
-    if not first:
-        exp_avg, exp_avg_sq = fields
-        return Moments(exp_avg + c1 * entering, exp_avg_sq + c2 * square)
-    exp_avg, exp_avg_sq = forgotten(fields[0], current.beta1, xp), forgotten(fields[1], current.beta2, xp)
-    return Moments(exp_avg + c1 * (entering - exp_avg), exp_avg_sq + c2 * (square - exp_avg_sq))
+    return Moments(
+        entered_mean(fields[0], current.beta1, c1, entering, xp, first=first),
+        entered_mean(fields[1], current.beta2, c2, square, xp, first=first),
+    )
 
 
 def mean_square(current: AdamHyperparameters, fields: Fields, gradient: Array, xp: Any) -> Array:

@@ -10,7 +10,7 @@ from ..array_ops import Array
 from ..debiasing import corrected_one_minus_beta
 from ..hyperparameters import DECAY, POSITIVE, Hyperparameters, Scalar
 from .adam_family import bounded
-from .rule import Entered, Field, Fields, Rule, forgotten
+from .rule import Entered, Field, Fields, Rule, entered_mean
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -64,15 +64,11 @@ def accumulate(
     ahead = entering + share * change
     square = ahead * ahead
     del ahead  # eager PyTorch holds one array less at its peak
-    if not first:
-        return mean + c1 * entering, difference + c2 * change, second_moment + c3 * square, previous + entering
-    mean, difference = forgotten(mean, current.beta1, xp), forgotten(difference, current.beta2, xp)
-    second_moment = forgotten(second_moment, current.beta3, xp)
     return (
-        mean + c1 * (entering - mean),
-        difference + c2 * (change - difference),
-        second_moment + c3 * (square - second_moment),
-        entering,
+        entered_mean(mean, current.beta1, c1, entering, xp, first=first),
+        entered_mean(difference, current.beta2, c2, change, xp, first=first),
+        entered_mean(second_moment, current.beta3, c3, square, xp, first=first),
+        entering if first else previous + entering,
     )
 
 

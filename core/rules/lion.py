@@ -7,7 +7,7 @@ from typing import Annotated, Any, NamedTuple
 
 from ..array_ops import Array
 from ..hyperparameters import DECAY, Hyperparameters, Scalar
-from .rule import Entered, Field, Fields, Rule, forgotten
+from .rule import Entered, Field, Fields, Rule, entered_mean, forgotten
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -40,10 +40,7 @@ def accumulate(
 ) -> Fields:
     """Put a micro-batch into the momentum; a later one only adds to it."""
     _, kept = corrections
-    if not first:
-        return (fields[0] + kept * gradient,)
-    momentum = forgotten(fields[0], current.beta2, xp)
-    return (momentum + kept * (gradient - momentum),)
+    return (entered_mean(fields[0], current.beta2, kept, gradient, xp, first=first),)
 
 
 def direction(

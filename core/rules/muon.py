@@ -9,7 +9,7 @@ from typing import Annotated, Any, NamedTuple
 
 from ..array_ops import Array, ArrayOps
 from ..hyperparameters import DECAY, FLAG, POSITIVE, Constant, Hyperparameters, Scalar
-from .rule import Entered, Field, Fields, Rule, forgotten
+from .rule import Entered, Field, Fields, Rule, entered_mean
 
 
 def _are_three_numbers(value: Any) -> bool:
@@ -84,10 +84,7 @@ def accumulate(
 ) -> Fields:
     """Put a micro-batch into the momentum; a later one only adds to it."""
     _, entering = corrections
-    if not first:
-        return (fields[0] + entering * gradient,)
-    momentum = forgotten(fields[0], current.momentum, xp)
-    return (momentum + entering * (gradient - momentum),)
+    return (entered_mean(fields[0], current.momentum, entering, gradient, xp, first=first),)
 
 
 def heavy_ball(

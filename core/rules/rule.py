@@ -82,8 +82,8 @@ class Rule:
             1 + lr*decay.
         clips_update: whether there is a mean_square.
         needs_gradient: `direction` reads its `Entered`, so that no step can be taken from the fields alone.
-        linear: the fields are linear in the gradient, and the step in the fields: micro-batches that enter them one by one
-            give the step of their sum.
+        linear: the fields are linear in the gradient, and the step follows from them alone: micro-batches that enter them one
+            by one give the step of their sum.
         variant: from the values of `own_hyperparameters` to the row of `RULES` that they choose, of those that users know by
             one name, such as SGD with and without momentum. None: there is only this one.
     """
@@ -176,3 +176,11 @@ def forgotten(field: Array, decay: Scalar, xp: Any) -> Array:
     if isinstance(decay, numbers.Real):
         return xp.zeros_like(field) if decay == 0 else field
     return xp.where(decay == 0, xp.zeros_like(field), field)
+
+
+def entered_mean(mean: Array, decay: Scalar, share: Scalar, entering: Array, xp: Any, *, first: bool) -> Array:
+    """Return a mean with a micro-batch in it: m + share*(g-m), with which it decays; a later one of an update adds share*g."""
+    if not first:
+        return mean + share * entering
+    mean = forgotten(mean, decay, xp)
+    return mean + share * (entering - mean)

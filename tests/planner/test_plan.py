@@ -10,10 +10,12 @@ import pytest
 import torch
 from tests.support.rows import rows
 
+from penstock import torch_frontend
 from penstock.core.errors import InvalidArgumentError
 from penstock.planner.llama import Llama
 from penstock.planner.plan import Plan, plan
 from penstock.planner.settings import DTYPES, MODES, OPTIMIZERS, LlamaShape, Training, modes
+from penstock.torch_frontend.releasable import ReleasableOptimizer
 
 SHAPE = LlamaShape(layers=3, width=64, heads=4, key_value_heads=2, hidden=96, vocabulary=32)
 TRAINING = Training(batch=2, sequence=8, micro_batches=2, dtype="float32")
@@ -55,6 +57,12 @@ def test_planned_state_equals_the_optimizers(dtype: str, optimizer: str, compens
     rest = shape.parameters - shape.hidden_matrices
     kept = training.kept_bytes * shape.hidden_matrices + training.kept_bytes_of_rest * rest
     assert found["parameters"] + found["optimizer state"] == kept + 4 * tensors
+
+
+def test_every_optimizer_can_be_planned() -> None:
+    public = (getattr(torch_frontend, name) for name in torch_frontend.__all__)
+    own = [each for each in public if isinstance(each, type) and issubclass(each, ReleasableOptimizer)]
+    assert {each.__name__: each.rule for each in own} == OPTIMIZERS
 
 
 def test_the_row_of_torch_has_the_state_that_torch_makes() -> None:

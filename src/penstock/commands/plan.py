@@ -39,8 +39,8 @@ def add_parser(subparsers: Any) -> None:
     parser.add_argument(
         "--optimizer",
         default="StableAdamW",
-        help="StableAdamW (default), AdamW, Adam, Lion, SGD, RAdam, Adan, Ranger or Muon; A+B: A for the matrices of hidden "
-        "layers and B for all else (Muon is Muon+AdamW)",
+        help="one of penstock.torch_frontend's (default StableAdamW); A+B: A for the matrices of hidden layers and B for all "
+        "else (Muon is Muon+AdamW)",
     )
     parser.add_argument("--precision", default="exact", help="exact (default), compact or smallest: chooses the next two")
     parser.add_argument(
