@@ -25,3 +25,11 @@ class NonFiniteGradientError(PenstockError, FloatingPointError):
 
 class MissingDependencyError(PenstockError, ImportError):
     """A frontend needs a package that is not installed; the text names the extra that brings it."""
+
+
+def in_wrong_order(**given: object) -> InvalidArgumentError:
+    """Return the error for arguments, by name and in their order, that were given in another one."""
+    kinds = ", ".join(f"{name} is {type(argument).__name__}" for name, argument in given.items())
+    return InvalidArgumentError(
+        f"the arguments are in another order than ({', '.join(given)}): {kinds}; give them in this order."
+    )

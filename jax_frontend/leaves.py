@@ -186,5 +186,6 @@ def _check_compensation(compensation: str, kept: Array | Stochastic | None, para
     if needed != found:
         raise InvalidArgumentError(
             f"params{jax.tree_util.keystr(path)} has dtype {dtype}, whose compensation is {needed}, and the state has {found}: "
-            "the parameters were cast after init. Cast them first, and make the state with tx.init(params) then."
+            "the parameters were cast after init, or the state is of another precision= or compensation=. Cast them first, and "
+            "make the state with tx.init(params) of this transform then."
         )

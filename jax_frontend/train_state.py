@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from ..core.codings import EightBit
 from ..core.errors import InvalidArgumentError, UnsupportedTensorError
 from .array_ops import NOT_TRAINED, check_floating
 from .buffers import buffers, check_alive, is_array_like, strong
@@ -17,7 +18,7 @@ from .loss_scaling import LossScale, as_loss_scale
 from .random_bits import with_layer_keys
 from .separability import check_takes
 from .sharding import as_jit_returns, init_sharded_like, replicate
-from .state import PyTree
+from .state import PyTree, Stochastic
 from .walk.layer_stack import (
     LayerStack,
     check_layer_axis,
@@ -169,9 +170,31 @@ def check_made_by(tx: optax.GradientTransformation, params: PyTree, opt_state: P
     expected: Any = jax.tree.structure(made)
     if found != expected and found != _structure_after_an_update(tx, made, params):
         raise InvalidArgumentError(
-            f"the optimizer state is not one of this transform: it is {found}, and tx.init makes {expected}. Make "
+            _in_another_coding(opt_state, made)
+            or f"the optimizer state is not one of this transform: it is {found}, and tx.init makes {expected}. Make "
             "the state with init_train_state and the transform of the step."
         )
+
+
+def _in_another_coding(state: PyTree, made: PyTree) -> str | None:
+    """Return the error that names the first leaf of a state which has another coding than tx.init makes, if one has."""
+
+    def is_leaf(node: Any) -> bool:
+        return node is None or isinstance(node, (EightBit, Stochastic))
+
+    def described(leaf: Any) -> str:
+        return "nothing" if leaf is None else type(leaf).__name__ if is_leaf(leaf) else f"{leaf.dtype}"
+
+    expected = dict(jax.tree_util.tree_leaves_with_path(made, is_leaf=is_leaf))
+    for path, leaf in jax.tree_util.tree_leaves_with_path(state, is_leaf=is_leaf):
+        found: Any = jax.tree.structure(leaf)
+        if path in expected and found != jax.tree.structure(expected[path]):
+            return (
+                f"opt_state{jax.tree_util.keystr(path)} is {described(leaf)}, and tx.init makes {described(expected[path])}; "
+                "give the transform the precision, or the dtypes and the compensation, that the state was made with, or carry "
+                "the state over with export_state and import_state."
+            )
+    return None
 
 
 def _structure_after_an_update(tx: optax.GradientTransformation, made: PyTree, params: PyTree) -> Any:

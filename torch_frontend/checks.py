@@ -31,6 +31,14 @@ from .groups import (
     storage_of,
 )
 
+CALLED_HERE = {
+    **dict.fromkeys(("learningrate", "lrrate"), "lr"),
+    **dict.fromkeys(("wd", "decay", "decayrate", "weightdecayrate"), "weight_decay"),
+    **dict.fromkeys((*(f"{beta}{number}" for beta in ("b", "beta") for number in (1, 2, 3)),), "betas"),
+    "epsilon": "eps",
+}
+"""The names of settings in groups by what others call them, in lower case and without underscores."""
+
 MISSPELT = 0.85
 """From this ratio of `difflib` on a key of a group is taken for a misspelt one."""
 
@@ -61,8 +69,12 @@ def check_keys(group: Group, given: Collection[str], defaults: Collection[str], 
         if key in of_constructor:
             instead = "; give it compensation and state_dtype" if key == "precision" else "; give it there"
             raise InvalidArgumentError(f"a parameter group has {key}, which is of the whole optimizer{instead}.")
-        if key in NAMES:
-            raise InvalidArgumentError(f"a parameter group has {key!r}, which is called {NAMES[key].split('[')[0]!r} here.")
+        plain = str(key).lower().replace("_", "")
+        called = {name.replace("_", ""): name for name in known}.get(plain)
+        if called is None and not isinstance(group[key], (bool, str)):  # a mark of the user's own, such as "decay": False
+            called = CALLED_HERE.get(plain)
+        if key not in known and called is not None:
+            raise InvalidArgumentError(f"a parameter group has {key!r}, which is called {called!r} here.")
         if key not in known and (close := difflib.get_close_matches(str(key), known, 1, MISSPELT)):
             raise InvalidArgumentError(f"a parameter group has {key!r}, which is not known; did you mean {close[0]!r}?")
 

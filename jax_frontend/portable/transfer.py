@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from ...core.errors import InvalidArgumentError
+from ...core.errors import InvalidArgumentError, in_wrong_order
 from ...core.portable import file as portable_file
 from ...core.portable.bias import Decays, decays_in, for_decays, with_bias, without_bias
 from ...core.portable.match import check_own, matched
@@ -71,7 +71,7 @@ def export_state(
         InvalidArgumentError: state is not a TrainState of tx, or was donated; rule or betas are wrong or missing; a name that
             does not fit.
     """
-    opened = _opened(tx, state, rule, betas, parameters)
+    opened = _opened(path, tx, state, rule, betas, parameters)
     entries = {}
     for name, slot in opened.slots.items():
         own = opened.rules[name]
@@ -133,7 +133,7 @@ def import_state(
         InvalidArgumentError: the file is damaged, or is not of these rules, model, dtypes or compensation; state is not a
             TrainState of tx, or was donated; parameters of one count that had different numbers of updates.
     """
-    opened = _opened(tx, state, rule, betas, parameters)
+    opened = _opened(path, tx, state, rule, betas, parameters)
     # Every process reads the file; what follows may gather arrays, so that none may fail alone.
     entries, decays_of_file = together(lambda: _matched(path, opened, names, parameters), same=_described)
     arrays: dict[tuple[str, str], np.ndarray | None] = {}  # by parameter and `Role.field`
@@ -171,7 +171,11 @@ def import_state(
     return _joined(state, [part for part, _ in opened.parts], trees, states)
 
 
-def _opened(tx: optax.GradientTransformation, state: TrainState, rule: Any, betas: Any, parameters: bool) -> Opened:
+def _opened(path: Any, tx: optax.GradientTransformation, state: TrainState, rule: Any, betas: Any, parameters: bool) -> Opened:
+    others = (TrainState, optax.GradientTransformation)
+    if isinstance(path, others) or isinstance(tx, TrainState) or isinstance(state, optax.GradientTransformation):
+        raise in_wrong_order(path=path, tx=tx, state=state)
+
     def described(opened: Opened) -> Any:
         return [(name, opened.rules[name].name, slot.parameter.shape) for name, slot in opened.slots.items()], parameters
 

@@ -172,6 +172,10 @@ KEYS: list[tuple[str, list[Any], list[Any]]] = [
     ("seed", [3], [-1, None]),
     ("name", ["mine"], []),  # a key of the user's own
     ("lr_scale", [0.5], []),
+    ("initial_lr", [0.5], []),
+    ("decay", [False], [0.1]),  # a mark of the user's own, or what others call weight_decay
+    ("lr_rate", [], [1e-3]),
+    ("WD", [], [0.1]),
     ("momentum", [], [0.9]),  # of other rules
     ("ns_steps", [], [5]),
     ("precision", [], ["exact", "compact"]),  # of the optimizer

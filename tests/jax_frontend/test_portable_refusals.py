@@ -114,6 +114,10 @@ def test_a_path_or_names_of_another_type_are_refused(path: Path) -> None:
         for function in (export_state, import_state):
             with pytest.raises(InvalidArgumentError, match="is not a path; give a str"):
                 function(unfit, tx, state)
+    unfit = state
+    for function in (export_state, import_state):
+        with pytest.raises(InvalidArgumentError, match=r"than \(path, tx, state\): path is .*, tx is TrainState, state"):
+            function(path, unfit, tx)
     export_state(path, tx, state)
     before = path.read_bytes()
     for given, said in (

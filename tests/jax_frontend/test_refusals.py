@@ -234,6 +234,12 @@ STATES: dict[str, Row] = {
         r"not one of this transform.*init_train_state",
     ),
     "of other parameters": (lambda: train(state=TrainState(PARAMS, TX.init({"v": PARAMS["w"]}))), "of this transform"),
+    "of another precision": (
+        lambda: train(
+            tx=adamw(1e-3, mu_dtype="8bit"), state=init_train_state(adamw(1e-3), {"w": jnp.ones((32, 256))}, layered=False)
+        ),
+        r"opt_state.fields\['exp_avg'\]\['w'\] is float32, and tx.init makes EightBit; give the transform the precision",
+    ),
     "layered, unrolled": (lambda: train(state=init_train_state(TX, parameters())), "layered=False"),
     "with a loss scale, unrolled": (lambda: train(state=init_train_state(TX, PARAMS, loss_scale=2.0)), "leave loss_scale out"),
     "with a loss scale, in state": (lambda: in_state(scale=8.0), "overflow of a later one", RefusedError),

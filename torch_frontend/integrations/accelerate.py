@@ -5,8 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 from torch import nn
+from torch.optim import Optimizer
 
-from ...core.errors import InvalidArgumentError, MissingDependencyError
+from ...core.errors import InvalidArgumentError, MissingDependencyError, in_wrong_order
 from ..releasable import ReleasableOptimizer
 from ..release import Release
 from .trainer_settings import release_for_trainer
@@ -57,6 +58,8 @@ def release_gradients(
         >>> accelerator.backward(release.guard(model(batch).loss))
         >>> optimizer.step()
     """
+    if not isinstance(accelerator, Accelerator) or isinstance(model, Optimizer) or isinstance(optimizer, nn.Module):
+        raise in_wrong_order(accelerator=accelerator, model=model, optimizer=optimizer)
     if not isinstance(optimizer, AcceleratedOptimizer):
         raise InvalidArgumentError("optimizer is not prepared; call accelerator.prepare(model, optimizer) first.")
     return release_for_trainer(

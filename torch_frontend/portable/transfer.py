@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from ...core.errors import InvalidArgumentError, RefusedError
+from ...core.errors import InvalidArgumentError, RefusedError, in_wrong_order
 from ...core.portable import file as portable_file
 from ...core.portable.bias import decays_in, for_decays
 from ...core.portable.match import check_own, check_rules, matched
@@ -64,7 +64,7 @@ def export_state(
     sharded = _sharded(optimizer)
     layout, named = together(
         sharded,
-        lambda: _opened(optimizer, model, "export_state()"),
+        lambda: _opened("export_state()", path, optimizer, model),
         same=lambda opened: (_told(optimizer, *opened), parameters),
     )
     alone = writes(sharded)
@@ -132,7 +132,7 @@ def import_state(
             raise RefusedError(
                 "import_state() under torch.inference_mode() would make tensors that no step can update; leave it."
             )
-        layout, named = _opened(optimizer, model, "import_state()")
+        layout, named = _opened("import_state()", path, optimizer, model)
         table = table_of(names, [name for members in named for name in members])
         state = rename_back(portable_file.load(path), table)
         rules = [layout.rule(group) for group in optimizer.param_groups]
@@ -172,8 +172,10 @@ def _sharded(optimizer: Optimizer) -> bool:
     return any(is_sharded(parameter) for group in getattr(optimizer, "param_groups", ()) for parameter in group["params"])
 
 
-def _opened(optimizer: Optimizer, model: nn.Module, call: str) -> tuple[OwnLayout, list[dict[str, Tensor]]]:
+def _opened(call: str, path: Any, optimizer: Optimizer, model: nn.Module) -> tuple[OwnLayout, list[dict[str, Tensor]]]:
     """Return the layout of the optimizer's state, and its parameters by group and name."""
+    if isinstance(path, (Optimizer, nn.Module)) or isinstance(optimizer, nn.Module) or isinstance(model, Optimizer):
+        raise in_wrong_order(path=path, optimizer=optimizer, model=model)
     layout = layout_of(optimizer)
     layout.require_closed(call)
     named = named_groups(optimizer, model)

@@ -201,9 +201,13 @@ class Release:
         """Raise `RefusedError` in the middle of a step; for a call that only reads state, after a part of it was changed."""
         for key, status in self._pipeline.step.touched():
             if not reads or status is not Status.HELD:  # a held gradient has changed nothing
+                remedy = (
+                    "call optimizer.step() first, or optimizer.zero_grad() after a backward() that failed"
+                    if self._pipeline.step.strict
+                    else "run the backward() of the last micro-batch, with optimizer.optimizer_accumulation=False, first"
+                )
                 raise RefusedError(
-                    f"{call} in the middle of a step: {self._pipeline.hooks.describe(key)} is {status.value}. Call "
-                    "optimizer.step() first (or finish the micro-batches with optimizer_accumulation=False)."
+                    f"{call} in the middle of a step: {self._pipeline.hooks.describe(key)} is {status.value}; {remedy}."
                 )
 
     def _close_step(self) -> None:

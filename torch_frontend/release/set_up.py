@@ -7,10 +7,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from ...core import compensation as compensations
 from ...core.combinations import Combination, require
-from ...core.errors import InvalidArgumentError, RefusedError, UnsupportedTensorError
+from ...core.errors import InvalidArgumentError, RefusedError, UnsupportedTensorError, in_wrong_order
 from ...core.hyperparameters import Range, check_number
 from ...core.release import Policy
 from ..array_ops import dtype_name
@@ -194,6 +195,8 @@ def _check_setup(
     scaler: Any = None,
     process_group: Any = None,
 ) -> None:
+    if isinstance(model, Optimizer) or isinstance(optimizer, nn.Module):
+        raise in_wrong_order(model=model, optimizer=optimizer)
     if not isinstance(optimizer, ReleasableOptimizer):
         raise InvalidArgumentError(
             f"optimizer is a {type(optimizer).__module__}.{type(optimizer).__qualname__}; gradient release needs an "

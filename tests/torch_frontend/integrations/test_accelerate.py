@@ -192,6 +192,9 @@ def test_settings_that_cannot_be_met_are_refused() -> None:
     parts = prepared(released=False, steps=2)
     with pytest.raises(InvalidArgumentError, match="prepare"):
         release_gradients(parts.accelerator, parts.model, parts.optimizer.optimizer)
+    unfit: Any = parts.optimizer
+    with pytest.raises(InvalidArgumentError, match=r"than \(accelerator, model, optimizer\): .* model is AcceleratedOptimizer"):
+        release_gradients(parts.accelerator, unfit, parts.model)
     with pytest.raises(InvalidArgumentError, match="accumulation='sum'"):
         release_gradients(parts.accelerator, parts.model, parts.optimizer, accumulation="sum")
     half = prepared(released=False, precision="fp16", steps=2)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +28,18 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoi
 from penstock.core.errors import InvalidArgumentError, RefusedError
 from penstock.core.portable.file import load, save
 from penstock.core.portable.names import Transposed
-from penstock.torch_frontend import SGD, Adam, AdamW, Lion, Muon, StableAdamW, export_state, import_state, release_gradients
+from penstock.torch_frontend import (
+    SGD,
+    Adam,
+    AdamW,
+    Lion,
+    Muon,
+    StableAdamW,
+    export_state,
+    import_state,
+    prepare_for_gradient_release,
+    release_gradients,
+)
 from penstock.torch_frontend.portable import arrays, layouts
 
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
@@ -259,7 +271,7 @@ def test_in_the_middle_of_a_step_it_is_refused(path: Path) -> None:
         release_gradients(model, optimizer, accumulation=accumulation)
         loss_of(model, batches(1)[0]).backward()
         before, earlier = snapshot(model, optimizer), path.read_bytes()
-        with pytest.raises(RefusedError, match=r"export_state\(\) in the middle of a step.*optimizer\.step\(\)"):
+        with pytest.raises(RefusedError, match=r"export_state\(\) in the middle of a step.*call optimizer\.step\(\) first"):
             export_state(path, optimizer, model)
         with pytest.raises(RefusedError, match=r"import_state\(\) in the middle of a step"):
             import_state(path, optimizer, model)
@@ -325,6 +337,21 @@ def test_another_model_changes_nothing(path: Path) -> None:
     with pytest.raises(InvalidArgumentError, match=r"is not a torch.nn.Module"):
         export_state(path, optimizer, list(model.parameters()))  # type: ignore[arg-type]
     assert unchanged(before, snapshot(model, optimizer))
+
+
+def test_arguments_in_another_order_are_named(path: Path) -> None:
+    model, optimizer = trained(AdamW)
+    for given in itertools.permutations((path, optimizer, model)):
+        unfit: Any = given
+        for function in (export_state, import_state):
+            if given != (path, optimizer, model):
+                third = type(given[2]).__name__
+                with pytest.raises(InvalidArgumentError, match=rf"than \(path, optimizer, model\): .*, model is {third};"):
+                    function(*unfit)
+    for prepare in (release_gradients, prepare_for_gradient_release):
+        with pytest.raises(InvalidArgumentError, match=r"than \(model, optimizer\): model is AdamW, optimizer is Sequential;"):
+            prepare(optimizer, model)
+    assert not path.exists()
 
 
 def test_a_failure_on_the_way_changes_nothing(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
