@@ -13,6 +13,7 @@ import numpy as np
 
 from ..array_ops import numpy_dtype
 from ..codings import EIGHT_BIT
+from ..codings.eight_bit import scale_shape
 from ..compensation import compensation_dtype
 from ..errors import InvalidArgumentError
 from ..rules import Rule
@@ -38,6 +39,7 @@ class Expected:
         compensated: resolved, of `core.compensation`.
         fields: dtypes of the rule's fields by name, as `core.codings.state_dtypes` has them; None where the caller rounds them
             himself.
+        layered: whether the leading axis is one of layers.
     """
 
     rule: Rule
@@ -45,6 +47,12 @@ class Expected:
     shape: tuple[int, ...]
     compensated: str
     fields: Mapping[str, str | None]
+    layered: bool = False
+
+    @property
+    def scale_shape(self) -> tuple[int, ...]:
+        """The shape of the scales of a field in 8 bits."""
+        return (self.shape[0], *scale_shape(self.shape[1:])) if self.layered else scale_shape(self.shape)
 
 
 def matched(
@@ -154,7 +162,7 @@ def _matched(name: str, entry: ParameterState, expected: Expected, arguments: Ma
         )
     fields: dict[str, np.ndarray] = {}
     for field, dtype in expected.fields.items():
-        fields |= _widened(name, field, entry, dtype, arguments.get(field, "state_dtype"))
+        fields |= _widened(name, field, entry, dtype, arguments.get(field, "state_dtype"), expected)
     random = may_have_random_keys(expected.rule, expected.compensated, expected.fields)
     return dataclasses.replace(
         entry,
@@ -165,19 +173,27 @@ def _matched(name: str, entry: ParameterState, expected: Expected, arguments: Ma
     )
 
 
-def _widened(name: str, field: str, entry: ParameterState, dtype: str | None, argument: str) -> dict[str, np.ndarray]:
+def _widened(
+    name: str, field: str, entry: ParameterState, dtype: str | None, argument: str, expected: Expected
+) -> dict[str, np.ndarray]:
     """Return a field in this dtype, under its name, and with its scales where it is of codes."""
     scale = scale_name(field)
     if dtype == EIGHT_BIT and scale in entry.fields:
+        if entry.fields[scale].shape != expected.scale_shape:
+            raise InvalidArgumentError(
+                f"{scale} of {name!r} has shape {entry.fields[scale].shape} in the state and {expected.scale_shape} in the "
+                "optimizer: here it is a stack of layers and there it is not, or the other way round; split it with names=."
+            )
         return {field: entry.fields[field], scale: entry.fields[scale]}
     array = entry.decoded(field)
     there = array.dtype.name
     if dtype is None or dtype == there:
         return {field: array}
     if dtype not in WIDER[there]:
+        encode = ", or encode the state with: penstock convert --encode" if dtype == EIGHT_BIT else ""
         raise InvalidArgumentError(
             f"{field} of {name!r} is {there} in the state, and the optimizer keeps it in {dtype}, which would round it; "
-            f"construct the optimizer with {argument}={there}."
+            f"construct the optimizer with {argument}={there}{encode}."
         )
     return {field: array.astype(numpy_dtype(dtype))}
 

@@ -94,7 +94,8 @@ class Slot:
         kinds = {"int16": "split", "int8": "split8"}
         compensated = uncompensated if kept is None else kinds.get(kept.dtype.name, "kahan")
         dtypes = self.dtypes(rule)
-        return Expected(rule, dtype, self.parameter.shape, compensated, dict.fromkeys(dtypes) if self.biased else dtypes)
+        kept_fields = dict.fromkeys(dtypes) if self.biased else dtypes
+        return Expected(rule, dtype, self.parameter.shape, compensated, kept_fields, layered=self.layered)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -8,8 +8,9 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
-from tests.support.portable_states import contents, parameter, state
+from tests.support.portable_states import changed, contents, parameter, state
 
 from penstock.__main__ import main
 from penstock.core.portable.file import load, save
@@ -95,6 +96,29 @@ def test_rule_compensation_and_parameters(file: Path) -> None:
     )
 
 
+def test_encoded_fields_are_those_of_large_matrices_near_the_numbers_and_right_in_the_mean(file: Path) -> None:
+    """Squares of a thousandth of their block's largest are 3% above the nearest code, and their mean is right nevertheless."""
+    squares = np.full((32, 256), 1e-3, np.float32)
+    squares[:, ::128] = 1.0
+    large = changed(parameter((32, 256), ("bfloat16", "split")), exp_avg_sq=squares)
+    save(file, state({"w": large, "small": parameter((3, 5))}))
+    before, target = load(file).parameters, file.with_name("out")
+    assert main(["convert", str(file), str(target), "--encode"]) == 0
+    after = load(target).parameters
+    assert contents(state({"small": after["small"]})) == contents(state({"small": before["small"]}))
+    kinds = {name: array.dtype.name for name, array in after["w"].fields.items()}
+    scales = {"exp_avg_scale": "float32", "exp_avg_sq_scale": "float32"}
+    assert kinds == {"exp_avg": "int8", "exp_avg_sq": "uint8", **scales}
+    blocks, decoded = (one.decoded("exp_avg").astype(np.float32).reshape(-1, 128) for one in (before["w"], after["w"]))
+    assert (np.abs(decoded - blocks) <= 0.008 * np.abs(blocks).max(1, keepdims=True)).all()
+    found = after["w"].decoded("exp_avg_sq")
+    assert (found[squares == 1.0] == 1.0).all()
+    assert abs(found[squares < 1.0].mean() / 1e-3 - 1.0) < 0.003  # six standard deviations
+    assert np.array_equal(after["w"].arrays()["compensation"], before["w"].arrays()["compensation"])
+    assert main(["convert", str(target), str(file), "--encode"]) == 0  # again
+    assert file.read_bytes() == target.read_bytes()
+
+
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [
@@ -103,6 +127,8 @@ def test_rule_compensation_and_parameters(file: Path) -> None:
         (["table", "out"], "'table' is not a portable state that can be read"),
         (["in", "--rule", "adam"], "--rule changes the state; say with OUT where to write it."),
         (["in", "--without-parameters"], "--without-parameters changes the state; say with OUT"),
+        (["in", "out", "--encode"], "no field of the state can be in 8 bits: those of large matrices can"),
+        (["in", "out", "--encode", "--decode"], "--encode and --decode are opposites; leave one of them out."),
         (["in", "out", "--inverse"], "--inverse needs the table of --names."),
         (
             ["in", "out", "--rule", "adagrad"],

@@ -11,7 +11,8 @@ import numpy as np
 import pytest
 
 from penstock.core.errors import InvalidArgumentError
-from penstock.core.portable.file import load
+from penstock.core.portable.conversions import with_codes
+from penstock.core.portable.file import load, save
 from penstock.core.portable.names import Transposed
 from penstock.jax_frontend import TrainState, adamw, export_state, import_state, init_train_state, make_update
 
@@ -83,6 +84,19 @@ def test_layers_stay_stacked_in_the_file_where_names_says_so(path: Path) -> None
         InvalidArgumentError, match=r"lacks 'layers.0.w', 'layers.1.w' \(here 'layers.w'\); it has .*'layers.w'.*names="
     ):
         import_state(path, tx, fresh, parameters=True)
+
+
+def test_a_stack_in_codes_of_one_tensor_is_refused(path: Path) -> None:
+    """Whose scales have another shape: a row of it is a whole layer."""
+    params, names = {"outer": {}, "layers": {"w": jnp.ones((2, 64, 128))}}, {"layers.w": "layers.w"}
+    plain, coded = adamw(1e-2), adamw(1e-2, mu_dtype="8bit", nu_dtype="8bit")
+    export_state(path, plain, init_train_state(plain, params), names=names)
+    save(path, with_codes(load(path)))
+    with pytest.raises(InvalidArgumentError, match=r"exp_avg_scale of 'layers.w' has shape \(2, 64\) .* and \(2, 64, 1\) in"):
+        import_state(path, coded, init_train_state(coded, params), names=names)
+    export_state(path, plain, init_train_state(plain, params))
+    save(path, with_codes(load(path)))
+    import_state(path, coded, init_train_state(coded, params))
 
 
 @pytest.mark.parametrize("layered", [False, True])

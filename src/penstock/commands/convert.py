@@ -32,17 +32,20 @@ def add_parser(subparsers: Any) -> None:
         "--drop-compensation", action="store_true", help="forget the digits that low-precision parameters cannot hold"
     )
     parser.add_argument("--decode", action="store_true", help="write states of 8 bits as the float32 numbers that they are")
+    parser.add_argument("--encode", action="store_true", help="write states of large matrices in 8 bits")
     parser.add_argument("--without-parameters", action="store_true", help="leave the parameters out")
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Show or convert; 0, or 2 if that cannot be done."""
-    possible = ("names", "rule", "drop_compensation", "decode", "without_parameters")
+    possible = ("names", "rule", "drop_compensation", "decode", "encode", "without_parameters")
     changes = [name for name in possible if getattr(arguments, name)]
     if arguments.inverse and arguments.names is None:
         return refuse("convert", "--inverse needs the table of --names.")
     if arguments.output is None and changes:
         return refuse("convert", f"--{changes[0].replace('_', '-')} changes the state; say with OUT where to write it.")
+    if arguments.encode and arguments.decode:
+        return refuse("convert", "--encode and --decode are opposites; leave one of them out.")
     try:
         return _show(arguments.input) if arguments.output is None else _convert(arguments)
     except PenstockError as error:
@@ -63,6 +66,8 @@ def _convert(arguments: argparse.Namespace) -> int:
     state = rename(state, inverted(table) if arguments.inverse else table)
     if arguments.rule is not None:
         state = conversions.with_rule(state, arguments.rule)
+    if arguments.encode:
+        state = conversions.with_codes(state)
     if arguments.drop_compensation:
         state = conversions.without_compensation(state)
     if arguments.without_parameters:

@@ -25,6 +25,7 @@ from tests.support.torch_models import (
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
+from penstock.__main__ import main
 from penstock.core.errors import InvalidArgumentError, RefusedError
 from penstock.core.portable.file import load, save
 from penstock.core.portable.names import Transposed
@@ -337,6 +338,28 @@ def test_another_model_changes_nothing(path: Path) -> None:
     with pytest.raises(InvalidArgumentError, match=r"is not a torch.nn.Module"):
         export_state(path, optimizer, list(model.parameters()))  # type: ignore[arg-type]
     assert unchanged(before, snapshot(model, optimizer))
+
+
+def test_an_exact_run_goes_on_compactly_after_its_state_is_encoded(path: Path) -> None:
+    def compact() -> tuple[nn.Module, AdamW]:
+        model = nn.Linear(160, 64, dtype=torch.bfloat16)
+        return model, AdamW(model.parameters(), precision="compact")
+
+    torch.manual_seed(0)
+    model = nn.Linear(160, 64, dtype=torch.bfloat16)
+    optimizer, given = AdamW(model.parameters()), batches(3, 160, torch.bfloat16)
+    train(model, optimizer, given)
+    export_state(path, optimizer, model, parameters=True)
+    with pytest.raises(InvalidArgumentError, match=r"keeps it in 8bit, which would round it; .* penstock convert --encode"):
+        import_state(path, *reversed(compact()), parameters=True)
+    assert main(["convert", str(path), str(path), "--encode", "--drop-compensation"]) == 0
+    again, fresh = compact()
+    import_state(path, fresh, again, parameters=True)
+    found, held = fresh.state[again.weight], load(path).parameters["weight"].fields
+    assert np.array_equal(found["debiased_exp_avg"], held["exp_avg"])
+    assert np.array_equal(found["debiased_exp_avg_sq_scale"], held["exp_avg_sq_scale"])
+    train(again, fresh, given)
+    assert found["step"] == 6
 
 
 def test_arguments_in_another_order_are_named(path: Path) -> None:
