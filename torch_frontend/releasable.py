@@ -39,6 +39,7 @@ class ReleasableOptimizer(FusedBackPass):
         gradient_release: whether the optimizer was constructed for `prepare_for_gradient_release`.
     """
 
+    _asked: frozenset[str] = frozenset()  # which settings of storage were given to the constructor, not left out
     _step_supports_amp_scaling = False  # GradScaler unscales the gradients before step(), as for most optimizers
 
     def __init_subclass__(cls) -> None:
@@ -53,6 +54,8 @@ class ReleasableOptimizer(FusedBackPass):
             bound = signature_of(self.rule).bind(params, *args, **kwargs)
         except TypeError as error:  # which does not name what was called
             raise TypeError(f"{type(self).__name__}() {error}") from None
+        chose = bound.arguments.keys() & {"precision", "compensation", "state_dtype"}
+        self._asked = frozenset(("compensation", "state_dtype") if "precision" in chose else chose)
         bound.apply_defaults()
         given = bound.arguments
         by_user = {name: given[name] for name in ("compensation", "state_dtype") if given[name] != COMMON[name]}
@@ -243,7 +246,7 @@ class ReleasableOptimizer(FusedBackPass):
         final: dict[str, Any] = {}
 
         def check(_: Optimizer, given: dict[str, Any]) -> None:
-            saved_state.check_loadable(given, self.param_groups)
+            saved_state.check_loadable(given, self.param_groups, self._asked)
             final.update(given)
 
         handle = self.register_load_state_dict_pre_hook(check)  # runs last, after the user's own hooks
@@ -257,7 +260,7 @@ class ReleasableOptimizer(FusedBackPass):
     def __getstate__(self) -> dict[str, Any]:
         if self.release is not None:
             self.release._require_closed("a copy or pickle of the optimizer")
-        kept = ("_on_nonfinite", "gradient_release", "_warned_of_decay", "_optimizer_accumulation")
+        kept = ("_asked", "_on_nonfinite", "gradient_release", "_warned_of_decay", "_optimizer_accumulation")
         backend = {"_backend_name": self.backend, "_skipped": self.skipped}
         return {**super().__getstate__(), **{name: getattr(self, name) for name in kept}, **backend}
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
 from typing import Any
 
 import torch
@@ -136,8 +136,10 @@ def _saved_dtype(key: str, value: Tensor) -> torch.dtype:
     return torch.int16 if key == "compensation" and value.dtype is torch.int32 else value.dtype
 
 
-def check_loadable(state_dict: Mapping[str, Any], groups: list[dict[str, Any]]) -> None:
+def check_loadable(state_dict: Mapping[str, Any], groups: list[dict[str, Any]], asked: Set[str] = frozenset()) -> None:
     """Raise `InvalidArgumentError` if `state_dict` is not of a penstock optimizer, or not of these parameters.
+
+    `asked` names the settings of storage that the optimizer was given: the checkpoint's may not differ from those.
 
     Moments in torch.optim are debiased when they are used; penstock's are stored debiased. Loading one as the other would be
     wrong without an error, so the state of another optimizer is refused.
@@ -170,7 +172,7 @@ def check_loadable(state_dict: Mapping[str, Any], groups: list[dict[str, Any]]) 
             )
         loaded = {"rule": rule.name, **saved, "params": group["params"]}
         check_group(loaded)
-        _check_storage(group, loaded, number)
+        _check_storage(group, loaded, number, asked)
         current = hyperparameters(loaded)
         for index, parameter in zip(saved["params"], group["params"], strict=True):
             described = f"parameter {index} of group {number}"
@@ -196,14 +198,14 @@ def _check_rule(rule: Rule, saved: Mapping[str, Any], described: str) -> None:
     )
 
 
-def _check_storage(group: Mapping[str, Any], loaded: Mapping[str, Any], number: int) -> None:
+def _check_storage(group: Mapping[str, Any], loaded: Mapping[str, Any], number: int, asked: Set[str]) -> None:
     """Raise `InvalidArgumentError` if a group asks for another storage than the saved one, whose settings it would get."""
     for name, default in (("compensation", "auto"), ("state_dtype", None)):
-        if group[name] != default and _kept({**loaded, name: group[name]}) != _kept(loaded):
+        if (name in asked or group[name] != default) and _kept({**loaded, name: group[name]}) != _kept(loaded):
             raise InvalidArgumentError(
                 f"parameter group {number} of state_dict has {name}={loaded[name]!r}, the optimizer's has "
-                f"{name}={group[name]!r}; construct it with the former, or without {name}, or take its moments over with "
-                "export_state and import_state, which upcast and never round."
+                f"{name}={group[name]!r}; construct it with the former, or without {name} and precision, or take its moments "
+                "over with export_state and import_state, which upcast and never round; penstock convert --encode does."
             )
 
 

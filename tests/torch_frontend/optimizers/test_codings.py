@@ -308,20 +308,34 @@ def test_codes_without_scales_are_refused_and_change_nothing() -> None:
     assert unchanged(before, snapshot(model, optimizer))
 
 
-@pytest.mark.parametrize("asked", [{"state_dtype": torch.float32}, {"state_dtype": "8bit"}, {"compensation": "kahan"}], ids=str)
+OTHERS: list[dict[str, Any]] = [
+    {"state_dtype": torch.float32},
+    {"state_dtype": "8bit"},
+    {"state_dtype": None},
+    {"compensation": "kahan"},
+    {"compensation": "auto"},
+    {"precision": "exact"},
+]
+
+
+@pytest.mark.parametrize("asked", OTHERS, ids=str)
 def test_a_checkpoint_of_another_coding_is_refused(asked: dict[str, Any]) -> None:
-    """Of one that was asked for: else the checkpoint's settings are taken over, as torch does."""
+    """Of one that was asked for, if by the default's name: else the checkpoint's settings are taken over, as torch does."""
     model, there = model_of(), {"compensation": "split8", "state_dtype": torch.bfloat16}
     saved, fresh = optimizer_of(model.parameters(), **there), optimizer_of(model.parameters(), **asked)
     train(model, saved, given(1))
     before = snapshot(model, fresh)
-    (name,) = asked
+    name = "compensation" if "precision" in asked else next(iter(asked))
     with pytest.raises(
         InvalidArgumentError, match=rf"group 0 of state_dict has {name}=.*, the optimizer's has {name}=.*export"
     ):
         fresh.load_state_dict(saved.state_dict())
     assert unchanged(before, snapshot(model, fresh))
-    optimizer_of(model.parameters(), **there).load_state_dict(saved.state_dict())
+    for same in (optimizer_of(model.parameters(), **there), optimizer_of(model.parameters())):
+        same.load_state_dict(saved.state_dict())
+        assert [same.param_groups[0][key] for key in there] == list(there.values())
+    with pytest.raises(InvalidArgumentError, match="of state_dict has"):
+        copy.deepcopy(fresh).load_state_dict(saved.state_dict())
 
 
 def test_codes_and_a_group_that_does_not_ask_for_them_do_not_go_together() -> None:
