@@ -49,6 +49,8 @@ SPECIAL: dict[str, Any] = {
     "all zeros": lambda x: x.zero_(),
     "infinity": lambda x: x.view(-1)[7].fill_(float("inf")),
     "NaN": lambda x: x.view(-1)[-1].fill_(float("nan")),
+    "another NaN": lambda x: x.view(-1)[:9].view(torch.int32).fill_(-1),
+    "next to infinity": lambda x: x.view(-1)[5:8].copy_(torch.tensor([3.395e38, -3.3955e38, 3.4e38])),
     "subnormal": lambda x: x.mul_(TINY / x[x != 0].abs().min()),
     "far below the largest": lambda x: x.view(-1)[::9].mul_(1e-12),
     "without zeros": lambda x: x.copy_(x + 1e-2),
@@ -94,8 +96,8 @@ def test_parameters_are_stored_as_specified(special: str, name: str, layout: str
         assert (found is None) == (wanted is None)
         assert found is None or same(found, wanted)
     assert same(here.load(name, stored), compensation.load(torch_ops, name, expected))
-    if stored.compensation is not None:  # a user sets some to zero, whose remainders are then ignored
-        stored.parameter[:5].zero_()
+    for value in (float("inf"), 0.0):  # a user writes some, whose remainders are then ignored
+        stored.parameter[:5].fill_(value)
         assert same(here.load(name, stored), compensation.load(torch_ops, name, stored))
         assert dtype_name(here.load(name, stored).dtype) == "float32"
 
