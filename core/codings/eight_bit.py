@@ -92,7 +92,8 @@ def encoded(ops: ArrayOps, x: Array, like: EightBit, bits: Array | None) -> Eigh
         code = xp.round(_SIGNED * (2.0 * unit / (1.0 + xp.abs(unit))))
     else:
         assert bits is not None
-        code = xp.where(blocks > 0, xp.clip(_rounded_squares(ops, unit, _blocks(ops, bits)), 1.0, None), 0.0)
+        code = xp.clip(_rounded_squares(ops, unit, _blocks(ops, bits)), 1.0, _SQUARES)  # a device's quotient may exceed 1
+        code = xp.where(blocks > 0, code, 0.0)
     return EightBit(_elements(ops.cast(code, dtype), x.shape), xp.where(usable | (scale == 0), scale, math.nan)[..., 0])
 
 

@@ -199,6 +199,15 @@ def test_what_is_stored_again_keeps_its_codes() -> None:
         assert (again.scale == kept.scale).all()
 
 
+def test_a_quotient_above_one_does_not_wrap_to_zero(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Division on a device may be off by a unit in the last place: as by a scale that is less than the largest number."""
+    x = log_normal((32, 128))
+    monkeypatch.setattr(numpy_ops.__class__, "largest", lambda ops, x: np.nextafter(x.max(-1, keepdims=True), np.float32(0)))
+    kept = codings.store(numpy_ops, x, codings.zeros(numpy_ops, V, x, "8bit"), np.zeros(x.shape, np.int64))
+    assert (kept.codes.max(-1) == 255).all()
+    assert (kept.codes > 0).all()
+
+
 @pytest.mark.parametrize("value", [np.nan, np.inf])
 def test_a_number_that_is_not_finite_makes_its_block_nan(value: float) -> None:
     x = np.ones((32, 200), np.float32)

@@ -110,8 +110,8 @@ def encoded(x, words, CODES: tl.constexpr):
         code = 127.0 * (2.0 * unit / (1.0 + tl.abs(unit)))
         code = (code + 12582912.0) - 12582912.0  # 1.5 * 2^23, where the spacing is 1: to nearest, ties to even
     else:
-        unit = tl.where(x == divisor, 1.0, unit)  # a GPU's quotient may be less
-        code = tl.where(x > 0, tl.maximum(_rounded_squares(unit, words), 1.0), 0.0)
+        unit = tl.where(x == divisor, 1.0, unit)  # a GPU's quotient may be less, and that of the next smaller x more
+        code = tl.where(x > 0, tl.minimum(tl.maximum(_rounded_squares(unit, words), 1.0), 255.0), 0.0)
     stored = tl.where((largest == 0) | usable, largest, 0x7FC00000)
     return code.to(tl.int32).to(CODES), stored.to(tl.float32, bitcast=True)
 

@@ -261,6 +261,18 @@ def test_an_infinity_or_nan_is_that_of_its_block(name: str, value: float) -> Non
     np.testing.assert_array_equal(to_numpy(p).astype(np.float32), expected.parameter.astype(np.float32))
 
 
+def test_a_quotient_above_one_does_not_wrap_to_zero(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A GPU's may be, of numbers next to the largest, which have the code 256 then."""
+    right = eight_bit._rounded_squares
+    monkeypatch.setattr(eight_bit, "_rounded_squares", lambda unit, words: right(unit, words) + 1.0)
+    optimizer = optimizer_of("compact", shapes=[(21, 200)])
+    (gradient,) = gradients_of(optimizer, 0)
+    step(optimizer, [gradient])
+    codes = optimizer.state[all_parameters(optimizer)[0]]["debiased_exp_avg_sq"]
+    assert torch.equal(codes > 0, gradient.float().square() > 0)
+    assert codes.max() == 255
+
+
 def test_codes_in_another_order_are_put_in_that_of_the_parameter_which_must_be_of_rows() -> None:
     optimizer = optimizer_of("compact", shapes=[(21, 200)])
     (p,), expected = all_parameters(optimizer), expected_of(optimizer)
