@@ -69,9 +69,12 @@ def initial(ops: ArrayOps, field: Field, parameter: Array) -> EightBit:
 def decoded(ops: ArrayOps, stored: EightBit) -> Array:
     """Return the numbers, float32, of the codes' shape."""
     codes, scale = stored
-    number, signed = ops.cast(codes, "float32"), ops.dtype_name(codes) == "int8"
-    unit = number / (2 * _SIGNED - ops.xp.abs(number)) if signed else _fourth_power(number / _SQUARES)
-    return _elements(_blocks(ops, unit) * scale[..., None], codes.shape)
+    number, signed = _blocks(ops, ops.cast(codes, "float32")), ops.dtype_name(codes) == "int8"
+    if signed:
+        unit = number / (2 * _SIGNED - ops.xp.abs(number))
+    else:  # by an array: torch divides by a number, on CUDA, with its rounded reciprocal
+        unit = _fourth_power(number / ops.xp.full_like(scale, _SQUARES)[..., None])
+    return _elements(unit * scale[..., None], codes.shape)
 
 
 def encoded(ops: ArrayOps, x: Array, like: EightBit, bits: Array | None) -> EightBit:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from penstock.core import codings, compensation, random_bits
 from penstock.core.compensation import Stored
@@ -100,6 +102,34 @@ def test_parameters_are_stored_as_specified(special: str, name: str, layout: str
         stored.parameter[:5].fill_(value)
         assert same(here.load(name, stored), compensation.load(torch_ops, name, stored))
         assert dtype_name(here.load(name, stored).dtype) == "float32"
+
+
+class Divisors(TorchDispatchMode):
+    """Collects what tensors are divided by where that is on the host."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.divisions, self.on_host = 0, set[float]()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.overloadpacket in (torch.ops.aten.div, torch.ops.aten.div_):
+            self.divisions += 1
+            if not isinstance(args[1], Tensor) or args[1].dim() == 0:
+                self.on_host.add(float(args[1]))
+        return func(*args, **(kwargs or {}))
+
+
+def test_nothing_coded_is_divided_by_a_number_of_the_host() -> None:
+    """On CUDA torch multiplies by its reciprocal, which has other bits but for a power of two."""
+    x, words = numbers(40, 200), random_part(numbers(40, 200))[1]
+    with Divisors() as found:
+        for field, given in ((M, x), (V, x.abs())):
+            stored = codings.store(torch_ops, given, codings.zeros(torch_ops, field, x, "8bit"), words)
+            codings.load(torch_ops, stored, "float32")
+        for name, dtype in (("split8", "bfloat16"), ("kahan", "float16"), ("stochastic", "float16")):
+            compensation.load(torch_ops, name, compensation.store(torch_ops, name, x, dtype, words))
+    assert found.divisions > 4
+    assert all(math.frexp(divisor)[0] == 0.5 for divisor in found.on_host), found.on_host
 
 
 def test_words_under_a_mode_are_not_those_of_later_steps() -> None:
