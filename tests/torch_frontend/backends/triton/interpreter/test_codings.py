@@ -159,6 +159,18 @@ def test_every_coding_has_the_bits_of_the_specification(optimizer_class: Any, na
         assert differing(optimizer, expected) == []
 
 
+def test_numbers_below_float16s_smallest_normal_one_are_rounded_as_specified() -> None:
+    """Where its spacing is constant. Both signs, in steps of some spacings."""
+    optimizer = optimizer_of("stochastic float16", Adam, [(5, 9)], lr=1e-6)
+    (p,) = all_parameters(optimizer)
+    with torch.no_grad():
+        p.mul_(2.0**-16)
+    expected = expected_of(optimizer)
+    both_step(step, optimizer, expected)
+    assert p.abs().max() < 2.0**-14
+    assert differing(optimizer, expected) == []
+
+
 @pytest.mark.parametrize(
     ("optimizer_class", "name"),
     rows(
