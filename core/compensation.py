@@ -35,7 +35,7 @@ WITH_RANDOM_BITS = ("split8", "stochastic")
 
 _HALF = 0x8000  # half of a bfloat16 spacing, in units of the float32 bit pattern
 _HIGH_BITS = -0x10000  # 0xFFFF0000 as an int32
-_SPLIT8_UNIT = 1 << 8  # of a float32's bits
+_SPLIT8_BITS = 8  # of a float32's, that split8 drops
 _BELOW_HALF = 1.0 - 2.0**-12  # times half a spacing of p: rounds to p; times the next number above half: does not
 
 
@@ -86,7 +86,7 @@ def load(ops: ArrayOps, compensation: str, stored: Stored) -> Array:
     if compensation == "kahan":
         wanted = ops.cast(remainder, "float32")
         return xp.where(ops.round_to(upcast + wanted * _BELOW_HALF, dtype) == upcast, upcast + wanted, upcast)
-    units = 1 if compensation == "split" else _SPLIT8_UNIT
+    units = 1 if compensation == "split" else 1 << _SPLIT8_BITS
     number = ops.bitcast(ops.bitcast(upcast, "int32") + ops.cast(remainder, "int32") * units, "float32")
     magnitude = xp.abs(upcast)
     return xp.where((magnitude > 0) & (magnitude < math.inf), number, upcast)
@@ -118,10 +118,10 @@ def store(ops: ArrayOps, compensation: str, x: Array, parameter_dtype: str, bits
         return Stored(ops.cast(rounded, parameter_dtype), ops.cast(remainder, parameter_dtype))
     if compensation == "split8":
         assert bits is not None
-        x = without_low_bits(ops, x, 8, bits)
-    pattern = ops.bitcast(xp.where(xp.isnan(x), float("nan"), x), "int32")
+        x = without_low_bits(ops, x, _SPLIT8_BITS, bits)
+    pattern = ops.bitcast(xp.where(x == x, x, float("nan")), "int32")  # as isnan, which Inductor does not vectorise
     high = (pattern + _HALF) & _HIGH_BITS
     parameter = ops.cast(ops.bitcast(high, "float32"), "bfloat16")
     if compensation == "split8":
-        return Stored(parameter, ops.cast((pattern - high) // _SPLIT8_UNIT, "int8"))
+        return Stored(parameter, ops.cast((pattern - high) >> _SPLIT8_BITS, "int8"))
     return Stored(parameter, ops.cast(pattern - high, "int16"))
