@@ -70,11 +70,10 @@ def decoded(ops: ArrayOps, stored: EightBit) -> Array:
     """Return the numbers, float32, of the codes' shape."""
     codes, scale = stored
     number, signed = _blocks(ops, ops.cast(codes, "float32")), ops.dtype_name(codes) == "int8"
-    if signed:
-        unit = number / (2 * _SIGNED - ops.xp.abs(number))
-    else:  # by an array: torch divides by a number, on CUDA, with its rounded reciprocal
-        unit = _fourth_power(number / ops.xp.full_like(scale, _SQUARES)[..., None])
-    return _elements(unit * scale[..., None], codes.shape)
+    scale = scale.reshape(*number.shape[:-1], 1)
+    squares = ops.xp.full_like(scale, _SQUARES)  # torch divides by a number, on CUDA, with its rounded reciprocal
+    unit = number / (2 * _SIGNED - ops.xp.abs(number)) if signed else _fourth_power(number / squares)
+    return _elements(unit * scale, codes.shape)
 
 
 def encoded(ops: ArrayOps, x: Array, like: EightBit, bits: Array | None) -> EightBit:
@@ -97,7 +96,8 @@ def encoded(ops: ArrayOps, x: Array, like: EightBit, bits: Array | None) -> Eigh
         assert bits is not None
         code = xp.clip(_rounded_squares(ops, unit, _blocks(ops, bits)), 1.0, _SQUARES)  # a device's quotient may exceed 1
         code = xp.where(blocks > 0, code, 0.0)
-    return EightBit(_elements(ops.cast(code, dtype), x.shape), xp.where(usable | (scale == 0), scale, math.nan)[..., 0])
+    kept = xp.where(usable | (scale == 0), scale, math.nan).reshape(like.scale.shape)
+    return EightBit(_elements(ops.cast(code, dtype), x.shape), kept)
 
 
 def _rounded_squares(ops: ArrayOps, unit: Array, bits: Array) -> Array:
@@ -115,7 +115,9 @@ def _fourth_power(x: Array) -> Array:
 
 
 def _blocks(ops: ArrayOps, x: Array) -> Array:
-    """Return x as [..., blocks, BLOCK], with zeros behind the end of a row."""
+    """Return x as [..., BLOCK], with zeros behind the end of a row."""
+    if tuple(x.shape[1:]) == (BLOCK,):
+        return x  # a block is a row, and a compiler joins loops over the same dimensions
     rows = x if x.ndim == 1 else x.reshape(x.shape[0], math.prod(x.shape[1:]))
     if missing := -rows.shape[-1] % BLOCK:
         rows = ops.padded(rows, missing)
@@ -124,6 +126,8 @@ def _blocks(ops: ArrayOps, x: Array) -> Array:
 
 def _elements(blocks: Array, shape: Sequence[int]) -> Array:
     """Return what `_blocks` has cut, in its shape."""
+    if tuple(blocks.shape) == tuple(shape):
+        return blocks
     columns = shape[0] if len(shape) == 1 else math.prod(shape[1:])
     rows = blocks.reshape(*blocks.shape[:-2], blocks.shape[-2] * BLOCK)
     return rows[..., :columns].reshape(shape)

@@ -114,9 +114,10 @@ def _pieces(slot: TensorSlot, gradient: Tensor | None, small: int) -> Iterator[V
         if parameter.numel() > PIECE:
             parts = [None if vector is None else vector[start : start + PIECE].detach() for vector in vectors]
         if slot.coded:
+            parts = [None if vector is None else vector.view(-1, BLOCK).detach() for vector in parts]
             blocks = slice(start // BLOCK, (start + PIECE) // BLOCK)
             pairs = zip(parts[3:], scales, strict=True)
-            parts[3:] = [codes if s is None else EightBit(codes, s.view(-1)[blocks].detach()) for codes, s in pairs]
+            parts[3:] = [codes if s is None else EightBit(codes, s.view(-1, 1)[blocks].detach()) for codes, s in pairs]
         yield tuple(parts)
 
 
@@ -139,7 +140,8 @@ def _run(
     if total is not None:
         total = torch.as_tensor(total, dtype=slot.compute_dtype, device=slot.parameter.device)
     random = _random(slot, piece[0].storage_offset() - parameter.storage_offset()) if slot.random else None
-    return graph((piece, slot.vector(), total, random))
+    squares, mean_square, _ = graph((piece, slot.vector(), total, random))
+    return squares, mean_square
 
 
 class Graph:
@@ -154,7 +156,7 @@ class Graph:
         self._program: Any = None  # what torch compiles ahead of time: its call takes half the host time
         self._is_new = True
 
-    def __call__(self, given: tuple[Vectors, Tensor, Tensor | None, Tensor | None]) -> tuple[Tensor | None, Any]:
+    def __call__(self, given: tuple[Vectors, Tensor, Tensor | None, Tensor | None]) -> tuple[Tensor | None, Any, Any]:
         if self._is_new:
             self._is_new = False
             for vector in tree_leaves(given[0]):
@@ -166,7 +168,7 @@ class Graph:
         program = self._compiled
         if self._program is not None and self._program.guard_check(given):
             program = self._program
-        found: tuple[Tensor | None, Any] = program(given)
+        found: tuple[Tensor | None, Any, Any] = program(given)
         return found
 
 
@@ -218,14 +220,17 @@ def _compiled(
     kahan = compensation == "kahan"
     ops = compiled_ops if kahan and not keeps_casts(dtypes[0], device.type) else torch_ops
 
-    def step(given: tuple[Vectors, Tensor, Tensor | None, Tensor | None]) -> tuple[Tensor | None, Any]:
+    def step(given: tuple[Vectors, Tensor, Tensor | None, Tensor | None]) -> tuple[Tensor | None, Any, Any]:
         (parameter, gradient, stored, *fields), scalars, total, random = given
         words: dict[int, Tensor] = {}
+        streams: tuple[random_bits.Stream, ...] = ()
         if random is not None:
             low, high, *places = random.unbind()
-            index = low + torch.arange(parameter.numel(), dtype=torch.int32, device=parameter.device)
-            for number, place in zip(random_numbers, places, strict=True):
-                words[number] = random_bits.bits_at(place, index, high)
+            index = low + torch.arange(parameter.numel(), dtype=torch.int32, device=parameter.device).view(parameter.shape)
+            upper = high + ((index if index.dim() == 1 else index[:, :1]) >> random_bits.LOW_BITS)  # the same in a block
+            streams = tuple(random_bits.stream(place, upper) for place in places)
+            for number, stream in zip(random_numbers, streams, strict=True):
+                words[number] = random_bits.bits(stream, index & random_bits.LOW)
 
         def bits(number: int) -> Tensor | None:
             return words.get(number)
@@ -252,7 +257,7 @@ def _compiled(
         else:
             after = core_update.accumulate(ops, rule, current, *arrays, first=first, bits=bits)
             if kind == "measure":
-                return squares, after.mean_square
+                return squares, after.mean_square, streams
         if kind != "accumulate":
             parameter.copy_(new)
             if stored is not None and after.compensation is not None:
@@ -260,7 +265,7 @@ def _compiled(
         if kind != "apply" or rule.after_step is not None:
             for field, new_field in zip(tree_leaves(fields), tree_leaves(after.fields), strict=True):
                 field.copy_(new_field)
-        return squares, after.mean_square
+        return squares, after.mean_square, streams  # as eta
 
     # torch.compile caches graphs by code object and stops compiling after a number of them: each graph gets its own. Under a
     # name of its own: a number that differs from that of a function of the same name would become an input.
