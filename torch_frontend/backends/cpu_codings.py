@@ -148,39 +148,41 @@ class CpuCodings:
             codes.copy_(new.codes)
             scale.copy_(new.scale)
             return
-        unit = torch.div(given, (scale if least.item() > 0 else torch.where(scale > 0, scale, _1)).unsqueeze(-1), out=a)
+        divisor = (scale if least.item() > 0 else torch.where(scale > 0, scale, _1)).unsqueeze(-1)
         if random is None:
-            code = unit.div_(torch.abs(unit, out=self._scratch(2, shape)).add_(_1)).mul_(_254).round_()
+            a.div_(divisor).add_(_1)
+            code = torch.div(given, divisor, out=self._scratch(2, shape)).div_(a).mul_(_254).round_()
         else:  # torch converts floats to uint8 one by one
-            code = self._scratch(3, shape, dtype=torch.int16).copy_(self._rounded_squares(given, unit, codes, random))
+            code = self._scratch(3, shape, dtype=torch.int16).copy_(self._rounded_squares(given, divisor, codes, random))
         if whole:
             codes.view(shape).copy_(code)
         else:
             codes.copy_(code.flatten(-2)[:, : _columns(codes)].reshape(codes.shape))
 
-    def _rounded_squares(self, given: Tensor, unit: Tensor, codes: Tensor, random: RandomPart) -> Tensor:
+    def _rounded_squares(self, given: Tensor, divisor: Tensor, codes: Tensor, random: RandomPart) -> Tensor:
         """Return the codes as float32 in blocks.
 
-        given, unit: squares in blocks, and what they are in the scales of these, which is overwritten.
+        given, divisor: squares in blocks, and the scales of these.
         """
-        low, below, above = (self._scratch(number, given.shape) for number in (2, 3, 4))
+        unit, low, below, above = (self._scratch(number, given.shape) for number in (1, 2, 3, 4))
+        torch.div(given, divisor, out=unit)
         torch.sqrt(unit, out=low).sqrt_().mul_(_255).floor_()
         torch.mul(low, low, out=below)
         below.mul_(below)
         torch.add(low, _1, out=above)
         above.mul_(above).mul_(above)
         chance = unit.mul_(_255_TO_4).sub_(below).div_(above.sub_(below))
-        count, uniform = codes.numel(), above
-        random.fill(self._scratch(3, (count,), dtype=torch.int32))
-        if count == uniform.numel():
-            uniform.copy_(self._scratch(3, given.shape, dtype=torch.int32).bitwise_right_shift_(_8))
+        count = codes.numel()
+        words = random.fill(self._scratch(3, (count,), dtype=torch.int32)).bitwise_right_shift_(_8)
+        if count == given.numel():
+            uniform = below.view(count).copy_(words).view(given.shape)  # in the memory of the words
         else:
-            words = self._scratch(3, (len(codes), _columns(codes)), dtype=torch.int32)
-            uniform.flatten(-2)[:, : words.shape[1]].copy_(words.bitwise_right_shift_(_8))
+            uniform = above
+            uniform.flatten(-2)[:, : _columns(codes)].copy_(words.view(len(codes), -1))
         torch.add(_HALF, uniform, alpha=2.0**-24, out=uniform)
-        has_zeros = low.amin().item() < 1
         low.add_(torch.lt(uniform, chance, out=uniform))
-        return torch.maximum(low, torch.gt(given, _0, out=uniform), out=low) if has_zeros else low
+        least = _1 if given.amin().item() > 0 else torch.gt(given, _0, out=uniform)
+        return torch.maximum(low, least, out=low)
 
     # -- low-precision parameters -------------------------------------------------------------------------------------------
 
