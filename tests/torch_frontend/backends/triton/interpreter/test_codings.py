@@ -285,6 +285,41 @@ def test_a_quotient_above_one_does_not_wrap_to_zero(monkeypatch: pytest.MonkeyPa
     assert codes.max() == 255
 
 
+def test_updates_are_clipped_by_the_mean_over_elements() -> None:
+    """Not over positions, which count a row's last block as a whole one."""
+    optimizer = optimizer_of("float32 and codes", StableAdamW, [(21, 200), (11, 400)], weight_decay=0.0)
+    parameters, expected = all_parameters(optimizer), expected_of(optimizer)
+    for number, way in enumerate((step, step, each)):
+        both_step(way, optimizer, expected, -7 * number)
+        for p, one in zip(parameters, expected, strict=True):
+            np.testing.assert_allclose(to_numpy(p), one.parameter, rtol=0, atol=1e-6)
+    p, one, gradient = parameters[0], expected[0], gradients_of(optimizer, 0)[0]
+    backend_of(optimizer).accumulate(slot_of(optimizer, p), gradient, first=True)
+    one.accumulate(gradient, first=True)
+    np.testing.assert_allclose(to_numpy(optimizer.state[p]["mean_square"]), one.state.mean_square, rtol=1e-5)
+
+
+@pytest.mark.parametrize("columns", [128, 300])
+def test_nothing_is_written_behind_a_tensor(columns: int) -> None:
+    optimizer = optimizer_of("compact", shapes=[(33, columns)])
+    (p,) = all_parameters(optimizer)
+    behind = []
+
+    def with_more(x: Tensor) -> Tensor:
+        memory = torch.full((x.numel() + 4096,), 77, dtype=x.dtype)
+        memory[: x.numel()] = x.detach().reshape(-1)
+        behind.append(memory[x.numel() :])
+        return memory[: x.numel()].view(x.shape)
+
+    state = slot_of(optimizer, p).state
+    state |= {key: with_more(x) for key, x in state.items() if isinstance(x, Tensor) and x.dim()}
+    p.data = with_more(p)
+    for number, way in enumerate((step, each)):
+        way(optimizer, gradients_of(optimizer, number))
+    assert len(behind) == 6
+    assert all((memory == 77).all() for memory in behind)
+
+
 def test_codes_in_another_order_are_put_in_that_of_the_parameter_which_must_be_of_rows() -> None:
     optimizer = optimizer_of("compact", shapes=[(21, 200)])
     (p,), expected = all_parameters(optimizer), expected_of(optimizer)
