@@ -19,10 +19,13 @@ from torch import nn
 
 from benchmarks import peers
 from benchmarks.support import parser_of, print_tables, write_result
+from penstock.core.codings.eight_bit import BLOCK
 from penstock.torch_frontend import AdamW, StableAdamW
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 BASELINE = "torch AdamW(fused=True)"
+COLUMNS = 8 * BLOCK
+"""Of the matrices that are updated: blocks of 8 bits end with a row."""
 
 
 def candidates(dtype: torch.dtype) -> dict[str, Callable[[list[nn.Parameter]], torch.optim.Optimizer]]:
@@ -38,6 +41,14 @@ def candidates(dtype: torch.dtype) -> dict[str, Callable[[list[nn.Parameter]], t
     if dtype is torch.bfloat16:
         found["penstock StableAdamW compiled, split"] = lambda p: StableAdamW(p, backend="compiled", compensation="split")
         found["penstock StableAdamW compiled, kahan"] = lambda p: StableAdamW(p, backend="compiled", compensation="kahan")
+        for preset in ("compact", "smallest"):
+            found[f"penstock AdamW, {preset}"] = lambda p, preset=preset: AdamW(p, precision=preset)
+            found[f"penstock AdamW compiled, {preset}"] = lambda p, preset=preset: AdamW(
+                p, backend="compiled", precision=preset
+            )
+    else:
+        found["penstock AdamW, 8-bit states"] = lambda p: AdamW(p, state_dtype="8bit")
+        found["penstock AdamW compiled, 8-bit states"] = lambda p: AdamW(p, backend="compiled", state_dtype="8bit")
     if peers.optimi() is not None:
         found["optimi StableAdamW"] = lambda p: peers.optimi_optimizer("StableAdamW", p, lr=1e-3)
         found["optimi AdamW"] = lambda p: peers.optimi_optimizer("AdamW", p, lr=1e-3)
@@ -49,7 +60,8 @@ def measure(elements: int, tensors: int, dtype: torch.dtype, rounds: int) -> dic
     generator = torch.Generator().manual_seed(0)
     steps = {}
     for name, make in candidates(dtype).items():
-        parameters = [nn.Parameter(torch.randn(elements // tensors, generator=generator).to(dtype)) for _ in range(tensors)]
+        shape = max(1, elements // tensors // COLUMNS), COLUMNS
+        parameters = [nn.Parameter(torch.randn(shape, generator=generator).to(dtype)) for _ in range(tensors)]
         for parameter in parameters:
             parameter.grad = torch.randn(parameter.shape, generator=generator).to(dtype)
         steps[name] = make(parameters).step
