@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import itertools
 import os
 import subprocess
 import sys
@@ -139,17 +140,23 @@ def test_nothing_is_compiled_again_while_training() -> None:
     assert counters["stats"]["unique_graphs"] == before
 
 
-@pytest.mark.parametrize("optimizer_class", rows([*ADAM_FAMILY, MomentumSGD, RAdam, Adan], [StableAdamW].__contains__))
-def test_state_accumulation_agrees_with_eager(optimizer_class) -> None:
+@pytest.mark.parametrize(
+    ("optimizer_class", "dtype"),
+    rows(
+        itertools.product([*ADAM_FAMILY, MomentumSGD, RAdam, Adan], [torch.float32, torch.float64]),
+        [(StableAdamW, torch.float64)].__contains__,  # torch starts to compile a graph of float64 scalars again
+    ),
+)
+def test_state_accumulation_agrees_with_eager(optimizer_class, dtype) -> None:
     runs = []
     for backend in ("eager", "compiled"):
-        model = layers(2)
+        model = layers(2, dtype=dtype)
         optimizer = optimizer_class(model.parameters(), lr=1e-2, weight_decay=0.1, backend=backend)
         now = {"i": 0}
         release_gradients(model, optimizer, accumulation="state", sync=lambda now=now: now["i"] == 2)
         for i, batch in enumerate(batches(7)):  # the last group is short: step() applies what is in the moments
             now["i"] = i % 3
-            loss_of(model, batch).backward()
+            loss_of(model, batch.to(dtype)).backward()
             if i in (2, 5, 6):
                 optimizer.step()
         runs.append(model)
