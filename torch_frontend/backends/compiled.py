@@ -163,10 +163,12 @@ class Graph:
                 if vector is not None:
                     torch._dynamo.maybe_mark_dynamic(vector, 0)
             if hasattr(self._compiled, "aot_compile"):
+                from torch._dynamo.exc import RestartAnalysis  # here the compiler is imported already
+
                 try:
                     self._program = self._compiled.aot_compile(((given,), {}))
                     self._program.disable_guard_check()  # checked below, where something else can be done
-                except torch._dynamo.exc.RestartAnalysis:  # as of float64 scalars: torch.compile starts again, this does not
+                except RestartAnalysis:  # as of float64 scalars: torch.compile starts again, this does not
                     self._program = None
         program = self._compiled
         if self._program is not None and self._program.guard_check(given):
