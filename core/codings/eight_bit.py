@@ -1,19 +1,19 @@
 r"""8 bits for each element, and a float32 scale for each block of 128 in a row of a matrix.
 
-A scale s is the largest magnitude in its block, so that this element is exact. With x/s in [-1, 1] or [0, 1]:
+A scale s is the largest magnitude in its block (or 2^-94, if that is less):
 
-    signed    code = round(127 * 2r/(1+r)) with r = |x|/s, and x's sign     x = s * code/(254 - |code|)
-    squares   y = 255 * (x/s)^(1/4), code = floor(y) or floor(y)+1          x = s * (code/255)^4
+    signed    |code| = round(z^(1/2)), z = |x| * 127^2/s               x = code*|code| * s/127^2
+    squares   code = floor(z^(1/4)) or one more, z = x * 255^4/s       x = code^4 * s/255^4
 
-Squares are rounded stochastically: to the neighbours a < b with P(b) = (x/s*255^4 - a^4)/(b^4 - a^4), so that the mean is x.
+Squares are rounded stochastically: to the neighbours a < b with P(b) = (z - a^4)/(b^4 - a^4), so that the mean is x.
 Rounded to nearest, the code of a mean that changes by less than a step would stay, and follow the scale of its block instead
 of its own gradient. A code is at least 1 where x > 0: m/sqrt(v) would be enormous with v = 0.
 
 A row is what the parameter has behind its first dimension: trailing dimensions are merged, so that the small ones of a
-convolution cost no scales of their own. The last block of a row may be shorter. An infinity or NaN makes its block NaN.
+convolution cost no scales of their own. The last block of a row may be shorter. An infinity or NaN makes its block NaN. With a
+scale of at least 2^-94, no factor overflows and no code stands for a subnormal number.
 
-Source: blocks with a scale each are Dettmers et al., https://arxiv.org/abs/2110.02861; the signed code is FlashOptim's,
-https://arxiv.org/abs/2602.23349.
+Source: blocks with a scale each are Dettmers et al., https://arxiv.org/abs/2110.02861.
 """
 
 from __future__ import annotations
@@ -32,7 +32,12 @@ BLOCK = 128
 SMALLEST = 4096
 """Fewest elements of a parameter whose fields are coded."""
 
-_SIGNED, _SQUARES = 127.0, 255.0
+SIGNED, SQUARES = 127.0, 255.0
+"""The largest code of a signed number and of a square."""
+
+LEAST_SCALE = 2.0**-94
+"""Of a block, also of zeros that were updated."""
+
 _UNIT = 2.0**-24
 
 
@@ -71,9 +76,8 @@ def decoded(ops: ArrayOps, stored: EightBit) -> Array:
     codes, scale = stored
     number, signed = _blocks(ops, ops.cast(codes, "float32")), ops.dtype_name(codes) == "int8"
     scale = scale.reshape(*number.shape[:-1], 1)
-    squares = ops.xp.full_like(scale, _SQUARES)  # torch divides by a number, on CUDA, with its rounded reciprocal
-    unit = number / (2 * _SIGNED - ops.xp.abs(number)) if signed else _fourth_power(number / squares)
-    return _elements(unit * scale, codes.shape)
+    units = number * ops.xp.abs(number) if signed else _fourth_power(number)
+    return _elements(units * (scale * (1 / (SIGNED**2 if signed else SQUARES**4))), codes.shape)
 
 
 def encoded(ops: ArrayOps, x: Array, like: EightBit, bits: Array | None) -> EightBit:
@@ -87,26 +91,31 @@ def encoded(ops: ArrayOps, x: Array, like: EightBit, bits: Array | None) -> Eigh
     """
     xp, dtype = ops.xp, ops.dtype_name(like.codes)
     blocks = _blocks(ops, x)
-    scale = ops.largest(xp.abs(blocks))
-    usable = (scale > 0) & (scale < math.inf)
-    unit = xp.where(usable, blocks / xp.where(usable, scale, 1.0), 0.0)
+    largest = ops.largest(xp.abs(blocks))
+    usable = largest < math.inf
+    blocks, scale = xp.where(usable, blocks, 0.0), xp.clip(xp.where(usable, largest, 0.0), LEAST_SCALE, None)
+    factor = xp.full_like(scale, SIGNED**2 if dtype == "int8" else SQUARES**4) / scale  # torch's number/scale is rounded twice
     if dtype == "int8":
-        code = xp.round(_SIGNED * (2.0 * unit / (1.0 + xp.abs(unit))))
+        size = xp.round(xp.sqrt(xp.abs(blocks) * factor))
+        code = xp.where(blocks < 0, -size, size)
     else:
         assert bits is not None
-        code = xp.clip(_rounded_squares(ops, unit, _blocks(ops, bits)), 1.0, _SQUARES)  # a device's quotient may exceed 1
-        code = xp.where(blocks > 0, code, 0.0)
-    kept = xp.where(usable | (scale == 0), scale, math.nan).reshape(like.scale.shape)
+        code = xp.clip(_rounded_squares(ops, blocks * factor, _blocks(ops, bits)), 0.0, SQUARES)  # z may exceed 255^4
+        code = xp.maximum(code, ops.cast(blocks > 0, "float32"))
+    kept = xp.where(usable, scale, math.nan).reshape(like.scale.shape)
     return EightBit(_elements(ops.cast(code, dtype), x.shape), kept)
 
 
-def _rounded_squares(ops: ArrayOps, unit: Array, bits: Array) -> Array:
-    """Return the codes of numbers in [0, 1], rounded so that the mean of what they decode to is the number."""
+def _rounded_squares(ops: ArrayOps, z: Array, bits: Array) -> Array:
+    """Return the codes of numbers in [0, 255^4], rounded so that the mean of their fourth powers is the number.
+
+    (a + 1)^4 - a^4 = (e + e^3)/2 with e = 2a + 1.
+    """
     xp = ops.xp
-    low = xp.floor(_SQUARES * xp.sqrt(xp.sqrt(unit)))
-    below, above = _fourth_power(low), _fourth_power(low + 1.0)
-    chance = (unit * _SQUARES**4 - below) / (above - below)
-    return low + ops.cast(ops.cast(highest(24, bits), "float32") * _UNIT < chance, "float32")
+    low = xp.floor(xp.sqrt(xp.sqrt(z)))
+    odd = 2.0 * low + 1.0
+    part = ops.cast(highest(24, bits), "float32") * (_UNIT / 2) * odd
+    return low + ops.cast(part + part * (odd * odd) < z - _fourth_power(low), "float32")
 
 
 def _fourth_power(x: Array) -> Array:

@@ -22,7 +22,8 @@ BLOCK = 128
 _WORD = 0xFFFFFFFF
 _UNIT = unit_roundoff("float32")
 _ENCODING = ARITHMETIC * _UNIT  # quotients, roots and powers, relative to what a code is computed from
-_DECODING = {"int8": 3 * _UNIT, "uint8": 12 * _UNIT}  # two of a quotient; of the fourth power of one 11; one of the scale
+_DECODING = {"int8": 3 * _UNIT, "uint8": 4 * _UNIT}  # of a power, its factor, the scale times this, and the product
+_LEAST_SCALE = 2.0**-94
 _FLOAT16_NORMAL = 2.0**-14
 _TINY = 1e-300  # keeps 0/0 away
 
@@ -110,7 +111,7 @@ def number(parameter: np.ndarray, kept: np.ndarray | None, compensation: str) ->
 
 
 def _signed_unit(code: np.ndarray) -> np.ndarray:
-    return code / (254.0 - np.abs(code))
+    return code * np.abs(code) / 127.0**2
 
 
 def _square_unit(code: np.ndarray) -> np.ndarray:
@@ -173,12 +174,12 @@ def _coded(x: np.ndarray, error: np.ndarray, bits: np.ndarray | None) -> Ends:
     blocks, off = _blocks(x), _blocks(error)
     size = np.abs(blocks)
     scales = [np.max(each, axis=-1, keepdims=True) for each in (size, np.maximum(size - off, 0.0), size + off)]
-    scale, least, most = (np.where(each > 0.0, each, _TINY) for each in scales)
+    scale, least, most = (np.maximum(each, _LEAST_SCALE) for each in scales)
     if bits is None:
 
         def store(x: np.ndarray, over: np.ndarray, times: np.ndarray, more: float) -> np.ndarray:
             unit = np.minimum(np.abs(x) / over * (1.0 + more), 1.0)
-            code = np.minimum(np.rint(254.0 * unit / (1.0 + unit) * (1.0 + more)), 127.0)
+            code = np.minimum(np.rint(127.0 * np.sqrt(unit) * (1.0 + more)), 127.0)
             return np.sign(x) * _signed_unit(code) * times
     else:
         random = _highest(24, _blocks(bits))

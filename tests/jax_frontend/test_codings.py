@@ -176,7 +176,7 @@ WIDE = 128
     ids=["loss scale, micro-batches, clip", "in state", "saved residuals"],
 )
 def test_the_walk_equals_the_plain_gradient_and_an_update_of_each_layer(loss_scale: Any, options: dict[str, Any]) -> None:
-    """Gradients differ by the order of sums, up to 2^-18 of the largest; so do codes, one in 2^18/254 of them."""
+    """Gradients differ by the order of sums, up to 2^-18 of the largest; so do codes, about one in 2^18/127 of them."""
     tx, data = adamw(1e-2, **EIGHT_BITS), batch()
     params = parameters("float32", width=WIDE)
     expected, *_ = reference(STACK, tx, options.get("max_norm"))(init_train_state(tx, params), data)

@@ -65,9 +65,9 @@ def assert_codes_agree(actual: Any, expected: Any, rate: float = 2.0**-11, rtol:
     """Leaf by leaf: of numbers in 8 or 16 bits few differ, and codes by one; float32 agrees within rounding.
 
     What is rounded differs between programs by d, about 2^-22 of a block's largest number (four roundings of float32, which
-    fused multiply-add leaves out). A code is then another one in 254*d of the signed elements and in 64*d of the squares, and
-    a number in bfloat16 in 2^16*2^-24: less than 2^-11. The remainder of split8 has a unit of 2^8 roundings: less than 2^-7;
-    where a code was another one before, so is all of the remainder.
+    fused multiply-add leaves out). A code is then another one in about 127*d of the signed elements and in 64*d of the
+    squares, and a number in bfloat16 in 2^16*2^-24: less than 2^-11. The remainder of split8 has a unit of 2^8 roundings: less
+    than 2^-7; where a code was another one before, so is all of the remainder.
     """
     assert jax.tree.structure(actual) == jax.tree.structure(expected)
     for (path, a), e in zip(jax.tree_util.tree_leaves_with_path(actual), jax.tree.leaves(expected), strict=True):

@@ -16,7 +16,7 @@ from torch import Tensor
 from ...core import codings
 from ...core import compensation as compensations
 from ...core.codings import EightBit
-from ...core.codings.eight_bit import BLOCK
+from ...core.codings.eight_bit import BLOCK, LEAST_SCALE, SIGNED, SQUARES
 from ...core.compensation import Stored
 from ...core.stochastic_rounding import LARGEST
 from ..array_ops import dtype_name, torch_ops
@@ -33,7 +33,7 @@ GRADIENT = 0
 _MOST_VIEWS = 256
 _LARGEST = LARGEST["bfloat16"]
 # torch converts a Python number to a tensor at each use, which takes longer than the operation on a small tensor.
-_0, _HALF, _1, _254, _255, _255_TO_4 = map(torch.tensor, (0.0, 0.5, 1.0, 254.0, 255.0, 255.0**4))
+_0, _QUARTER, _1, _127_TO_2, _255_TO_4 = map(torch.tensor, (0.0, 0.25, 1.0, SIGNED**2, SQUARES**4))
 _8, _16, _24 = (torch.tensor(number, dtype=torch.int32) for number in (8, 16, 24))
 _HALVES = {cut: torch.tensor(1 << (cut - 1), dtype=torch.int32) for cut in (8, 16)}
 
@@ -109,12 +109,12 @@ class CpuCodings:
             x = self._scratch(_PADDED, shape)
             x.flatten(-2)[..., : _columns(codes)].copy_(codes.reshape(len(codes), -1))
         if codes.dtype is torch.int8:
-            magnitude = torch.abs(x, out=self._scratch(1, shape))
-            x.div_(torch.sub(_254, magnitude, out=magnitude))
+            x.mul_(torch.abs(x, out=self._scratch(1, shape)))
+            factor = scale * (1 / SIGNED**2)
         else:
-            x.div_(_255)
             x.mul_(x).mul_(x)
-        x.mul_(scale.unsqueeze(-1))
+            factor = scale * (1 / SQUARES**4)
+        x.mul_(factor.unsqueeze(-1))
         if not whole:
             out.view(len(codes), -1).copy_(x.flatten(-2)[..., : _columns(codes)])
 
@@ -140,49 +140,50 @@ class CpuCodings:
             rows = given.flatten(-2)
             rows[:, _columns(codes) :].zero_()
             rows[:, : _columns(codes)].copy_(x.reshape(len(codes), -1))
-        a = self._scratch(1, shape)
-        torch.amax(torch.abs(given, out=a) if random is None else given, -1, out=scale)
-        least, most = torch.aminmax(scale)
-        if not most.item() < math.inf:
+        size = given if random is not None else torch.abs(given, out=self._scratch(1, shape))
+        largest = torch.amax(size, -1, out=scale)
+        if not largest.amax().item() < math.inf:
             new = codings.store(torch_ops, x, stored, None if random is None else random.words(x))
             codes.copy_(new.codes)
             scale.copy_(new.scale)
             return
-        divisor = (scale if least.item() > 0 else torch.where(scale > 0, scale, _1)).unsqueeze(-1)
+        largest.clamp_(min=LEAST_SCALE)
         if random is None:
-            a.div_(divisor).add_(_1)
-            code = torch.div(given, divisor, out=self._scratch(2, shape)).div_(a).mul_(_254).round_()
-        else:  # torch converts floats to uint8 one by one
-            code = self._scratch(3, shape, dtype=torch.int16).copy_(self._rounded_squares(given, divisor, codes, random))
+            code = size.mul_(torch.div(_127_TO_2, scale).unsqueeze(-1)).sqrt_().round_().copysign_(given)
+        else:
+            code = self._rounded_squares(given, torch.div(_255_TO_4, scale).unsqueeze(-1), codes, random)
+            code = self._scratch(3, shape, dtype=torch.int16).copy_(code)  # torch converts floats to uint8 one by one
         if whole:
             codes.view(shape).copy_(code)
         else:
             codes.copy_(code.flatten(-2)[:, : _columns(codes)].reshape(codes.shape))
 
-    def _rounded_squares(self, given: Tensor, divisor: Tensor, codes: Tensor, random: RandomPart) -> Tensor:
+    def _rounded_squares(self, given: Tensor, factor: Tensor, codes: Tensor, random: RandomPart) -> Tensor:
         """Return the codes as float32 in blocks.
 
-        given, divisor: squares in blocks, and the scales of these.
+        given: squares in blocks.
+        factor: 255^4 over the scales of these.
         """
-        unit, low, below, above = (self._scratch(number, given.shape) for number in (1, 2, 3, 4))
-        torch.div(given, divisor, out=unit)
-        torch.sqrt(unit, out=low).sqrt_().mul_(_255).floor_()
-        torch.mul(low, low, out=below)
-        below.mul_(below)
-        torch.add(low, _1, out=above)
-        above.mul_(above).mul_(above)
-        chance = unit.mul_(_255_TO_4).sub_(below).div_(above.sub_(below))
+        rest, low, odd, half = (self._scratch(number, given.shape) for number in (1, 2, 3, 4))
         count = codes.numel()
-        words = random.fill(self._scratch(3, (count,), dtype=torch.int32)).bitwise_right_shift_(_8)
+        words = random.fill(self._scratch(3 if count < given.numel() else 4, (count,), dtype=torch.int32))
+        words.bitwise_right_shift_(_8)
         if count == given.numel():
-            uniform = below.view(count).copy_(words).view(given.shape)  # in the memory of the words
+            half.view(count).copy_(words)  # in the memory of the words
         else:
-            uniform = above
-            uniform.flatten(-2)[:, : _columns(codes)].copy_(words.view(len(codes), -1))
-        torch.add(_HALF, uniform, alpha=2.0**-24, out=uniform)
-        low.add_(torch.lt(uniform, chance, out=uniform))
-        least = _1 if given.amin().item() > 0 else torch.gt(given, _0, out=uniform)
-        return torch.maximum(low, least, out=low)
+            half.flatten(-2)[:, : _columns(codes)].copy_(words.view(len(codes), -1))
+        torch.add(_QUARTER, half, alpha=2.0**-25, out=half)
+        torch.mul(given, factor, out=rest)
+        torch.sqrt(rest, out=low).sqrt_().floor_()
+        torch.mul(low, low, out=odd)
+        rest.addcmul_(odd, odd, value=-1)
+        torch.add(_1, low, alpha=2, out=odd)
+        half.mul_(odd)
+        half.addcmul_(half, odd.mul_(odd))
+        low.add_(torch.lt(half, rest, out=half))
+        if given.amin().item() > 0:
+            return low.clamp_(1.0, SQUARES)
+        return torch.maximum(low.clamp_(max=SQUARES), torch.gt(given, _0, out=half), out=low)
 
     # -- low-precision parameters -------------------------------------------------------------------------------------------
 

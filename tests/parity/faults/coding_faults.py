@@ -34,13 +34,13 @@ def replaced(where: Any, name: str, wrong: Callable[..., Any]) -> Wrong:
     return tampered(update=update)
 
 
-def to_nearest(right: Any, ops: Any, unit: Any, bits: Any) -> Any:
-    return ops.xp.round(255 * ops.xp.sqrt(ops.xp.sqrt(unit)))
+def to_nearest(right: Any, ops: Any, z: Any, bits: Any) -> Any:
+    return ops.xp.round(ops.xp.sqrt(ops.xp.sqrt(z)))
 
 
-def by_roots(right: Any, ops: Any, unit: Any, bits: Any) -> Any:
+def by_roots(right: Any, ops: Any, z: Any, bits: Any) -> Any:
     """By chance, so that the mean of the root is right."""
-    y = 255 * ops.xp.sqrt(ops.xp.sqrt(unit))
+    y = ops.xp.sqrt(ops.xp.sqrt(z))
     return ops.xp.floor(y) + ops.cast(ops.cast(bits >> 8, "float32") * 2.0**-24 < y - ops.xp.floor(y), "float32")
 
 

@@ -128,7 +128,7 @@ def test_nothing_coded_is_divided_by_a_number_of_the_host() -> None:
             codings.load(torch_ops, stored, "float32")
         for name, dtype in (("split8", "bfloat16"), ("kahan", "float16"), ("stochastic", "float16")):
             compensation.load(torch_ops, name, compensation.store(torch_ops, name, x, dtype, words))
-    assert found.divisions > 4
+    assert found.divisions >= 2
     assert all(math.frexp(divisor)[0] == 0.5 for divisor in found.on_host), found.on_host
 
 

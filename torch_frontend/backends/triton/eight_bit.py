@@ -89,11 +89,11 @@ def starts(offset, ROWS: tl.constexpr, SIZE: tl.constexpr):
 @triton.jit
 def decoded(codes, scale):
     """Return the numbers, float32, of int8 or uint8 codes [blocks, 128] with scales [blocks]."""
-    number = codes.to(tl.float32)
+    number, scale = codes.to(tl.float32), scale[:, None]
     if tl.int8 == codes.dtype:
-        return number / (254.0 - tl.abs(number)) * scale[:, None]
+        return number * tl.abs(number) * (scale * (1 / 127**2))
     else:
-        return _fourth_power(number / 255.0) * scale[:, None]
+        return _fourth_power(number) * (scale * (1 / 255**4))
 
 
 @triton.jit
@@ -103,25 +103,26 @@ def encoded(x, words, CODES: tl.constexpr):
     The largest magnitude is found among bits, whose order is that of the magnitudes, with infinity and NaN above them.
     """
     largest = tl.max(x.to(tl.int32, bitcast=True) & 0x7FFFFFFF, 1)
-    usable = (largest > 0) & (largest < 0x7F800000)
-    divisor = tl.where(usable, largest, 0x3F800000).to(tl.float32, bitcast=True)[:, None]
-    unit = tl.where(usable[:, None], x / divisor, 0.0)
+    usable = largest < 0x7F800000
+    scale = tl.maximum(tl.where(usable, largest, 0), 0x10800000).to(tl.float32, bitcast=True)  # 2^-94
+    x = tl.where(usable[:, None], x, 0.0)
     if tl.int8 == CODES:
-        code = 127.0 * (2.0 * unit / (1.0 + tl.abs(unit)))
-        code = (code + 12582912.0) - 12582912.0  # 1.5 * 2^23, where the spacing is 1: to nearest, ties to even
-    else:
-        unit = tl.where(x == divisor, 1.0, unit)  # a GPU's quotient may be less, and that of the next smaller x more
-        code = tl.where(x > 0, tl.minimum(tl.maximum(_rounded_squares(unit, words), 1.0), 255.0), 0.0)
-    stored = tl.where((largest == 0) | usable, largest, 0x7FC00000)
+        size = tl.sqrt(tl.abs(x) * (16129.0 / scale)[:, None])
+        size = (size + 12582912.0) - 12582912.0  # 1.5 * 2^23, where the spacing is 1: to nearest, ties to even
+        code = tl.where(x < 0, -size, size)
+    else:  # a GPU's quotients, products and roots may exceed 255
+        code = tl.minimum(_rounded_squares(x * (4228250625.0 / scale)[:, None], words), 255.0)
+        code = tl.maximum(code, (x > 0).to(tl.float32))
+    stored = tl.where(usable, scale.to(tl.int32, bitcast=True), 0x7FC00000)
     return code.to(tl.int32).to(CODES), stored.to(tl.float32, bitcast=True)
 
 
 @triton.jit
-def _rounded_squares(unit, words):
-    low = tl.floor(255.0 * tl.sqrt(tl.sqrt(unit)))
-    below, above = _fourth_power(low), _fourth_power(low + 1.0)
-    chance = (unit * 4228250625.0 - below) / (above - below)
-    return low + (highest(words, 24).to(tl.float32) * 2.0**-24 < chance).to(tl.float32)
+def _rounded_squares(z, words):
+    low = tl.floor(tl.sqrt(tl.sqrt(z)))
+    odd = 2.0 * low + 1.0
+    part = highest(words, 24).to(tl.float32) * 2.0**-25 * odd
+    return low + (part + part * (odd * odd) < z - _fourth_power(low)).to(tl.float32)
 
 
 @triton.jit
