@@ -162,7 +162,7 @@ class Graph:
             for vector in tree_leaves(given[0]):
                 if vector is not None:
                     torch._dynamo.maybe_mark_dynamic(vector, 0)
-            if hasattr(self._compiled, "aot_compile"):
+            if hasattr(self._compiled, "aot_compile") and not _is_cache_off():
                 from torch._dynamo.exc import RestartAnalysis  # here the compiler is imported already
 
                 try:
@@ -175,6 +175,14 @@ class Graph:
             program = self._program
         found: tuple[Tensor | None, Any, Any] = program(given)
         return found
+
+
+def _is_cache_off() -> bool:
+    """Whether a user has turned torch's caches off (TORCHINDUCTOR_FORCE_DISABLE_CACHES=1), without which nothing is compiled
+    ahead of time."""
+    from torch._inductor import config
+
+    return bool(getattr(config, "force_disable_caches", False))
 
 
 def _random(slot: TensorSlot, start: int) -> Tensor:

@@ -32,6 +32,7 @@ from penstock.core.reference import Gradient, Reference, Settings
 from penstock.torch_frontend import AdamW, Adan, Lion, RAdam, StableAdamW, release_gradients
 from penstock.torch_frontend.array_ops import compiled_ops, torch_ops
 from penstock.torch_frontend.backends import compiler
+from penstock.torch_frontend.backends.compiled import Graph
 
 ROOT = Path(__file__).resolve().parents[3]
 
@@ -252,3 +253,18 @@ def test_the_search_is_left_to_torch(how: str, vectors: VectorInstructions, monk
     with vectors.config.patch({"cpp.vec_isa_ok": False} if how == "set by the user" else {}):
         assert not compiler.skip_vector_isa_search()
     assert vectors.told == []
+
+
+def test_nothing_is_compiled_ahead_of_time_where_the_caches_of_torch_are_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch refuses it there: TORCHINDUCTOR_FORCE_DISABLE_CACHES=1."""
+
+    class Compiled:
+        def aot_compile(self, example: Any) -> Any:
+            raise RuntimeError("Cannot precompile")
+
+        def __call__(self, given: Any) -> Any:
+            return given
+
+    monkeypatch.setattr(importlib.import_module("torch._inductor.config"), "force_disable_caches", True)
+    given = ((torch.ones(3),), torch.ones(2), None, None)
+    assert Graph(Compiled())(given) is given
