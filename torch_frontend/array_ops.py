@@ -70,5 +70,13 @@ class CompiledOps(TorchOps):
         return torch.where(torch.isnan(x), x, near)
 
 
+class WideOps(TorchOps):
+    """Keeps a remainder of 16 bits in the lower half of an int32, for a caller who stores that half."""
+
+    def cast(self, x: Tensor, dtype: str) -> Tensor:
+        return x if dtype == "int16" else super().cast(x, dtype)
+
+
 torch_ops = TorchOps()
+wide_ops = WideOps()
 compiled_ops = CompiledOps()

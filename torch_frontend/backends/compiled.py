@@ -28,15 +28,15 @@ from ...core.codings.eight_bit import BLOCK
 from ...core.hyperparameters import DECAY, Hyperparameters, is_zero
 from ...core.rules import RULES
 from ...core.update import TensorState
-from ..array_ops import compiled_ops, torch_ops
+from ..array_ops import compiled_ops, torch_ops, wide_ops
 from .backend import TensorSlot, scale_key
 from .compiler import KEEP_CASTS, keeps_casts, skip_vector_isa_search
 from .eager import EagerBackend
 from .memory_order import along_memory
 from .piece import sum_of
 
-PIECE = 2**22
-"""Largest number of elements in one call, which bounds the temporaries that a graph allocates."""
+PIECE, WIDENED_PIECE = 2**22, 2**20
+"""Largest number of elements in one call, which bounds temporaries: those of a graph, and remainders of 16 bits as int32."""
 
 Vectors = tuple[Any, ...]  # tensors, or None for those that are absent
 
@@ -109,13 +109,14 @@ def _pieces(slot: TensorSlot, gradient: Tensor | None, small: int) -> Iterator[V
     if vectors is None:
         return
     scales = [state.get(scale_key(key)) for key in slot.keys] if slot.coded else [None] * len(slot.keys)
-    for start in range(0, parameter.numel(), PIECE):
+    most = WIDENED_PIECE if _is_widened(slot) else PIECE
+    for start in range(0, parameter.numel(), most):
         parts = vectors
-        if parameter.numel() > PIECE:
-            parts = [None if vector is None else vector[start : start + PIECE].detach() for vector in vectors]
+        if parameter.numel() > most:
+            parts = [None if vector is None else vector[start : start + most].detach() for vector in vectors]
         if slot.coded:
             parts = [None if vector is None else vector.view(-1, BLOCK).detach() for vector in parts]
-            blocks = slice(start // BLOCK, (start + PIECE) // BLOCK)
+            blocks = slice(start // BLOCK, (start + most) // BLOCK)
             pairs = zip(parts[3:], scales, strict=True)
             parts[3:] = [codes if s is None else EightBit(codes, s.view(-1, 1)[blocks].detach()) for codes, s in pairs]
         yield tuple(parts)
@@ -139,9 +140,19 @@ def _run(
     graph = _compiled(*chosen, (parameter.dtype, *slot.dtypes), parameter.device)
     if total is not None:
         total = torch.as_tensor(total, dtype=slot.compute_dtype, device=slot.parameter.device)
+    stored = piece[2]
+    if is_wide := _is_widened(slot):
+        piece = (*piece[:2], stored.to(torch.int32), *piece[3:])
     random = _random(slot, piece[0].storage_offset() - parameter.storage_offset()) if slot.random else None
     squares, mean_square, _ = graph((piece, slot.vector(), total, random))
+    if is_wide and kind not in ("measure", "accumulate"):
+        stored.copy_(piece[2])
     return squares, mean_square
+
+
+def _is_widened(slot: TensorSlot) -> bool:
+    """Whether remainders are int32 in a graph: Inductor does not vectorise loops for a CPU in which a number is int16."""
+    return slot.compensation == "split" and slot.parameter.is_cpu
 
 
 class Graph:
@@ -232,6 +243,8 @@ def _compiled(
     unclipped = dataclasses.replace(rule, mean_square=None)
     kahan = compensation == "kahan"
     ops = compiled_ops if kahan and not keeps_casts(dtypes[0], device.type) else torch_ops
+    if compensation == "split" and device.type == "cpu":
+        ops = wide_ops
 
     def step(given: tuple[Vectors, Tensor, Tensor | None, Tensor | None]) -> tuple[Tensor | None, Any, Any]:
         (parameter, gradient, stored, *fields), scalars, total, random = given
