@@ -142,13 +142,16 @@ class Release:
     def remove(self) -> None:
         """Remove the hooks. Unused gradients stay in `.grad`, and the optimizer works as without release.
 
-        After a backward() that has updated parameters, it counts as its optimizer.step().
+        After a backward() that has updated parameters, it counts as its optimizer.step(). A second call
+        has no effect.
 
         Raises:
             RefusedError: micro-batches are in the moments and step() was not called (the release of
                 `prepare_for_gradient_release`, which needs no step(), applies them instead); or what step() refuses: a
                 setting, a parameter or its gradient was changed after backward() had used it. Nothing was removed.
         """
+        if self._removed:
+            return
         pipeline, step = self._pipeline, self._pipeline.step
         pending = step.with_status(Status.ACCUMULATED)
         if pending and step.strict:
@@ -168,8 +171,7 @@ class Release:
         pipeline.communication.detach()
         pipeline.hooks.remove()
         pipeline.drop_stages()
-        if self.optimizer.release is self:
-            self.optimizer.release = None
+        self.optimizer.release = None
 
     @property
     def _removed(self) -> bool:

@@ -64,6 +64,18 @@ def test_a_guarded_loss_of_a_removed_release_is_a_plain_one(guarded_before: bool
     assert same_parameters(model, plain)
 
 
+def test_remove_again_changes_nothing_not_even_a_later_release() -> None:
+    model = layers()
+    optimizer = AdamW(model.parameters(), lr=1e-2)
+    with release_gradients(model, optimizer) as release:
+        release.remove()
+    later = release_gradients(model, optimizer)
+    release.remove()
+    assert optimizer.release is later
+    model(batches(1)[0]).pow(2).mean().backward()
+    assert later.ledger.live == 0 < later.ledger.peak
+
+
 def test_state_dict_between_held_micro_batches_is_that_of_the_last_step() -> None:
     """A checkpoint may be asked for at any moment; held gradients have changed nothing."""
     model = layers()
