@@ -55,7 +55,7 @@ def chunks(batch: PyTree, microbatches: int, whole: Collection[str] = ()) -> PyT
             raise InvalidArgumentError(
                 f"microbatches={microbatches} does not divide the leading axis of batch{jax.tree_util.keystr(path)}, which has "
                 f"shape {leaf.shape}; give every array of the batch a leading axis of rows, a multiple of microbatches."
-                f"{_remedy(names[path])}"
+                f"{_remedy(names[path], leaf)}"
             )
         rows.setdefault(leaf.shape[0], path)
         if len(rows) > 1:
@@ -75,6 +75,8 @@ def _within(name: str, root: str) -> bool:
     return name == root or name.startswith(f"{root}.")
 
 
-def _remedy(name: str) -> str:
+def _remedy(name: str, leaf: jax.Array | None = None) -> str:
     """Return how to give an array to every micro-batch whole; nothing for a batch that is a single array."""
+    if leaf is not None and leaf.shape == (2,) and leaf.dtype == jnp.uint32:
+        return " A PRNG key is split into one for each micro-batch if jax.random.key made it, instead of jax.random.PRNGKey."
     return f" What each micro-batch needs as it is, name in whole=({name!r},)." if name else ""

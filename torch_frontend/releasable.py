@@ -22,7 +22,7 @@ from .checks import PLAIN_GRADIENT, check_group, check_keys, check_state_dtype_i
 from .finiteness import SkipCount, each_finite
 from .fused_back_pass import FusedBackPass
 from .groups import Group, complete_group, follow_rows, hyperparameters, rule_of
-from .signatures import COMMON, signature_of
+from .signatures import COMMON, bound_arguments
 
 if TYPE_CHECKING:
     from .release import Release
@@ -50,10 +50,7 @@ class ReleasableOptimizer(FusedBackPass):
             own.__signature__ = inspect.Signature(parameters)
 
     def __init__(self, params: Any, *args: Any, **kwargs: Any) -> None:
-        try:
-            bound = signature_of(self.rule).bind(params, *args, **kwargs)
-        except TypeError as error:  # which does not name what was called
-            raise TypeError(f"{type(self).__name__}() {error}") from None
+        bound = bound_arguments(self.rule, type(self).__name__, params, args, kwargs)
         chose = bound.arguments.keys() & {"precision", "compensation", "state_dtype"}
         self._asked = frozenset(("compensation", "state_dtype") if "precision" in chose else chose)
         bound.apply_defaults()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
 from ..core.rules import Rule
@@ -24,6 +24,17 @@ COMMON = {
     "gradient_release": False,
 }
 """The arguments that every optimizer takes by name, and their defaults."""
+
+_KERNELS = "leave it out: backend= chooses the kernels"
+_INSTEAD = {
+    "fused": _KERNELS,
+    "foreach": _KERNELS,
+    "triton": _KERNELS,
+    "amsgrad": "leave it out: AMSGrad is not implemented",
+    "differentiable": "leave it out: a step is not differentiable",
+    "kahan_sum": 'give compensation="kahan", or leave it out: the default loses no small steps either',
+}
+"""What to write instead of arguments that torch.optim and optimi have."""
 
 _DOCSTRING = """{summary}
 
@@ -77,6 +88,23 @@ Source: {source}
 
 
 Optimizer = TypeVar("Optimizer", bound=type)
+
+
+def bound_arguments(
+    rule: Rule, name: str, params: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> inspect.BoundArguments:
+    """Return the arguments of a rule's optimizer, by their names.
+
+    Raises:
+        TypeError: the optimizer does not take them.
+    """
+    signature = signature_of(rule)
+    try:
+        return signature.bind(params, *args, **kwargs)
+    except TypeError as error:  # which does not name what was called
+        unknown = next((given for given in kwargs if given not in signature.parameters), None)
+        remedy = f"; {_INSTEAD[unknown]}." if unknown in _INSTEAD else ""
+        raise TypeError(f"{name}() {error}{remedy}") from None
 
 
 def documented(optimizer: Optimizer) -> Optimizer:

@@ -150,7 +150,7 @@ class Reader:
         except (OSError, ValueError) as error:
             raise InvalidArgumentError(f"{self.name} cannot be read: {getattr(error, 'strerror', None) or error}.") from error
         except SafetensorError as error:
-            self.refuse(f"the safetensors library says {shown(str(error))}")
+            self.refuse(f"the safetensors library says {shown(str(error))}; give a file that export_state wrote")
         self._read_document()
         self._read_entries()
 

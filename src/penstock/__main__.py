@@ -55,7 +55,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     Args:
         arguments: what follows ``penstock``; None takes the process's own.
     """
-    parser = Parser(prog="penstock", description="Each gradient is used the moment it exists, and is then gone.")
+    parser = Parser(
+        prog="penstock", description="Gradient release for PyTorch and JAX: the optimizer's step inside the backward pass."
+    )
     parser.add_argument("--version", action="version", version=f"penstock {__version__}")
     subparsers = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     modules: dict[str, Any] = {name: import_module(f".commands.{name}", __package__) for name in COMMANDS}

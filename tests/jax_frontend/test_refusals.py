@@ -248,6 +248,10 @@ STATES: dict[str, Row] = {
 BATCHES: dict[str, Row] = {
     "empty": (lambda: release(data={}), "batch has no arrays"),
     "not divisible": (lambda: release(microbatches=3), r"microbatches=3 does not divide.*\['\w+'\].*\(8, 6\)"),
+    "key of words": (
+        lambda: release(data={**batch(), "key": jax.random.PRNGKey(0)}, microbatches=4),
+        r"\['key'\].*split into one for each micro-batch if jax\.random\.key made it",
+    ),
     "not divisible, unrolled": (lambda: train(microbatches=3), r"microbatches=3 does not divide.*\['\w+'\].*\(8"),
     "not divisible, a single array": (
         lambda: train(data=jnp.ones((8, 3)), microbatches=3),

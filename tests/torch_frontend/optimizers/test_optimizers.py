@@ -188,6 +188,8 @@ def test_a_bad_argument_names_itself(arguments: dict, said: str) -> None:
 def test_an_argument_that_the_rule_does_not_have_is_refused_by_name() -> None:
     with pytest.raises(TypeError, match=r"^Lion\(\) got an unexpected keyword argument 'eps'"):
         Lion([nn.Parameter(torch.ones(2))], eps=1e-8)
+    with pytest.raises(TypeError, match=r"^AdamW\(\) got an unexpected keyword argument 'fused'; leave it out: backend= "):
+        AdamW([nn.Parameter(torch.ones(2))], 1e-3, fused=True)
 
 
 def test_a_subclass_has_the_signature_of_its_own_constructor() -> None:
