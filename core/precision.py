@@ -28,6 +28,11 @@ PRECISIONS = {
 }
 
 
+def name_of(compensation: Any, state_dtype: Any) -> str | None:
+    """Return the name of the preset that chooses these, or None."""
+    return next((name for name, preset in PRECISIONS.items() if preset == (compensation, state_dtype)), None)
+
+
 def chosen(precision: Any, given: Mapping[Any, Any]) -> Precision:
     """Return a preset.
 

@@ -13,6 +13,7 @@ from ..core.codings import EightBit, StateDtypes
 from ..core.codings.eight_bit import scale_shape
 from ..core.errors import InvalidArgumentError, RefusedError
 from ..core.hyperparameters import Hyperparameters
+from ..core.precision import name_of
 from ..core.rules import RULES, Rule, adam_family
 from ..core.update import init_state
 from .array_ops import dtype_name, torch_ops
@@ -202,10 +203,14 @@ def _check_storage(group: Mapping[str, Any], loaded: Mapping[str, Any], number: 
     """Raise `InvalidArgumentError` if a group asks for another storage than the saved one, whose settings it would get."""
     for name, default in (("compensation", "auto"), ("state_dtype", None)):
         if (name in asked or group[name] != default) and _kept({**loaded, name: group[name]}) != _kept(loaded):
+            saved, own = loaded[name], group[name]
+            presets = [name_of(each["compensation"], each["state_dtype"]) for each in (loaded, group)]
+            if all(presets):
+                name, (saved, own) = "precision", presets
             raise InvalidArgumentError(
-                f"parameter group {number} of state_dict has {name}={loaded[name]!r}, the optimizer's has "
-                f"{name}={group[name]!r}; construct it with the former, or without {name} and precision, or take its moments "
-                "over with export_state and import_state, which upcast and never round; penstock convert --encode does."
+                f"parameter group {number} of state_dict has {name}={saved!r}, the optimizer's has {name}={own!r}; construct "
+                "it with the former, or with neither compensation, state_dtype nor precision; or take its moments over with "
+                "export_state and import_state, which upcast and never round; penstock convert --encode does."
             )
 
 

@@ -124,6 +124,10 @@ def test_a_state_of_another_precision_or_rule_is_refused() -> None:
     for one, other in ((Lion, AdamW), (AdamW, Lion)):
         with pytest.raises(InvalidArgumentError, match=f"of the rule '{other.rule.name}', .*'{one.rule.name}'.* start afresh"):
             stepped(one).load_state_dict(stepped(other).state_dict())
+    with pytest.raises(InvalidArgumentError, match=r"precision='exact', the optimizer's has precision='smallest'; construct"):
+        stepped(StableAdamW, torch.bfloat16, precision="smallest").load_state_dict(low.state_dict())
+    with pytest.raises(InvalidArgumentError, match=r"compensation='auto', the optimizer's has compensation='kahan'; construct"):
+        stepped(StableAdamW, torch.bfloat16, compensation="kahan").load_state_dict(low.state_dict())
     bad = copy.deepcopy(wide.state_dict())
     bad["param_groups"][0]["lr"] = -1.0
     with pytest.raises(InvalidArgumentError, match=r"lr=-1\.0"):
