@@ -45,7 +45,7 @@ def test_a_rules_docstrings_have_each_argument_once(name: str) -> None:
 
 
 def test_every_example_was_found() -> None:
-    assert len(EXAMPLES) == GUIDE.count("```python") == 7
+    assert len(EXAMPLES) == GUIDE.count("```python") == 8
 
 
 def test_the_table_of_combinations_is_up_to_date() -> None:
