@@ -27,6 +27,11 @@ class MissingDependencyError(PenstockError, ImportError):
     """A frontend needs a package that is not installed; the text names the extra that brings it."""
 
 
+def not_installed(user: str, packages: str, extra: str) -> MissingDependencyError:
+    """Return the error for packages that `user` needs, which an extra of penstock installs."""
+    return MissingDependencyError(f"{user} needs {packages}; in a clone of penstock run: pip install '.[{extra}]'")
+
+
 def in_wrong_order(**given: object) -> InvalidArgumentError:
     """Return the error for arguments, by name and in their order, that were given in another one."""
     kinds = ", ".join(f"{name} is {type(argument).__name__}" for name, argument in given.items())

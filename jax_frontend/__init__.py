@@ -13,13 +13,11 @@ layers itself, and updates each one as soon as its gradient exists. All of them 
 from importlib.util import find_spec
 
 from ..core.codings import EightBit
-from ..core.errors import MissingDependencyError
+from ..core.errors import not_installed
 
 for _package in ("jax", "optax"):
     if find_spec(_package) is None:
-        raise MissingDependencyError(
-            f"penstock.jax_frontend needs {_package}, which is not installed; run: pip install penstock[jax]"
-        )
+        raise not_installed("penstock.jax_frontend", _package, "jax")
 
 from .compensation import compensated  # noqa: E402  (only after the check)
 from .loss_scaling import LossScale, dynamic_loss_scale  # noqa: E402

@@ -176,8 +176,8 @@ def test_importing_the_torch_frontend_leaves_the_compiler_out_and_an_eager_optim
 @pytest.mark.parametrize(
     ("frontend", "absent", "extra"),
     [
-        ("torch_frontend", "torch", "penstock[torch]"),
-        ("jax_frontend", "jax", "penstock[jax]"),
+        ("torch_frontend", "torch", "pip install '.[torch]'"),
+        ("jax_frontend", "jax", "pip install '.[jax]'"),
         ("jax_frontend", "optax", "[jax]"),
     ],
 )

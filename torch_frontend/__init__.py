@@ -1,13 +1,11 @@
 """PyTorch: a `torch.optim.Optimizer` family, and hooks that run its step inside the backward pass."""
 
-from ..core.errors import MissingDependencyError
+from ..core.errors import not_installed
 
 try:
     import torch as _torch  # noqa: F401
 except ModuleNotFoundError as error:
-    raise MissingDependencyError(
-        "penstock.torch_frontend needs PyTorch; install it with: pip install 'penstock[torch]'"
-    ) from error
+    raise not_installed("penstock.torch_frontend", "PyTorch", "torch") from error
 
 from .compatibility import (
     param_groups_weight_decay,

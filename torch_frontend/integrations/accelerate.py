@@ -7,7 +7,7 @@ from typing import Any
 from torch import nn
 from torch.optim import Optimizer
 
-from ...core.errors import InvalidArgumentError, MissingDependencyError, in_wrong_order
+from ...core.errors import InvalidArgumentError, in_wrong_order, not_installed
 from ..releasable import ReleasableOptimizer
 from ..release import Release
 from .trainer_settings import release_for_trainer
@@ -16,9 +16,7 @@ try:
     from accelerate import Accelerator
     from accelerate.optimizer import AcceleratedOptimizer
 except ModuleNotFoundError as error:
-    raise MissingDependencyError(
-        "penstock.torch_frontend.integrations.accelerate needs Accelerate; install it with: pip install 'penstock[trainers]'"
-    ) from error
+    raise not_installed("penstock.torch_frontend.integrations.accelerate", "Accelerate", "trainers") from error
 
 
 def release_gradients(

@@ -8,7 +8,7 @@ from typing import Any, cast
 
 from torch import Tensor, nn
 
-from ...core.errors import MissingDependencyError, RefusedError
+from ...core.errors import RefusedError, not_installed
 from ..releasable import ReleasableOptimizer
 from ..release import Release
 from .trainer_settings import release_for_trainer
@@ -16,9 +16,7 @@ from .trainer_settings import release_for_trainer
 try:
     from lightning.pytorch import Callback, LightningModule, Trainer
 except ModuleNotFoundError as error:
-    raise MissingDependencyError(
-        "penstock.torch_frontend.integrations.lightning needs Lightning; install it with: pip install 'penstock[trainers]'"
-    ) from error
+    raise not_installed("penstock.torch_frontend.integrations.lightning", "Lightning", "trainers") from error
 
 
 class GradientRelease(Callback):

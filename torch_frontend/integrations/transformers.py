@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from ...core.atomic_write import replacing
-from ...core.errors import InvalidArgumentError, MissingDependencyError, RefusedError
+from ...core.errors import InvalidArgumentError, RefusedError, not_installed
 from ..compatibility import param_groups_weight_decay
 from ..optimizers import AdamW
 from ..portable import export_state, import_state
@@ -29,9 +29,8 @@ try:
 
     from .accelerate import plain_optimizer
 except ModuleNotFoundError as error:
-    raise MissingDependencyError(
-        "penstock.torch_frontend.integrations.transformers needs Transformers and Accelerate; install them with: "
-        "pip install 'penstock[trainers]'"
+    raise not_installed(
+        "penstock.torch_frontend.integrations.transformers", "Transformers and Accelerate", "trainers"
     ) from error
 
 NOT_IN_PENSTOCK = ("fused", "foreach")

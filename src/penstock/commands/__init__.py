@@ -6,7 +6,7 @@ import sys
 from collections.abc import Container, Sequence
 from importlib.util import find_spec
 
-from ..core.errors import MissingDependencyError
+from ..core.errors import not_installed
 
 
 def refuse(command: str, sentence: str) -> int:
@@ -43,6 +43,4 @@ def require(*modules: str, extra: str = "parity") -> None:
     """
     missing = [name for name in modules if find_spec(name) is None]
     if missing:
-        raise MissingDependencyError(
-            f"this command needs {' and '.join(missing)}; install with: pip install 'penstock[{extra}]'"
-        )
+        raise not_installed("this command", " and ".join(missing), extra)

@@ -39,5 +39,5 @@ def test_a_missing_framework_names_the_extra(monkeypatch: pytest.MonkeyPatch) ->
         monkeypatch.setitem(sys.modules, framework, None)
     monkeypatch.setattr("penstock.torch_frontend.integrations", importlib.import_module(integrations))  # and put back
     for framework in FRAMEWORKS:
-        with pytest.raises(MissingDependencyError, match=r"penstock\[trainers\]"):
+        with pytest.raises(MissingDependencyError, match=r"clone of penstock run: pip install '\.\[trainers\]'"):
             importlib.import_module(f"{integrations}.{framework}")
