@@ -113,7 +113,7 @@ def launched(kernel: Kernel, storage: Storage) -> Kernel:
     """Return a kernel with the sizes of its configuration for this storage."""
     if not storage.coded:
         return kernel
-    return dataclasses.replace(kernel, chosen=with_random_bits(kernel.chosen, BLOCK, storage.dtype.itemsize))
+    return dataclasses.replace(kernel, chosen=with_random_bits(kernel.chosen, BLOCK))
 
 
 def throughput(customers: int, service: float, delay: float) -> float:

@@ -44,7 +44,7 @@ class Configuration:
     unroll: int = 2
     stages: int = 1
     warps: int = 4
-    registers: int = 72
+    registers: int = 70
     programs: int = 0
     wave_bytes: int = 0
     tickets: bool = True
@@ -111,12 +111,12 @@ def configuration(
     kind = "hip" if device.type == "cuda" and torch.version.hip is not None else device.type
     chosen = TABLE.get((kind, dtype)) or TABLE[kind, None]
     if random:
-        chosen = with_random_bits(chosen, rows, dtype.itemsize)
+        chosen = with_random_bits(chosen, rows)
     return with_sums(chosen, sums) if sums else chosen
 
 
 @functools.cache
-def with_random_bits(chosen: Configuration, rows: int, itemsize: int) -> Configuration:
+def with_random_bits(chosen: Configuration, rows: int) -> Configuration:
     """Return the configuration of launches that round stochastically.
 
     A thread has 16 codes (8 on AMD), which it loads at once, and their arithmetic needs most of the registers that a thread can
@@ -126,12 +126,11 @@ def with_random_bits(chosen: Configuration, rows: int, itemsize: int) -> Configu
     Args:
         chosen: without random bits.
         rows: what the length of a row is a multiple of, if moments are in 8 bits; otherwise 0.
-        itemsize: bytes of an element of the parameter.
     """
     if not rows:
         return dataclasses.replace(chosen, registers=96 if chosen.registers else 0)
     block = max(chosen.block, 4 * SCALED) // (1 if rows == SCALED else 2)
-    registers = 168 if rows == SCALED and itemsize == 2 else 192
+    registers = 152 if rows == SCALED else 192
     return dataclasses.replace(
         chosen,
         block=block,

@@ -67,7 +67,7 @@ MOST_REGISTERS = 128
 def chosen_for(target: GPUTarget, storage: Storage) -> Configuration:
     kind = target.backend
     chosen = TABLE.get((kind, storage.parameter)) or TABLE[kind, None]
-    return with_random_bits(chosen, storage.rows, storage.parameter.itemsize) if storage.random else chosen
+    return with_random_bits(chosen, storage.rows) if storage.random else chosen
 
 
 def threads(target: GPUTarget, storage: Storage) -> int:
@@ -161,6 +161,7 @@ ONE = [
     ("sm_100", KAHAN, "accumulate"),
     ("sm_90", SPLIT, "apply"),
     ("sm_80", SPLIT, "update"),
+    ("sm_100", SPLIT, "update"),
     ("sm_100", KAHAN, "update"),
     ("gfx942", SPLIT, "update"),
     ("sm_100", SPLIT, "norm"),
