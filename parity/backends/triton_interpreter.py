@@ -20,6 +20,7 @@ def correct_interpreter() -> None:
         _round_like_a_device()
         _count_with_scalars()
         _call_helpers_directly()
+        _describe_types_once()
 
 
 def _round_like_a_device() -> None:
@@ -64,6 +65,54 @@ def _call_helpers_directly() -> None:
 
     call.direct = True  # type: ignore[attr-defined]
     function.__call__ = call
+
+
+def _describe_types_once() -> None:
+    """Take a third off the interpreter's time: it describes type and shape again for the result of every operation.
+
+    What follows from a type is kept with it, and the types of blocks of numbers by their elements and shape.
+    """
+    import triton.language as tl
+    import triton.runtime.interpreter as interpreter
+
+    core: Any = tl.core
+    in_numpy: Any = getattr(interpreter, "_get_np_dtype", None)
+    if in_numpy is None or getattr(core.tensor.__init__, "once", False):
+        return
+    dtypes: dict[str, np.dtype] = {}
+    blocks: dict[Any, dict[str, Any]] = {}
+    make_block, make_tensor = core.block_type.__init__, core.tensor.__init__
+
+    def of_block(self: Any, element_ty: Any, shape: Any) -> None:
+        key = type(element_ty) is core.dtype and (element_ty.name, *(getattr(size, "value", size) for size in shape))
+        if key and key in blocks:
+            self.__dict__ |= blocks[key]
+            return
+        make_block(self, element_ty, shape)
+        if key:
+            self.of_tensors = {}
+            blocks[key] = dict(self.__dict__)
+
+    def of_tensor(self: Any, handle: Any, given: Any) -> None:
+        kept = given.__dict__.get("of_tensors")
+        if kept is None and type(given) is core.dtype:
+            kept = given.of_tensors = {}
+        if kept:
+            self.__dict__ |= kept
+            self.handle, self.type = handle, given
+            return
+        make_tensor(self, handle, given)
+        if kept is not None:
+            kept |= {name: value for name, value in self.__dict__.items() if name not in ("handle", "type")}
+
+    def dtype_of(given: Any) -> np.dtype:
+        if given.name not in dtypes:
+            dtypes[given.name] = in_numpy(given)
+        return dtypes[given.name]
+
+    interpreter._get_np_dtype = dtype_of
+    of_tensor.once = True  # type: ignore[attr-defined]
+    core.block_type.__init__, core.tensor.__init__ = of_block, of_tensor
 
 
 def _count_with_scalars() -> None:
