@@ -20,7 +20,17 @@ from ..compensation import WITH_RANDOM_BITS
 from ..errors import PenstockError
 from ..rules import Rule
 from .safetensors import Path, Reader, shown, write
-from .state import Layout, ParameterState, PortableGroup, PortableState, Setting, array_names, check_groups, rules_of
+from .state import (
+    Layout,
+    ParameterState,
+    PortableGroup,
+    PortableState,
+    Setting,
+    array_names,
+    check_groups,
+    rules_of,
+    scale_name,
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -217,4 +227,9 @@ def _layout(reader: Reader, rule: Rule, name: str, row: Any) -> Layout:
     if (step := found.pop("step")) is None or (step.dtype, step.shape) != ("int64", ()):
         reader.refuse(f"{what} has no step, one int64")
     arrays = {field: (entry.dtype, entry.shape) for field, entry in found.items() if entry is not None}
+    if reader.document["version"] < 3 and any(scale_name(field) in arrays for field in arrays):
+        reader.refuse(
+            f"{what} has 8-bit codes as of version {reader.document['version']}, which stood for other numbers; write it again "
+            "with penstock convert --decode of the penstock that wrote it"
+        )
     return Layout(dtype, tuple(shape), compensated, arrays, tuple(itertools.chain(*keys)))

@@ -25,8 +25,9 @@ from ..atomic_write import replacing
 from ..errors import InvalidArgumentError, RefusedError
 from .state import listed
 
-VERSION = 2
-"""Of the document and of the arrays' names. In version 1 all groups had one rule, which stood beside them."""
+VERSION = 3
+"""Of the document, and of what arrays are called and stand for. In version 1 all groups had one rule, which stood beside them;
+up to version 2 signed 8-bit codes stood for other numbers."""
 
 _FLOATS = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 DTYPES = {**_FLOATS, "I64": "int64", "I16": "int16", "I8": "int8", "U8": "uint8"}

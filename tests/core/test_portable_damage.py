@@ -119,7 +119,7 @@ def floats(*values: float) -> bytes:
 LIBRARY = "the safetensors library says"
 W = {"dtype": "bfloat16", "shape": [2], "compensated": "split"}
 LIES: dict[str, tuple[Change, str]] = {
-    "version": (said("version", value=3), "it has version 3, and this penstock reads versions 1 to 2"),
+    "version": (said("version", value=4), "it has version 4, and this penstock reads versions 1 to 3"),
     "version of none": (said("version", value=0), "it has version 0"),
     "version of other entries": (said("version", value=1), "its document has other entries than those of its version"),
     "version of no kind": (said("version", value=True), "it has version True"),

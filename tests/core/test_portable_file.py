@@ -13,7 +13,7 @@ from safetensors import safe_open
 from tests.support.portable_states import KINDS, changed, contents, parameter, put_together, state, taken_apart
 
 from penstock.core.errors import InvalidArgumentError, UnsupportedTensorError
-from penstock.core.portable.conversions import with_rule, without_compensation, without_parameters
+from penstock.core.portable.conversions import with_codes, with_rule, without_compensation, without_parameters
 from penstock.core.portable.file import describe, load, save
 from penstock.core.portable.state import (
     BESIDES,
@@ -81,7 +81,7 @@ def test_the_safetensors_library_reads_it(tmp_path: Path) -> None:
 def test_the_format_is_as_described(tmp_path: Path) -> None:
     save(tmp_path / "file", state())
     table, document, data = taken_apart(tmp_path / "file")
-    assert document["version"] == 2
+    assert document["version"] == 3
     assert document["parameters"]["w"] == {"dtype": "bfloat16", "shape": [2, 3], "compensated": "split"}
     assert document["groups"][0]["parameters"] == ["empty", "layers.b", "w"]
     begin = 8 + int.from_bytes((tmp_path / "file").read_bytes()[:8], "little")
@@ -101,6 +101,16 @@ def test_a_file_of_version_1_has_one_rule_for_all_groups(tmp_path: Path) -> None
     assert contents(load(tmp_path / "old")) == contents(load(tmp_path / "file"))
     save(tmp_path / "new", load(tmp_path / "old"))
     assert (tmp_path / "new").read_bytes() == (tmp_path / "file").read_bytes()
+
+
+def test_codes_of_an_earlier_version_are_refused(tmp_path: Path) -> None:
+    """They stood for other numbers."""
+    large = parameter(shape=(32, 256), kind=("bfloat16", "split8"))
+    save(tmp_path / "file", with_codes(state({"w": dataclasses.replace(large, random_keys=(1,))})))
+    table, document, data = taken_apart(tmp_path / "file")
+    put_together(tmp_path / "old", table, {**document, "version": 2}, data)
+    with pytest.raises(InvalidArgumentError, match="parameter 'w' has 8-bit codes as of version 2"):
+        load(tmp_path / "old")
 
 
 def test_describe_says_what_load_returns(tmp_path: Path) -> None:

@@ -256,7 +256,7 @@ def test_the_search_is_left_to_torch(how: str, vectors: VectorInstructions, monk
     assert vectors.told == []
 
 
-def test_nothing_is_compiled_ahead_of_time_where_the_caches_of_torch_are_off(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nothing_is_compiled_ahead_of_time_where_the_caches_of_torch_are_off() -> None:
     """torch refuses it there: TORCHINDUCTOR_FORCE_DISABLE_CACHES=1."""
 
     class Compiled:
@@ -266,9 +266,9 @@ def test_nothing_is_compiled_ahead_of_time_where_the_caches_of_torch_are_off(mon
         def __call__(self, given: Any) -> Any:
             return given
 
-    monkeypatch.setattr(importlib.import_module("torch._inductor.config"), "force_disable_caches", True)
     given = ((torch.ones(3),), torch.ones(2), None, None)
-    assert Graph(Compiled())(given) is given
+    with importlib.import_module("torch._inductor.config").patch(force_disable_caches=True):
+        assert Graph(Compiled())(given) is given
 
 
 @pytest.mark.parametrize("precision", ["exact", "compact", "smallest"])

@@ -156,7 +156,7 @@ def test_the_temporaries_of_an_update_are_eight_pieces_and_the_scratch(optimizer
 
 @pytest.mark.parametrize("precision", ["compact", "smallest"])
 def test_a_coded_update_has_as_many_temporaries(precision, monkeypatch) -> None:
-    """The fields, the parameter, four for what is coded, the gradient, and the two of every piece; and mixed indices."""
+    """The fields, the parameter, four for what is coded, the gradient, the two of every piece, a factor a block; the table."""
     monkeypatch.setattr(eager, "PIECE", 2**10)
     monkeypatch.setattr(eager, "most_elements", lambda _: 2**14)
     piece = 4 * 2**14
@@ -167,7 +167,7 @@ def test_a_coded_update_has_as_many_temporaries(precision, monkeypatch) -> None:
     kept = [p, p.grad, *(kept for kept in optimizer.state[p].values() if isinstance(kept, torch.Tensor))]
     with LiveStorageMeter({"kept": kept}, at_least=64) as meter:
         optimizer.step()
-    assert 0 < meter.at_peak[OTHER] <= (2 + 1 + 4 + 1 + 2) * piece + 4 * 2**16
+    assert 0 < meter.at_peak[OTHER] <= (2 + 1 + 4 + 1 + 2) * piece + piece // 128 + 4 * 2**16
 
 
 def test_a_step_of_small_tensors_is_one_call_of_each_operation() -> None:
