@@ -47,8 +47,9 @@ class LayeredState(NamedTuple):
 def check_train_state(state: Any) -> None:
     """Raise `InvalidArgumentError` unless `state` is a `TrainState`."""
     if not isinstance(state, TrainState):
+        kind = "an array" if isinstance(state, jax.Array) else f"a {type(state).__name__}"
         raise InvalidArgumentError(
-            f"state is a {type(state).__name__}, not a TrainState; make it with init_train_state(tx, params), or with "
+            f"state is {kind}, not a TrainState; make it with init_train_state(tx, params), or with "
             "TrainState(params, opt_state) of the two, and give each step the state that the last one returned."
         )
 

@@ -430,8 +430,9 @@ if hasattr(jax, "new_ref"):
 @pytest.mark.parametrize("step", STEPS)
 def test_a_state_that_is_not_a_train_state_is_named_by_its_type(step: str) -> None:
     state = init_train_state(TX, parameters())
-    for given in (None, state.params, state.opt_state, tuple(state)):
-        said = f"state is a {type(given).__name__}, not a TrainState; make it with init_train_state"
+    for given in (None, state.params, state.opt_state, tuple(state), jnp.ones(3)):
+        kind = "an array" if isinstance(given, jax.Array) else f"a {type(given).__name__}"
+        said = f"state is {kind}, not a TrainState; make it with init_train_state"
         with pytest.raises(InvalidArgumentError, match=said):
             STEPS[step](given, batch())
     assert not any(leaf.is_deleted() for leaf in jax.tree.leaves(state))
