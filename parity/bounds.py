@@ -73,7 +73,7 @@ normal). Such errors have variance h^2/3, a uniform variable is sub-Gaussian wit
 martingale differences, with the square root of the number of steps (Higham and Mary, 2019,
 https://doi.org/10.1137/18M1226312). Each rounding of each element is judged for itself: it counts as independent where
 the increment has lately changed by `INDEPENDENT_FROM` spacings a step in the mean (of a parameter, by INDEPENDENT_FROM/TYPICAL
-in the geometric mean, too: one large change is no scatter of the small ones after it); otherwise it is added linearly, and so
+in the geometric mean, too: one large change is not scatter of the small ones after it); otherwise it is added linearly, and so
 are all roundings of a parameter whose steps are signs (Lion): few sizes of a step round alike again and again. So
 float32 under noise is a random walk, while bfloat16 parameters, bfloat16 second moments (their increments are not normal,
 and move them by one to three spacings) and everything under a constant gradient get the worst case. Errors of m and v act
@@ -184,7 +184,7 @@ class Scatter:
     """How much the increment of a number changes from step to step, a mean over about 1/(1-MEMORY) steps.
 
     Args:
-        typical: one large change among small ones is no scatter: the mean is never above TYPICAL times the geometric mean.
+        typical: one large change among small ones is not scatter: the mean is never above TYPICAL times the geometric mean.
     """
 
     def __init__(self, *, typical: bool = False) -> None:

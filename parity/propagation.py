@@ -239,7 +239,7 @@ class Propagation:
         before = self.parameter.linear + self.parameter.worst
         signed, step, halves, squares = self._step(point, point.gradient if clipped_by is None else clipped_by)
         moved = np.abs(increment) + self.parameter.linear + self.parameter.worst - before
-        # between two that go back, as Ranger's do, steps may be all alike: what goes back is no scatter
+        # between two that go back, as Ranger's do, steps may be all alike: what goes back is not scatter
         scattered = increment if self.rule.after_step is None else signed
         self._store(point.after["parameter"], scattered, step, halves, squares, moved)
 

@@ -70,13 +70,13 @@ class CompiledOps(TorchOps):
         return torch.where(torch.isnan(x), x, near)
 
 
-class WideOps(TorchOps):
-    """Keeps a remainder of 16 bits in the lower half of an int32, for a caller who stores that half."""
+class Int32RemainderOps(TorchOps):
+    """Leaves a remainder of 16 bits in the lower half of an int32, which the caller stores as int16."""
 
     def cast(self, x: Tensor, dtype: str) -> Tensor:
         return x if dtype == "int16" else super().cast(x, dtype)
 
 
 torch_ops = TorchOps()
-wide_ops = WideOps()
+int32_remainder_ops = Int32RemainderOps()
 compiled_ops = CompiledOps()

@@ -112,7 +112,8 @@ def _betas(rule: Rule, group: Mapping[str, Any]) -> Sequence[Any]:
 def number_in(name: str, value: Any) -> Any:
     """Return the number in a tensor or an array; a tensor on a device is returned as it is.
 
-    What is no number is returned so that a change is seen, and as `core` spells it: a tuple for a list, a dtype's name.
+    A setting that is not a number is returned so that a change is seen, and as `core` spells it: a tuple for a list, a dtype's
+    name.
     """
     if not hasattr(value, "dtype"):
         return tuple(value) if type(value) is list else dtype_name(value) if type(value) is torch.dtype else value

@@ -48,7 +48,7 @@ def param_groups_for_muon(
     if not isinstance(model, nn.Module):
         raise InvalidArgumentError(f"model is a {type(model).__name__}; give the torch.nn.Module whose parameters are grouped.")
     if unknown := sorted(set(adamw) - (signature_of(ADAMW).parameters.keys() - {"params"})):
-        raise InvalidArgumentError(f"adamw= has {', '.join(unknown)}, which is no setting of AdamW.")
+        raise InvalidArgumentError(f"adamw= has {', '.join(unknown)}, which is not a setting of AdamW.")
     apart = (others,) if isinstance(others, str) else tuple(others)
     named = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
     if unknown := [part for part in apart if not any(part in name for name in named)]:

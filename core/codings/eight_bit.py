@@ -36,7 +36,7 @@ SIGNED, SQUARES = 127.0, 255.0
 """The largest code of a signed number and of a square."""
 
 LEAST_SCALE = 2.0**-94
-"""Of a block, also of zeros that were updated."""
+"""The least scale that is stored, also for a block of zeros. Before the first update a scale is 0."""
 
 _UNIT = 2.0**-24
 
@@ -107,15 +107,16 @@ def encoded(ops: ArrayOps, x: Array, like: EightBit, bits: Array | None) -> Eigh
 
 
 def _rounded_squares(ops: ArrayOps, z: Array, bits: Array) -> Array:
-    """Return the codes of numbers in [0, 255^4], rounded so that the mean of their fourth powers is the number.
+    """Return the codes of numbers z in [0, 255^4], rounded so that the mean of a code's fourth power is z.
 
-    (a + 1)^4 - a^4 = (e + e^3)/2 with e = 2a + 1.
+    A code is a = floor(z^(1/4)), plus 1 where u*((a+1)^4 - a^4) < z - a^4 with u random in [0, 1). For the difference,
+    (a+1)^4 - a^4 = (e + e^3)/2 with e = 2a + 1.
     """
     xp = ops.xp
     low = xp.floor(xp.sqrt(xp.sqrt(z)))
     odd = 2.0 * low + 1.0
-    part = ops.cast(highest(24, bits), "float32") * (_UNIT / 2) * odd
-    return low + ops.cast(part + part * (odd * odd) < z - _fourth_power(low), "float32")
+    half = ops.cast(highest(24, bits), "float32") * (_UNIT / 2) * odd
+    return low + ops.cast(half + half * (odd * odd) < z - _fourth_power(low), "float32")
 
 
 def _fourth_power(x: Array) -> Array:

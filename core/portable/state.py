@@ -220,7 +220,7 @@ class PortableGroup:
     parameters: tuple[str, ...]
 
     def check(self, number: int) -> None:
-        """Raise `InvalidArgumentError` for an unknown rule, or a hyperparameter that is no number that a float can hold."""
+        """Raise `InvalidArgumentError` for an unknown rule, or a hyperparameter that a float cannot hold."""
         check_rule(self.rule)
         for name, value in self.hyperparameters.items():
             if (constant := CONSTANTS.get(name)) is not None:

@@ -34,7 +34,7 @@ def optimizer_of(rule: Rule, parameters: Iterable[Any], given: Hyperparameters, 
     import torch
 
     made = class_of(rule)
-    state_dtype = getattr(torch, str(storage.state_dtype), storage.state_dtype)  # "8bit" and None are no dtypes of torch
+    state_dtype = getattr(torch, str(storage.state_dtype), storage.state_dtype)  # "8bit" and None are not dtypes of torch
     optimizer = made(parameters, **group_of(given), compensation=storage.compensation, state_dtype=state_dtype, **more)
     if more.get("backend") == "compiled":
         optimizer._backend.small = 0  # the cases' tensors are small: they would be left to the eager backend

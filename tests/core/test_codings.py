@@ -203,10 +203,12 @@ def momentum_over_the_true_one(size: float) -> float:
 
 @pytest.mark.parametrize("size", [1.0, 0.1, 1e-2, 1e-3])
 def test_small_gradients_beside_large_ones_keep_their_momentum(size: float) -> None:
-    assert abs(momentum_over_the_true_one(size) - 1.0) < 0.1
+    """Within half a code c, ((c + 1/2)^2 - c^2)/c^2; the largest momentum of a block is at most about twice the mean."""
+    code = 127 * (size / 2) ** 0.5
+    assert abs(momentum_over_the_true_one(size) - 1.0) < 1 / code + 0.25 / code**2
 
 
-def test_what_is_stored_again_keeps_its_codes() -> None:
+def test_storing_a_loaded_field_keeps_its_codes() -> None:
     for field in (M, V):
         kept = stored(log_normal((40, 200)), field)
         again = codings.store(numpy_ops, loaded(kept), kept, words((40, 200), 9))

@@ -356,7 +356,7 @@ def test_trees_like_params_are_mapped_with_eight_bit_fields_as_leaves() -> None:
         assert jax.tree.structure(state.random_keys) == jax.tree.structure(tx.init(params).random_keys)
 
 
-def test_what_cannot_be_is_refused_by_name() -> None:
+def test_impossible_compensations_and_states_are_refused_by_name() -> None:
     with pytest.raises(InvalidArgumentError, match=r"compensated\(tx, 'split8'\) is not possible.*penstock's own"):
         compensated(optax.sgd(1e-2), "split8")
     params = matrices("bfloat16")

@@ -55,7 +55,7 @@ def test_aux_is_in_the_metrics_and_changes_nothing(name: str, microbatches: int)
 
 
 @pytest.mark.parametrize(("make", "length"), covering([make_train_step, make_release_step], [4, 7]))
-def test_what_is_named_whole_is_given_to_every_microbatch(make: Any, length: int) -> None:
+def test_leaves_named_whole_are_given_to_every_microbatch(make: Any, length: int) -> None:
     """Of any length, that of a row for each micro-batch or for each sample by coincidence, too."""
 
     def weighted(outer: Any, x: jax.Array, data: Any) -> WeightedMean:

@@ -104,8 +104,8 @@ def test_a_coded_momentum_is_orthogonalised_as_a_whole_matrix(options: Any, monk
 
 
 @pytest.mark.parametrize("shape", [(), (3,), (2, 3, 4)], ids=str)
-def test_what_is_not_a_matrix_is_refused_by_its_path(shape: tuple[int, ...]) -> None:
-    """A stack of layers, too, that is not declared: it would be no matrix, or one across its layers."""
+def test_muon_refuses_a_parameter_that_is_not_a_matrix_by_its_path(shape: tuple[int, ...]) -> None:
+    """A stack of layers, too, that is not declared: it would not be a matrix, or be one across its layers."""
     described = r"params\['a'\]\[1\] has shape .* give it to adamw with optax.partition"
     for make in (muon(1e-3).init, lambda params: init_train_state(muon(1e-3), params)):
         with pytest.raises(UnsupportedTensorError, match=described):
@@ -122,7 +122,7 @@ def test_labels_count_the_axes_of_one_layer() -> None:
 
 
 def test_labels_know_vectors_and_embeddings_by_their_names() -> None:
-    """A stacked bias or scale, or the bias of attention heads, has two axes and is no matrix; GPT-2's embeddings are none."""
+    """A stacked bias or scale, or the bias of attention heads, has two axes and is not a matrix; nor are GPT-2's embeddings."""
     vectors = {"ln": {"scale": jnp.ones((4, 8)), "bias": jnp.ones((4, 8))}, "query": {"bias": {"value": jnp.ones((2, 4))}}}
     embeddings = {
         "wte": jnp.ones((50, 8)),
@@ -133,7 +133,7 @@ def test_labels_know_vectors_and_embeddings_by_their_names() -> None:
     assert param_labels_for_muon({"rescale": jnp.ones((4, 8))}) == {"rescale": "muon"}
 
 
-def test_what_chooses_the_iteration_cannot_be_injected() -> None:
+def test_settings_of_the_iteration_cannot_be_injected() -> None:
     params = {"a": jnp.ones((2, 3))}
     with pytest.raises(InvalidArgumentError, match=r"ns_steps is an array, .* static_args=\(.*'ns_steps', "):
         optax.inject_hyperparams(muon)(1e-2).init(params)

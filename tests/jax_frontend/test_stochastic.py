@@ -196,7 +196,7 @@ def test_hyperparameters_that_change_keep_the_seed() -> None:
         optax.inject_hyperparams(lion, hyperparam_dtype=jnp.float32)(LR, compensation="stochastic", seed=7).init(params)
 
 
-def test_what_cannot_be_is_refused_by_name() -> None:
+def test_impossible_seeds_and_compensations_are_refused_by_name() -> None:
     for seed in (-1, 2**32, 0.5, True):
         with pytest.raises(InvalidArgumentError, match=r"seed=.* must be an int in \[0, 2\*\*32\)"):
             lion(LR, seed=seed)

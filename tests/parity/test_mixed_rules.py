@@ -155,7 +155,7 @@ def test_one_file_goes_to_jax_and_back_bit_for_bit_and_training_goes_on(case: Ca
     torch_steps(case, model, optimizer, given[:1])
 
 
-def test_what_names_another_rule_is_refused_by_name(tmp_path: Path) -> None:
+def test_a_state_of_another_rule_is_refused_by_name(tmp_path: Path) -> None:
     """By each frontend, before anything changes; what keeps the same fields can be declared with penstock convert --rule."""
     case, path = CASES[0], tmp_path / "file"
     model, optimizer = torch_run(case)

@@ -119,7 +119,7 @@ class Judge:
         return False
 
     def plainly(self, run: Callable[[World], Any], *, writes_gradients: bool = False) -> bool:
-        """A call that is no backward and closes nothing."""
+        """Run a call that is not a backward and does not close a step."""
         if self.dirty:
             return False
         failed = self.failed

@@ -28,15 +28,15 @@ from ...core.codings.eight_bit import BLOCK
 from ...core.hyperparameters import DECAY, Hyperparameters, is_zero
 from ...core.rules import RULES
 from ...core.update import TensorState
-from ..array_ops import compiled_ops, torch_ops, wide_ops
+from ..array_ops import compiled_ops, int32_remainder_ops, torch_ops
 from .backend import TensorSlot, scale_key
 from .compiler import KEEP_CASTS, keeps_casts, skip_vector_isa_search
 from .eager import EagerBackend
 from .memory_order import along_memory
 from .piece import sum_of
 
-PIECE, WIDENED_PIECE = 2**22, 2**20
-"""Largest number of elements in one call, which bounds temporaries: those of a graph, and remainders of 16 bits as int32."""
+PIECE, PIECE_WITH_UPCAST = 2**22, 2**20
+"""Largest number of elements in one call, which bounds the temporaries of a graph; of one whose remainders are upcast first."""
 
 Vectors = tuple[Any, ...]  # tensors, or None for those that are absent
 
@@ -109,7 +109,7 @@ def _pieces(slot: TensorSlot, gradient: Tensor | None, small: int) -> Iterator[V
     if vectors is None:
         return
     scales = [state.get(scale_key(key)) for key in slot.keys] if slot.coded else [None] * len(slot.keys)
-    most = WIDENED_PIECE if _is_widened(slot) else PIECE
+    most = PIECE_WITH_UPCAST if _upcasts_remainder(slot) else PIECE
     for start in range(0, parameter.numel(), most):
         parts = vectors
         if parameter.numel() > most:
@@ -141,17 +141,17 @@ def _run(
     if total is not None:
         total = torch.as_tensor(total, dtype=slot.compute_dtype, device=slot.parameter.device)
     stored = piece[2]
-    if is_wide := _is_widened(slot):
+    if is_upcast := _upcasts_remainder(slot):
         piece = (*piece[:2], stored.to(torch.int32), *piece[3:])
     random = _random(slot, piece[0].storage_offset() - parameter.storage_offset()) if slot.random else None
     squares, mean_square, _ = graph((piece, slot.vector(), total, random))
-    if is_wide and kind not in ("measure", "accumulate"):
+    if is_upcast and kind not in ("measure", "accumulate"):
         stored.copy_(piece[2])
     return squares, mean_square
 
 
-def _is_widened(slot: TensorSlot) -> bool:
-    """Whether remainders are int32 in a graph: Inductor does not vectorise loops for a CPU in which a number is int16."""
+def _upcasts_remainder(slot: TensorSlot) -> bool:
+    """Whether the remainder is int32 in a graph: Inductor's C++ does not vectorise a loop that reads or writes int16."""
     return slot.compensation == "split" and slot.parameter.is_cpu
 
 
@@ -173,7 +173,7 @@ class Graph:
             for vector in tree_leaves(given[0]):
                 if vector is not None:
                     torch._dynamo.maybe_mark_dynamic(vector, 0)
-            if hasattr(self._compiled, "aot_compile") and not _is_cache_off():
+            if hasattr(self._compiled, "aot_compile") and not _caches_are_off():
                 from torch._dynamo.exc import RestartAnalysis  # here the compiler is imported already
 
                 try:
@@ -188,9 +188,8 @@ class Graph:
         return found
 
 
-def _is_cache_off() -> bool:
-    """Whether a user has turned torch's caches off (TORCHINDUCTOR_FORCE_DISABLE_CACHES=1), without which nothing is compiled
-    ahead of time."""
+def _caches_are_off() -> bool:
+    """Whether TORCHINDUCTOR_FORCE_DISABLE_CACHES=1 is set: torch then refuses to compile ahead of time."""
     from torch._inductor import config
 
     return bool(getattr(config, "force_disable_caches", False))
@@ -244,7 +243,7 @@ def _compiled(
     kahan = compensation == "kahan"
     ops = compiled_ops if kahan and not keeps_casts(dtypes[0], device.type) else torch_ops
     if compensation == "split" and device.type == "cpu":
-        ops = wide_ops
+        ops = int32_remainder_ops
 
     def step(given: tuple[Vectors, Tensor, Tensor | None, Tensor | None]) -> tuple[Tensor | None, Any, Any]:
         (parameter, gradient, stored, *fields), scalars, total, random = given

@@ -272,7 +272,7 @@ def test_nothing_is_compiled_ahead_of_time_where_the_caches_of_torch_are_off() -
 
 
 @pytest.mark.parametrize("precision", ["exact", "compact", "smallest"])
-def test_what_a_graph_reads_can_be_vectorised(monkeypatch: pytest.MonkeyPatch, precision: str) -> None:
+def test_a_graph_reads_dtypes_that_can_be_vectorised(monkeypatch: pytest.MonkeyPatch, precision: str) -> None:
     """Inductor's C++ has no vectors of int16: with one in a loop all of it is scalar, and takes three times as long."""
     found = set[torch.dtype]()
 

@@ -82,7 +82,7 @@ def test_resuming_equals_going_on(make: Any) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"), [({}, "max_norm"), ({"gradient_accumulation_steps": 2, "max_grad_norm": 0.0}, "hold")]
 )
-def test_what_was_not_declared_is_refused(make: Any, arguments: dict[str, Any], message: str) -> None:
+def test_undeclared_arguments_are_refused(make: Any, arguments: dict[str, Any], message: str) -> None:
     with pytest.raises(RefusedError, match=message):
         make({}, **arguments).train()
 

@@ -87,7 +87,7 @@ def test_one_state_dict_resumes_bit_for_bit() -> None:
         AdamW([{"params": group["params"]} for group in groups(again)]).load_state_dict(optimizer.state_dict())
 
 
-def test_what_a_rule_does_not_have_and_what_it_cannot_do_is_refused_before_anything_changes() -> None:
+def test_settings_that_a_rule_lacks_are_refused_before_anything_changes() -> None:
     def parameters() -> list[torch.Tensor]:
         return [torch.zeros(3, requires_grad=True)]
 

@@ -57,21 +57,21 @@ def test_groups_are_hidden_matrices_and_all_else() -> None:
     assert len(param_groups_for_muon(nn.LayerNorm(3))) == 1
     with pytest.raises(InvalidArgumentError, match=r"others='gate' has 'gate', which is in no name"):
         param_groups_for_muon(model, others="gate")
-    with pytest.raises(InvalidArgumentError, match=r"adamw= has learning_rate, which is no setting of AdamW"):
+    with pytest.raises(InvalidArgumentError, match=r"adamw= has learning_rate, which is not a setting of AdamW"):
         param_groups_for_muon(model, adamw={"learning_rate": 3e-4})
     with pytest.raises(InvalidArgumentError, match=r"model is a generator; give the torch\.nn\.Module"):
         param_groups_for_muon(model.parameters())  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("shape", [(), (3,), (2, 3, 4)], ids=str)
-def test_what_is_not_a_matrix_is_refused(shape: tuple[int, ...]) -> None:
+def test_muon_refuses_parameters_that_are_not_matrices(shape: tuple[int, ...]) -> None:
     optimizer = Muon([nn.Parameter(torch.ones(2, 2))])
     with pytest.raises(UnsupportedTensorError, match=r'takes matrices only.* "rule": "adamw".*param_groups_for_muon'):
         optimizer.add_param_group({"params": [nn.Parameter(torch.ones(shape))]})
     assert len(optimizer.param_groups) == 1
 
 
-def test_what_turns_out_not_to_be_a_matrix_is_refused_before_its_step() -> None:
+def test_muon_refuses_a_lazy_parameter_that_becomes_a_tensor_of_three_dimensions() -> None:
     lazy = nn.LazyConv1d(3, 2)
     optimizer = Muon([lazy.weight])
     lazy(torch.randn(1, 4, 5)).sum().backward()

@@ -1,7 +1,7 @@
 """Fields in 8 bits in the kernels: `core.codings.eight_bit`, operation by operation, and where a tile's elements are.
 
 A tile consists of whole blocks of 128 elements of rows, each of which has a scale: it is a matrix, [blocks, 128], and the
-thread that stores a block's scale has seen all of it. Where a row is no multiple of a block, positions in a tensor count its
+thread that stores a block's scale has seen all of it. Where a row is not a multiple of a block, positions in a tensor count its
 last block as a whole one: they are those of the scales, times 128, and `element_at` is where they are in memory.
 
 `ROWS` says what the length of a row is a multiple of: 128, 16 (for wide accesses) or 1; 0: nothing is in 8 bits.
@@ -107,11 +107,11 @@ def encoded(x, words, CODES: tl.constexpr):
     scale = tl.maximum(tl.where(usable, largest, 0), 0x10800000).to(tl.float32, bitcast=True)  # 2^-94
     x = tl.where(usable[:, None], x, 0.0)
     if tl.int8 == CODES:
-        size = tl.sqrt(tl.abs(x) * (16129.0 / scale)[:, None])
+        size = tl.sqrt(tl.abs(x) * (127.0**2 / scale)[:, None])
         size = (size + 12582912.0) - 12582912.0  # 1.5 * 2^23, where the spacing is 1: to nearest, ties to even
         code = tl.where(x < 0, -size, size)
     else:  # a GPU's quotients, products and roots may exceed 255
-        code = tl.minimum(_rounded_squares(x * (4228250625.0 / scale)[:, None], words), 255.0)
+        code = tl.minimum(_rounded_squares(x * (255.0**4 / scale)[:, None], words), 255.0)
         code = tl.maximum(code, (x > 0).to(tl.float32))
     stored = tl.where(usable, scale.to(tl.int32, bitcast=True), 0x7FC00000)
     return code.to(tl.int32).to(CODES), stored.to(tl.float32, bitcast=True)
@@ -121,8 +121,8 @@ def encoded(x, words, CODES: tl.constexpr):
 def _rounded_squares(z, words):
     low = tl.floor(tl.sqrt(tl.sqrt(z)))
     odd = 2.0 * low + 1.0
-    part = highest(words, 24).to(tl.float32) * 2.0**-25 * odd
-    return low + (part + part * (odd * odd) < z - _fourth_power(low)).to(tl.float32)
+    half = highest(words, 24).to(tl.float32) * 2.0**-25 * odd
+    return low + (half + half * (odd * odd) < z - _fourth_power(low)).to(tl.float32)
 
 
 @triton.jit
