@@ -170,18 +170,18 @@ def host_time() -> str:
 
 def step_time() -> str:
     """Return the section on the time of an update."""
-    content = result("step_time_cpu_float32")
-    settings = content["settings"]
-    rows = [[name, f"{row['median_ms']:.1f}", f"{row['ratio_to_fused_adamw']:.2f}"] for name, row in content["figures"].items()]
-    return "\n\n".join(
-        [
-            "## Time of one update",
+    parts = ["## Time of one update"]
+    for name in ("step_time_cpu_float32", "step_time_cpu_bfloat16"):
+        content = result(name)
+        settings = content["settings"]
+        rows = [[row, f"{of['median_ms']:.1f}", f"{of['ratio_to_fused_adamw']:.2f}"] for row, of in content["figures"].items()]
+        parts += [
             f"{settings['elements']:,} elements in {settings['tensors']} tensors of {settings['dtype']}; medians of "
             f"{settings['rounds']} rounds.",
             markdown_table(["", "ms", "times torch's fused AdamW"], rows),
-            conditions("step_time_cpu_float32", content),
+            conditions(name, content),
         ]
-    )
+    return "\n\n".join(parts)
 
 
 def walk() -> str:
