@@ -58,7 +58,11 @@ def mix(word: Word) -> Word:
 
     Source: Christopher Wellons, https://github.com/skeeto/hash-prospector (its second constant of 31 bits).
     """
-    word = word ^ highest(16, word)
+    return mix_low(word ^ highest(16, word))
+
+
+def mix_low(word: Word) -> Word:
+    """Return `mix(word)` of a word below 2^16, of which the first step would change nothing."""
     word = _wrapped(word * 0x21F0AAAD)
     word = word ^ highest(17, word)
     word = _wrapped(word * 0x735A2D97)
@@ -114,7 +118,7 @@ def stream(place: Word, high: Word = 0) -> Stream:
 
 def bits(of: Stream, low: Word) -> Word:
     """Return 32 random bits for each element, by the low 16 bits of their indices in the whole tensor."""
-    return _wrapped(of.factor * mix(low) + of.shift)
+    return _wrapped(of.factor * mix_low(low) + of.shift)
 
 
 def bits_at(place: Word, index: Word, high: Word = 0) -> Word:

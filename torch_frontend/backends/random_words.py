@@ -65,10 +65,10 @@ _TABLES: dict[torch.device, Tensor] = {}
 
 
 def _mixed(device: torch.device) -> Tensor:
-    """Return `core.random_bits.mix` of all low words, int32, [2^16]."""
+    """Return `core.random_bits.mix_low` of all low words, int32, [2^16]."""
     pretended = type(torch.empty(0, device=device)) is not Tensor  # under a mode, such as the planner's, tensors have no memory
     if pretended or device not in _TABLES:
-        mixed = random_bits.mix(torch.arange(random_bits.LOW + 1, device=device)).to(torch.int32)
+        mixed = random_bits.mix_low(torch.arange(random_bits.LOW + 1, device=device)).to(torch.int32)
         if pretended:
             return mixed
         _TABLES[device] = mixed

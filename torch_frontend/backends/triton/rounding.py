@@ -25,7 +25,12 @@ def _plus(word, other):
 
 @triton.jit
 def _mix(word):
-    word = word ^ (word >> 16)
+    return _mix_low(word ^ (word >> 16))
+
+
+@triton.jit
+def _mix_low(word):
+    """Return `_mix` of a word below 2^16."""
     word = _times(word, 0x21F0AAAD)
     word = word ^ (word >> 15)
     word = _times(word, 0x735A2D97)
@@ -60,7 +65,7 @@ def mixed_indices(index, offset, starts):
             quarter of the registers.
     """
     low = (index & 0xFFFF).to(tl.int32)
-    return _mix(((low + offset) & 0xFFFF).to(tl.uint32)), low + starts > 0xFFFF
+    return _mix_low(((low + offset) & 0xFFFF).to(tl.uint32)), low + starts > 0xFFFF
 
 
 @triton.jit
