@@ -22,8 +22,8 @@ from ...core.stochastic_rounding import LARGEST
 from ..array_ops import dtype_name, torch_ops
 from .random_words import Randomness
 
-PIECE = 2**18
-"""Elements that are coded at once: 1 MiB for each of eight tensors of scratch. To start the sixty operations of a smaller piece
+PIECE = 2**19
+"""Elements that are coded at once: 2 MiB for each of eight tensors of scratch. To start the sixty operations of a smaller piece
 takes longer than to run them."""
 
 _MAGNITUDE, _INFINITY = torch.tensor(0x7FFF, dtype=torch.int16), 0x7F80  # of a bfloat16, in its bits
