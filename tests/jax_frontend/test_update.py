@@ -77,6 +77,7 @@ def test_no_scratch_in_float32(name) -> None:
     assert lowered.compile().memory_analysis().temp_size_in_bytes < 1024
 
 
+@pytest.mark.skipif(not hasattr(jax, "new_ref"), reason="this XLA writes what several leaves need for all of them at once")
 def test_update_clipping_takes_scratch_for_one_leaf_at_a_time() -> None:
     """Its mean square is of the gradient as it is: XLA would write a changed one to memory, for all leaves at once."""
     params = {str(leaf): jax.ShapeDtypeStruct((256, 256), jnp.float32) for leaf in range(4)}

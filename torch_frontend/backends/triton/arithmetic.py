@@ -55,7 +55,7 @@ def bounded(g, GIVEN: tl.constexpr):
 
     GIVEN: the dtype of the gradient; one in float16 stays as it is, as its finite elements are below L.
     """
-    if tl.float16 == GIVEN:
+    if GIVEN == tl.float16:
         return g
     else:
         largest = 2.0**498 if g.dtype == tl.float64 else 2.0**50

@@ -29,7 +29,7 @@ def load_moment(
 
     scales, position, left: of the tensor, and of the tile, as in `eight_bit.offsets`; for a moment in 8 bits.
     """
-    if pointer.dtype.element_ty.primitive_bitwidth == 8:
+    if 8 == pointer.dtype.element_ty.primitive_bitwidth:
         codes = _load(pointer + offset, mask, MASKED, EVICTION)
         block = tl.arange(0, offset.shape[0])
         scale = _load(scales + position // SCALED + block, block * SCALED < left, MASKED, EVICTION)
@@ -41,7 +41,7 @@ def load_moment(
 @triton.jit
 def store_moment(pointer, scales, x, words, position, left, offset, mask, MASKED: tl.constexpr):
     """Store a tile of a moment as it was stored. words: its random bits, or None if it is rounded to nearest."""
-    if pointer.dtype.element_ty.primitive_bitwidth == 8:
+    if 8 == pointer.dtype.element_ty.primitive_bitwidth:
         if MASKED:
             x = tl.where(mask, x, 0.0)
         codes, scale = encoded(x, words, pointer.dtype.element_ty)

@@ -106,7 +106,7 @@ def encoded(x, words, CODES: tl.constexpr):
     usable = largest < 0x7F800000
     scale = tl.maximum(tl.where(usable, largest, 0), 0x10800000).to(tl.float32, bitcast=True)  # 2^-94
     x = tl.where(usable[:, None], x, 0.0)
-    if tl.int8 == CODES:
+    if CODES == tl.int8:
         size = tl.sqrt(tl.abs(x) * (127.0**2 / scale)[:, None])
         size = (size + 12582912.0) - 12582912.0  # 1.5 * 2^23, where the spacing is 1: to nearest, ties to even
         code = tl.where(x < 0, -size, size)

@@ -55,7 +55,7 @@ class Program:
 
 
 def constants_taken(compiled: Any, names: list[str], given: int, options: dict[str, Any]) -> tuple[Any, ...] | None:
-    """Return the constants that a compiled kernel takes after the arguments: none in Triton 3.2, all in later versions.
+    """Return the constants that a compiled kernel takes after the arguments: in Triton 3.2 those that are None, later all.
 
     Args:
         compiled: what Triton's `warmup` returned.
@@ -67,11 +67,9 @@ def constants_taken(compiled: Any, names: list[str], given: int, options: dict[s
         None if the compiled kernel cannot be launched directly.
     """
     signature = getattr(getattr(compiled, "src", None), "signature", None)
-    if signature is None or not hasattr(type(compiled), "__getitem__"):
+    if signature is None or not hasattr(type(compiled), "__getitem__") or not all(name in signature for name in names[:given]):
         return None
-    if len(signature) == len(names):
-        return tuple(options[name] for name in names[given:])
-    return () if len(signature) == given else None
+    return tuple(options[name] for name in names[given:] if name in signature)
 
 
 class Launch(NamedTuple):

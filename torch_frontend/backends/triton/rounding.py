@@ -8,19 +8,20 @@ Words are uint32, whose products wrap.
 
 import triton
 import triton.language as tl
+from triton.language import core
 
 _GOLDEN = tl.constexpr(0x1E3779B9)
 
 
 @triton.jit
 def _times(word, factor):
-    """Return the product modulo 2^32, which Triton's debug mode must not take for an overflow."""
-    return tl.mul(word, factor, sanitize_overflow=False)
+    """Return the product modulo 2^32, which Triton's debug mode must not take for an overflow. (Triton 3.2 has no `tl.mul`.)"""
+    return core.mul(word, factor, sanitize_overflow=False)
 
 
 @triton.jit
 def _plus(word, other):
-    return tl.add(word, other, sanitize_overflow=False)
+    return core.add(word, other, sanitize_overflow=False)
 
 
 @triton.jit
@@ -97,11 +98,11 @@ def _cut(number, words, COUNT: tl.constexpr):
 @triton.jit
 def stochastically_rounded(x, words, DTYPE: tl.constexpr):
     """Return float32 numbers rounded to values of bfloat16 or float16: `core.stochastic_rounding`."""
-    largest = 2.0**128 - 2.0**120 if tl.bfloat16 == DTYPE else 65504.0
+    largest = 2.0**128 - 2.0**120 if DTYPE == tl.bfloat16 else 65504.0
     inside = tl.abs(x) < largest
     finite = tl.where(inside, x, 0.0)
     pattern = finite.to(tl.int32, bitcast=True)
-    if tl.bfloat16 == DTYPE:
+    if DTYPE == tl.bfloat16:
         rounded = _cut(pattern, words, 16).to(tl.float32, bitcast=True)
     else:
         small = tl.abs(finite) < 2.0**-14
