@@ -33,13 +33,22 @@ Transform = Callable[..., optax.GradientTransformationExtraArgs]
 
 _DTYPES = {
     "mu_dtype": """dtype of the first moment, or momentum. "8bit": 1.03 bytes an element, an int8 code and a share of the
-    float32 scale of 128 elements, off by at most 0.8% of the largest of them, and 0.2% near zero. Vectors, and matrices of
-    less than 4096 elements or 128 columns, are float32 then. None: the parameter's.""",
+    float32 scale of 128 elements, off by at most 0.8% of the largest of them, and 0.08% for an element of a hundredth of that.
+    Vectors, and matrices of less than 4096 elements or 128 columns, are float32 then. None: the parameter's.""",
     "nu_dtype": """dtype of the second moment. "8bit", as for mu_dtype: rounded up or down by chance to one of two codes,
     which are 1.6% apart for the largest of 128 elements and 6% for one of a 250th, so that the mean is right. bfloat16 is
     rounded by chance, too, where 1-b2 < 2^-7 or b2 is not known yet; float16 is refused. None: the parameter's, but float32
     for float16 parameters, and for bfloat16 parameters where bfloat16 would be rounded by chance.""",
 }
+
+_INSTEAD = {
+    "lr": "write learning_rate=",
+    "betas": "write b1= and b2=",
+    "state_dtype": "write mu_dtype= and nu_dtype=",
+    "eps_root": "leave it out: eps is added to the root of the second moment",
+    "nesterov": "leave it out: this rule has no Nesterov momentum",
+}
+"""What to write instead of arguments that the PyTorch optimizers or Optax's transforms have."""
 
 _DOCSTRING = """Return {title}.
 
@@ -110,7 +119,9 @@ def transform_of(rule: Rule, notes: str = "", fields: tuple[Field, ...] | None =
         try:
             bound = signature.bind(*args, **kwargs)
         except TypeError as error:  # which does not name what was called
-            raise TypeError(f"{rule.name}() {error}") from None
+            unknown = next((name for name in kwargs if name not in signature.parameters), None)
+            remedy = f"; {_INSTEAD[unknown]}." if unknown in _INSTEAD else ""
+            raise TypeError(f"{rule.name}() {error}{remedy}") from None
         dtypes = [name for name in signature.parameters if name in _DTYPES]
         bound.apply_defaults()
         given = bound.arguments

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import re
 import warnings
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -105,9 +107,19 @@ def test_an_argument_that_is_not_possible_is_named(case) -> None:
         call()
 
 
-def test_an_argument_that_the_rule_does_not_have_is_refused_by_name() -> None:
-    with pytest.raises(TypeError, match=r"^lion\(\) got an unexpected keyword argument 'nu_dtype'"):
-        lion(1e-3, nu_dtype=jnp.float32)
+@pytest.mark.parametrize(
+    ("transform", "argument", "remedy"),
+    [
+        (lion, "nu_dtype", ""),
+        (adamw, "state_dtype", "; write mu_dtype= and nu_dtype=."),
+        (adamw, "betas", "; write b1= and b2=."),
+        (adamw, "eps_root", "; leave it out: eps is added to the root of the second moment."),
+    ],
+)
+def test_an_argument_that_the_rule_does_not_have_is_refused_by_name(transform: Any, argument: str, remedy: str) -> None:
+    said = f"{transform.__name__}() got an unexpected keyword argument '{argument}'{remedy}"
+    with pytest.raises(TypeError, match=f"^{re.escape(said)}$"):
+        transform(1e-3, **{argument: 1})
 
 
 def test_the_nearest_possible_arguments_are_accepted() -> None:
