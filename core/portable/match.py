@@ -40,6 +40,8 @@ class Expected:
         fields: dtypes of the rule's fields by name, as `core.codings.state_dtypes` has them; None where the caller rounds them
             himself.
         layered: whether the leading axis is one of layers.
+        may_be_float32: fields that stay float32 where the state has them so: means of squares whose dtype follows from beta2,
+            which may have been higher when they were made.
     """
 
     rule: Rule
@@ -48,6 +50,7 @@ class Expected:
     compensated: str
     fields: Mapping[str, str | None]
     layered: bool = False
+    may_be_float32: Collection[str] = ()
 
     @property
     def scale_shape(self) -> tuple[int, ...]:
@@ -187,7 +190,7 @@ def _widened(
         return {field: entry.fields[field], scale: entry.fields[scale]}
     array = entry.decoded(field)
     there = array.dtype.name
-    if dtype is None or dtype == there:
+    if dtype is None or dtype == there or (there == "float32" and field in expected.may_be_float32):
         return {field: array}
     if dtype not in WIDER[there]:
         encode = ", or encode the state with: penstock convert --encode" if dtype == EIGHT_BIT else ""

@@ -65,7 +65,9 @@ class OwnLayout:
         name, rule = dtype_name(parameter.dtype), self.rule(group)
         dtypes = field_dtypes(group, parameter, hyperparameters(group))
         kept = {field.name: dtype for field, dtype in zip(rule.fields, dtypes, strict=True)}
-        return Expected(rule, name, tuple(parameter.shape), compensations.resolve(group["compensation"], name), kept)
+        compensated = compensations.resolve(group["compensation"], name)
+        by_beta = [field.name for field in rule.fields if field.of_squares and group["state_dtype"] is None]
+        return Expected(rule, name, tuple(parameter.shape), compensated, kept, may_be_float32=by_beta)
 
     def debiased(self, group: Group, parameter: Tensor, fields: Fields, step: int) -> Fields:
         """Fields as the portable state has them, of those that are kept: debiased by the group's present betas."""

@@ -299,6 +299,20 @@ def test_a_portable_state_after_a_change_of_betas_continues_the_run_bitwise(dtyp
         assert unchanged(snapshot(model, optimizer), snapshot(again, other))
 
 
+def test_a_second_moment_made_under_a_higher_beta2_goes_on_bitwise_from_a_portable_state(tmp_path) -> None:
+    """It is float32, and a new one under the lower beta2 would be bfloat16."""
+    given = batches(6, dtype=torch.bfloat16)
+    model, again = layers(dtype=torch.bfloat16), layers(dtype=torch.bfloat16, seed=5)
+    optimizer, other = (AdamW(each.parameters(), lr=LR, betas=(0.9, 0.999)) for each in (model, again))
+    train(model, optimizer, given[:3])
+    optimizer.param_groups[0]["betas"] = (0.9, 0.96)
+    export_state(tmp_path / "state", optimizer, model, parameters=True)
+    import_state(tmp_path / "state", other, again, parameters=True, hyperparameters=True)
+    for each, its in ((model, optimizer), (again, other)):
+        train(each, its, given[3:])
+    assert unchanged(snapshot(model, optimizer), snapshot(again, other))
+
+
 @pytest.mark.parametrize(("theirs", "ours"), PAIRS)
 @pytest.mark.parametrize("direction", ["to torch", "from torch", "into other betas"])
 def test_conversions_after_a_change_of_betas_continue_the_run(direction: str, theirs, ours, tmp_path) -> None:
