@@ -13,7 +13,7 @@ import optax
 from ..core import compensation as compensations
 from ..core import update as specification
 from ..core.array_ops import Array
-from ..core.codings import EIGHT_BIT, Coded, EightBit, random_fields
+from ..core.codings import EIGHT_BIT, Coded, EightBit, check_codes, random_fields
 from ..core.dtypes import compute_dtype
 from ..core.errors import InvalidArgumentError, UnsupportedTensorError
 from ..core.hyperparameters import Hyperparameters
@@ -117,6 +117,10 @@ def leaves_of(
             leaves.append(None)
             continue
         _check_gradient(gradient, fields, path)
+        for field, coded in zip(arguments.rule.fields, fields, strict=True):
+            if isinstance(coded, EightBit):
+                codes, scale = map(jax_ops.dtype_name, coded)
+                check_codes(field, codes, scale, f"params{jax.tree_util.keystr(path)}")
         compensation, random, stored = "none", None, tuple(map(stored_dtype, fields))
         if parameter is None:
             parameter = jnp.zeros_like(gradient)  # without decay only its dtype matters

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ..core import compensation
-from ..core.codings import EightBit, StateDtypes
+from ..core.codings import EightBit, StateDtypes, check_codes
 from ..core.codings.eight_bit import scale_shape
 from ..core.errors import InvalidArgumentError, RefusedError
 from ..core.hyperparameters import Hyperparameters
@@ -95,6 +95,7 @@ def check_fits(group: Mapping[str, Any], current: Hyperparameters, state: Mappin
         shape == parameter.shape
     ):
         check_stored(group, parameter, current, dtypes_in(state_keys(rule), state), f"a parameter of shape {tuple(shape)}")
+        _check_codes(rule, state, f"a parameter of shape {tuple(shape)}")
         return
     raise RefusedError(
         f"the state of a parameter of shape {tuple(parameter.shape)} and dtype {name} is of shape {tuple(shape)} and "
@@ -255,6 +256,13 @@ def _check_tensor_state(rule: Rule, state: Mapping[str, Any], parameter: Tensor,
     missing = ", ".join(key for key in ("step", *state_keys(rule)) if key not in state)
     if state and missing:
         raise InvalidArgumentError(f"the state of {described} lacks {missing}; the file is damaged or of another optimizer.")
+    _check_codes(rule, state, described)
+
+
+def _check_codes(rule: Rule, state: Mapping[str, Any], described: str) -> None:
+    for key, field in zip(state_keys(rule), rule.fields, strict=True):
+        if (scale := state.get(scale_key(key))) is not None:
+            check_codes(field, dtype_name(state[key].dtype), dtype_name(scale.dtype), described)
 
 
 def restore_tensors(saved: Mapping[str, Any], groups: list[dict[str, Any]], state: Mapping[Tensor, dict[str, Any]]) -> None:

@@ -12,13 +12,14 @@ from ..array_ops import Array, ArrayOps
 from ..rules import Field
 from ..stochastic_rounding import stochastically_rounded
 from .eight_bit import EightBit, decoded, encoded, initial
-from .selection import EIGHT_BIT, StateDtypes, check_stored, random_fields, state_dtypes
+from .selection import EIGHT_BIT, StateDtypes, check_codes, check_stored, random_fields, state_dtypes
 
 __all__ = [
     "EIGHT_BIT",
     "Coded",
     "EightBit",
     "StateDtypes",
+    "check_codes",
     "check_stored",
     "load",
     "random_fields",

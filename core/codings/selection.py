@@ -133,3 +133,19 @@ def check_stored(
                 f"{field.name} of {described} is {dtype} in its state, which was made with another {argument} than {given}; "
                 f"give {argument}={dtype}, or carry the state over with export_state and import_state."
             )
+
+
+def check_codes(field: Field, codes: str, scale: str, described: str) -> None:
+    """Raise `InvalidArgumentError` if the arrays of a field in 8 bits, of which the dtypes are given, were cast.
+
+    Args:
+        field: of the rule.
+        codes, scale: dtypes of the arrays of an `EightBit`.
+        described: the parameter, for the error.
+    """
+    kept = "uint8" if field.of_squares else "int8"
+    if (codes, scale) != (kept, "float32"):
+        raise InvalidArgumentError(
+            f"{field.name} of {described} has {codes} codes and {scale} scales in its state, which was cast: they are {kept} "
+            "and float32. Load the state again, and cast parameters alone."
+        )

@@ -69,3 +69,13 @@ def test_a_state_of_another_coding_is_refused_before_it_is_donated(there: dict[s
         ):
             update(params, state, params)
     assert not any(leaf.is_deleted() for leaf in jax.tree.leaves((params, state)))
+
+
+def test_codes_and_scales_that_were_cast_are_refused_before_they_are_donated() -> None:
+    """By a cast of all floating-point leaves: scales in bfloat16 would change every number of their blocks."""
+    params, tx = {"w": jnp.ones((32, 256))}, adamw(1e-2, precision="compact")
+    state = jax.tree.map(lambda x: x.astype(jnp.bfloat16) if x.dtype == jnp.float32 else x, tx.init(params))
+    for update in (tx.update, make_update(tx)):
+        with pytest.raises(InvalidArgumentError, match=r"exp_avg of params\['w'\] has int8 codes and bfloat16 scales .* cast"):
+            update(params, state, params)
+    assert not any(leaf.is_deleted() for leaf in jax.tree.leaves((params, state)))

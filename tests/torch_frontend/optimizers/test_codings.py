@@ -309,6 +309,31 @@ def test_codes_without_scales_are_refused_and_change_nothing() -> None:
     assert unchanged(before, snapshot(model, optimizer))
 
 
+@pytest.mark.parametrize(
+    ("key", "dtype"), [("debiased_exp_avg_scale", torch.bfloat16), ("debiased_exp_avg_sq", torch.int8)], ids=str
+)
+def test_codes_and_scales_that_were_cast_are_refused_and_change_nothing(key: str, dtype: torch.dtype) -> None:
+    """In a checkpoint, and in place; scales in bfloat16 would change every number of their blocks."""
+    model = model_of()
+    optimizer = optimizer_of(model.parameters(), **COMPACT)
+    train(model, optimizer, given(1))
+    good, cast = copy.deepcopy(optimizer.state_dict()), copy.deepcopy(optimizer.state_dict())
+    cast["state"][0][key] = cast["state"][0][key].to(dtype)
+    before = snapshot(model, optimizer)
+    with pytest.raises(InvalidArgumentError, match=r"exp_avg\w* of parameter 0 .* codes and \w+ scales .* cast.*Load"):
+        optimizer.load_state_dict(cast)
+    assert unchanged(before, snapshot(model, optimizer))
+    optimizer.load_state_dict(good)
+    state = optimizer.state[next(model.parameters())]
+    state[key] = state[key].to(dtype)
+    before = snapshot(model, optimizer)
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    with pytest.raises(InvalidArgumentError, match=r"codes and \w+ scales .* cast"):
+        optimizer.step()
+    assert unchanged(before, snapshot(model, optimizer))
+
+
 OTHERS: list[dict[str, Any]] = [
     {"state_dtype": torch.float32},
     {"state_dtype": "8bit"},
