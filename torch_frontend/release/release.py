@@ -173,6 +173,18 @@ class Release:
         pipeline.drop_stages()
         self.optimizer.release = None
 
+    def __repr__(self) -> str:
+        """Return what is released, and how: <Release of 4 parameters of AdamW, accumulation='hold', max_norm=1.0>."""
+        step, state = self._pipeline.step, "removed" if self._removed else "paused" if self._pipeline.paused else None
+        accumulation = step.policy.value if step.strict and step.policy is not Policy.RELEASE else None
+        said = [
+            f"Release of {len(self._pipeline.hooks.parameters)} parameters of {type(self.optimizer).__name__}",
+            f"accumulation={accumulation!r}",
+            f"max_norm={self.max_norm!r}",
+            *([] if state is None else [state]),
+        ]
+        return f"<{', '.join(said)}>"
+
     @property
     def _removed(self) -> bool:
         return self.optimizer.release is not self

@@ -249,3 +249,16 @@ def test_a_new_tensor_as_learning_rate_is_seen() -> None:
             train(model, optimizer, [batch])
     for a, b in zip(*(model.parameters() for model in models), strict=True):
         torch.testing.assert_close(a, b)
+
+
+def test_a_release_says_what_it_releases_and_how() -> None:
+    model = layers(2)
+    optimizer = AdamW(model.parameters())
+    release = release_gradients(model, optimizer, accumulation="hold", max_norm=1.0)
+    said = "accumulation='hold', max_norm=1.0"
+    assert repr(release) == f"<Release of 4 parameters of AdamW, {said}>"
+    with release.paused():
+        assert repr(release) == f"<Release of 4 parameters of AdamW, {said}, paused>"
+    release.remove()
+    assert repr(release) == f"<Release of 0 parameters of AdamW, {said}, removed>"
+    assert repr(release_gradients(model, optimizer)) == "<Release of 4 parameters of AdamW, accumulation=None, max_norm=None>"
