@@ -30,6 +30,7 @@ from ..codings.eight_bit import decoded, scale_shape
 from ..compensation import WITH_RANDOM_BITS, compensation_dtype, resolve
 from ..dtypes import PARAMETER_DTYPES, check_parameter_dtype
 from ..errors import InvalidArgumentError
+from ..hyperparameters import DECAY, check_number
 from ..random_bits import WORD
 from ..rules import RULES, Rule, check_rule
 
@@ -220,7 +221,7 @@ class PortableGroup:
     parameters: tuple[str, ...]
 
     def check(self, number: int) -> None:
-        """Raise `InvalidArgumentError` for an unknown rule, or a hyperparameter that a float cannot hold."""
+        """Raise `InvalidArgumentError` for an unknown rule, a number that a float cannot hold, or a beta out of range."""
         check_rule(self.rule)
         for name, value in self.hyperparameters.items():
             if (constant := CONSTANTS.get(name)) is not None:
@@ -233,6 +234,9 @@ class PortableGroup:
                 raise InvalidArgumentError(
                     f"{name!r} of group {number} is not finite; it must be a number that a float can hold."
                 )
+        for name in filter(None, {field.beta for field in RULES[self.rule].fields}):
+            if (beta := self.hyperparameters.get(name)) is not None:  # by whose bias an import divides
+                check_number(f"group {number}: {name}", beta, DECAY)
 
 
 def rules_of(groups: Iterable[PortableGroup]) -> dict[str, Rule]:

@@ -197,6 +197,8 @@ def test_a_parameter_that_cannot_be_is_refused(fault: str) -> None:
         ((PortableGroup("adamw", {}, tuple("wabcdefg")),), "'a', 'b', 'c', 'd', 'e' and 2 more"),
         ((PortableGroup("adamw", {"beta1": float("nan")}, ("w",)),), "'beta1' of group 0 is not finite"),
         ((PortableGroup("adamw", {"beta1": 10**400}, ("w",)),), "'beta1' of group 0 is not finite"),
+        ((PortableGroup("adamw", {"beta2": 99.9}, ("w",)),), r"group 0: beta2=99.9 is out of range; .*\[0, 1\)"),
+        ((PortableGroup("adamw", {"beta1": 1}, ("w",)),), "group 0: beta1=1 is out of range"),
         ((PortableGroup("adamw", {"beta1": "0.9"}, ("w",)),), "it must be a number"),
     ],
 )
