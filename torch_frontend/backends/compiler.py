@@ -33,7 +33,9 @@ def why_not(device_type: str) -> str | None:
             if find_compiler is not None:
                 find_compiler()
             else:
-                torch.compile(lambda x: torch.sqrt(x) + math.e, fullgraph=True)(torch.ones(8, device=device_type))
+                torch.compile(lambda x: torch.sqrt(x) + math.e, fullgraph=True)(
+                    torch.ones(8, dtype=torch.float32, device=device_type)
+                )
         except Exception as error:  # a compiler, a driver or a full disk may raise any type
             return " ".join(str(error).split()[:40]) or type(error).__name__
     return None
@@ -43,7 +45,7 @@ def why_not(device_type: str) -> str | None:
 def keeps_casts(dtype: torch.dtype, device_type: str) -> bool:
     """Whether a graph compiled with `KEEP_CASTS` rounds in a cast to this dtype and back; tested once per process."""
     probe = torch.compile(lambda x: x - torch_ops.round_to(x, dtype_name(dtype)), fullgraph=True, options=KEEP_CASTS)
-    return bool(probe(torch.full((8,), 1 + 2.0**-12, device=device_type)).all())
+    return bool(probe(torch.full((8,), 1 + 2.0**-12, dtype=torch.float32, device=device_type)).all())
 
 
 @functools.cache

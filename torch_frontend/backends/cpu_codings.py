@@ -33,7 +33,7 @@ GRADIENT = 0
 _MOST_VIEWS = 256
 _LARGEST = LARGEST["bfloat16"]
 # torch converts a Python number to a tensor at each use, which takes longer than the operation on a small tensor.
-_0, _QUARTER, _1, _127_TO_2, _255_TO_4 = map(torch.tensor, (0.0, 0.25, 1.0, SIGNED**2, SQUARES**4))
+_0, _QUARTER, _1, _127_TO_2, _255_TO_4 = torch.tensor((0.0, 0.25, 1.0, SIGNED**2, SQUARES**4), dtype=torch.float32).unbind()
 _8, _16, _24 = (torch.tensor(number, dtype=torch.int32) for number in (8, 16, 24))
 _HALVES = {cut: torch.tensor(1 << (cut - 1), dtype=torch.int32) for cut in (8, 16)}
 
@@ -71,7 +71,7 @@ class CpuCodings:
             self._views.clear()
         if memory is None or len(memory) < elements:
             self._views.clear()  # which would keep the old memory
-            memory = self._memory[number] = torch.empty(elements)
+            memory = self._memory[number] = torch.empty(elements, dtype=torch.float32)
         flat = memory.view(dtype)[:elements]
         found = self._views[key] = flat.view(shape) if strides is None else flat.as_strided(shape, strides)
         return found

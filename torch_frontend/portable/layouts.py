@@ -152,7 +152,7 @@ class TorchLayout(OwnLayout):
 
     def initial(self, group: Group, parameter: Tensor) -> dict[str, Tensor]:
         zeros = {key: torch.zeros_like(parameter, memory_format=torch.preserve_format) for key in self.keys(group)}
-        return {"step": torch.zeros(()), **zeros}
+        return {"step": torch.zeros((), dtype=torch.float32), **zeros}
 
     def expected(self, group: Group, parameter: Tensor) -> Expected:
         """The moments may have any dtype: they are rounded after the bias is put back."""

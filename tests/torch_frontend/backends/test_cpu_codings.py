@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import math
 from typing import Any
 
@@ -141,3 +142,23 @@ def test_words_under_a_mode_are_not_those_of_later_steps() -> None:
     assert type(found) is Tensor
     with FakeTensorMode():
         assert type(RandomPart(Randomness(7, 0, 9, torch.device("cpu")), 0).words(torch.empty(9))) is FakeTensor
+
+
+def test_the_default_dtype_at_the_import_changes_no_code() -> None:
+    spec = importlib.util.find_spec(cpu_codings.__name__)
+    assert spec is not None
+    assert spec.loader is not None
+    fresh, before = importlib.util.module_from_spec(spec), torch.get_default_dtype()
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        spec.loader.exec_module(fresh)
+    finally:
+        torch.set_default_dtype(before)
+    x = numbers(16, 256)
+    stored = []
+    for module in (cpu_codings, fresh):
+        for field, value, random in ((M, x, None), (V, x.square(), random_part(x)[0])):
+            kept = codings.zeros(torch_ops, field, x, "8bit")
+            module.CpuCodings().encode(value, kept, random)
+            stored.append(kept)
+    assert all(same(*pair) for number in (0, 1) for pair in zip(stored[number], stored[number + 2], strict=True))

@@ -289,6 +289,28 @@ def test_a_second_moment_that_stops_decaying_is_rounded_stochastically_from_then
     assert "random_key" in optimizer.state[parameter]
 
 
+@EVERY_STORAGE
+def test_the_default_dtype_of_torch_changes_no_bit(storage: dict[str, Any]) -> None:
+    """Many set it to bfloat16 for as long as they train."""
+    starts, kept = [start_of(40, 200), start_of(50)], []
+    gradients = [gradients_of(start, 2) for start in starts]
+    for default in (torch.float32, torch.bfloat16):
+        before = torch.get_default_dtype()
+        torch.set_default_dtype(default)
+        try:
+            parameters = [nn.Parameter(start.clone()) for start in starts]
+            optimizer = optimizer_of(parameters, **storage)
+            for given in zip(*gradients, strict=True):
+                for parameter, gradient in zip(parameters, given, strict=True):
+                    parameter.grad = gradient.clone()
+                optimizer.step()
+        finally:
+            torch.set_default_dtype(before)
+        states = [x for state in optimizer.state.values() for x in state.values() if isinstance(x, Tensor)]
+        kept.append([*(p.detach() for p in parameters), *states])
+    assert same(*kept)
+
+
 def test_small_and_narrow_tensors_keep_float32() -> None:
     kept = {
         shape: trained(start_of(*shape), **COMPACT)[2].dtype for shape in [(4096,), (64, 64), (31, 128), (32, 128), (16, 64, 4)]
