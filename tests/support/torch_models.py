@@ -181,3 +181,15 @@ def compiling_small_tensors() -> Iterator[None]:
     """Compile the updates of small tensors, too. The compiled backend leaves them to the eager one: all that tests have."""
     with mock.patch.object(CompiledBackend, "small", 0):
         yield
+
+
+@contextlib.contextmanager
+def default_dtype_and_device(dtype: torch.dtype, device: str) -> Iterator[None]:
+    """Let torch make tensors of this dtype, on this device, where nothing else is said."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        with torch.device(device):
+            yield
+    finally:
+        torch.set_default_dtype(before)

@@ -20,7 +20,7 @@ from ..array_ops import DTYPES, dtype_name
 from ..communication.shards import Shard
 from .numbers import GroupSettings, UpdateNumbers, numbers_of, vector_of
 
-_ONE = torch.ones(())
+_ONE = torch.ones((), dtype=torch.float32, device="cpu")
 
 
 @functools.cache

@@ -207,7 +207,7 @@ def _random(slot: TensorSlot, start: int) -> Tensor:
     if slot.capturable:
         device = slot.parameter.device
         return torch.stack([torch.as_tensor(word, device=device) for word in (*index, *places)]).to(torch.int32)
-    words = torch.tensor((*index, *places)).to(torch.int32)
+    words = torch.tensor((*index, *places), device="cpu").to(torch.int32)
     return words.to(slot.parameter.device, non_blocking=True)
 
 

@@ -26,16 +26,17 @@ PIECE = 2**19
 """Elements that are coded at once: 2 MiB for each of eight tensors of scratch. To start the sixty operations of a smaller piece
 takes longer than to run them."""
 
-_MAGNITUDE, _INFINITY = torch.tensor(0x7FFF, dtype=torch.int16), 0x7F80  # of a bfloat16, in its bits
+_MAGNITUDE, _INFINITY = torch.tensor(0x7FFF, dtype=torch.int16, device="cpu"), 0x7F80  # of a bfloat16, in its bits
 _PADDED, _NUMBER, _FIELDS = 0, 5, 6  # numbers of scratch tensors; 1 to 4 are temporaries
 GRADIENT = 0
 """Number of the gradient among what is upcast; fields have theirs from 1."""
 _MOST_VIEWS = 256
 _LARGEST = LARGEST["bfloat16"]
 # torch converts a Python number to a tensor at each use, which takes longer than the operation on a small tensor.
-_0, _QUARTER, _1, _127_TO_2, _255_TO_4 = torch.tensor((0.0, 0.25, 1.0, SIGNED**2, SQUARES**4), dtype=torch.float32).unbind()
-_8, _16, _24 = (torch.tensor(number, dtype=torch.int32) for number in (8, 16, 24))
-_HALVES = {cut: torch.tensor(1 << (cut - 1), dtype=torch.int32) for cut in (8, 16)}
+_NUMBERS = (0.0, 0.25, 1.0, SIGNED**2, SQUARES**4)
+_0, _QUARTER, _1, _127_TO_2, _255_TO_4 = torch.tensor(_NUMBERS, dtype=torch.float32, device="cpu").unbind()
+_8, _16, _24 = torch.tensor((8, 16, 24), dtype=torch.int32, device="cpu").unbind()
+_HALVES = {cut: torch.tensor(1 << (cut - 1), dtype=torch.int32, device="cpu") for cut in (8, 16)}
 
 
 class RandomPart(NamedTuple):
@@ -71,7 +72,7 @@ class CpuCodings:
             self._views.clear()
         if memory is None or len(memory) < elements:
             self._views.clear()  # which would keep the old memory
-            memory = self._memory[number] = torch.empty(elements, dtype=torch.float32)
+            memory = self._memory[number] = torch.empty(elements, dtype=torch.float32, device="cpu")
         flat = memory.view(dtype)[:elements]
         found = self._views[key] = flat.view(shape) if strides is None else flat.as_strided(shape, strides)
         return found

@@ -222,7 +222,7 @@ class EagerBackend:
         numel = part.numel()
         buffers = self._scratch.get(dtype)
         if buffers is None or buffers.shape[1] < numel:
-            buffers = self._scratch[dtype] = torch.empty((2, max(numel, piece_elements(part))), dtype=dtype)
+            buffers = self._scratch[dtype] = torch.empty((2, max(numel, piece_elements(part))), dtype=dtype, device="cpu")
         dense = part.is_contiguous() or along_memory([part]) is not None
         strides = part.stride() if dense else torch.empty(part.shape, device="meta").stride()
         return buffers[0].as_strided(part.shape, strides), buffers[1].as_strided(part.shape, strides, buffers.shape[1])

@@ -38,7 +38,7 @@ def numbers_of(current: Hyperparameters, rule: Rule, corrections: Any, dtype: to
     """Return the scalars of an update with these hyperparameters."""
 
     def tensor(value: Scalar) -> Tensor:
-        return torch.as_tensor(value, dtype=dtype)
+        return _scalar(value, dtype)
 
     decay = 0.0 if rule.l2 else current.decay_rate
     return UpdateNumbers(
@@ -48,6 +48,11 @@ def numbers_of(current: Hyperparameters, rule: Rule, corrections: Any, dtype: to
         tensor(rule.step_size(current)),
         not (current.maximize or rule.l2 or any(map(is_zero, rule.decays(current)))),
     )
+
+
+def _scalar(value: Scalar, dtype: torch.dtype) -> Tensor:
+    """Return a 0-d tensor: of a number on the CPU, whatever torch's default device is."""
+    return value.to(dtype) if isinstance(value, Tensor) else torch.tensor(value, dtype=dtype, device="cpu")
 
 
 class GroupSettings:
@@ -100,7 +105,7 @@ def vector_of(current: Hyperparameters, rule: Rule, numbers: UpdateNumbers, devi
     """Return the corrections, the learning rate and the decay as one tensor, 1-d. The decay is that of the step, or of L2."""
     decay: Any = numbers.decay
     if decay is None:
-        decay = torch.as_tensor(current.weight_decay if rule.l2 else 0.0, dtype=numbers.step_size.dtype)
-    learning_rate = torch.as_tensor(current.learning_rate, dtype=numbers.step_size.dtype)
+        decay = _scalar(current.weight_decay if rule.l2 else 0.0, numbers.step_size.dtype)
+    learning_rate = _scalar(current.learning_rate, numbers.step_size.dtype)
     together = [*numbers.corrections, learning_rate, decay]
     return torch.stack([number.to(device, non_blocking=True) for number in together])

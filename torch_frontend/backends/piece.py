@@ -220,5 +220,5 @@ def clipped_rate(learning_rate: Tensor, mean_square: Tensor | float) -> Tensor:
 def sum_of(sums: Sequence[Tensor]) -> Tensor:
     """Return the sum of 0-d tensors, 0-d."""
     if not sums:
-        return torch.zeros(())
+        return torch.zeros((), dtype=torch.float32, device="cpu")
     return sums[0] if len(sums) == 1 else torch.stack(list(sums)).sum()

@@ -106,7 +106,7 @@ class MarkerContext:
             shards: by the parameter's id, how it is sharded.
         """
         if not self.knows_norms or not shards:
-            return torch.zeros((), dtype=torch.float64) if self.knows_norms and self.judged else None
+            return torch.zeros((), dtype=torch.float64, device="cpu") if self.knows_norms and self.judged else None
         found = [self.squares[key] for key in shards]
         device = found[0].device
         dtype = torch.float32 if device.type == "mps" else torch.float64

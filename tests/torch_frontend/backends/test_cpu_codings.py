@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from tests.support.torch_models import default_dtype_and_device
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -144,16 +145,13 @@ def test_words_under_a_mode_are_not_those_of_later_steps() -> None:
         assert type(RandomPart(Randomness(7, 0, 9, torch.device("cpu")), 0).words(torch.empty(9))) is FakeTensor
 
 
-def test_the_default_dtype_at_the_import_changes_no_code() -> None:
+def test_the_default_dtype_and_device_at_the_import_change_no_code() -> None:
     spec = importlib.util.find_spec(cpu_codings.__name__)
     assert spec is not None
     assert spec.loader is not None
-    fresh, before = importlib.util.module_from_spec(spec), torch.get_default_dtype()
-    torch.set_default_dtype(torch.bfloat16)
-    try:
+    fresh = importlib.util.module_from_spec(spec)
+    with default_dtype_and_device(torch.bfloat16, "meta"):
         spec.loader.exec_module(fresh)
-    finally:
-        torch.set_default_dtype(before)
     x = numbers(16, 256)
     stored = []
     for module in (cpu_codings, fresh):

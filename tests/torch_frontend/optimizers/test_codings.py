@@ -10,7 +10,15 @@ from typing import Any
 import pytest
 import torch
 from tests.support.rows import rows
-from tests.support.torch_models import bits, compiling_small_tensors, same_parameters, snapshot, train, unchanged
+from tests.support.torch_models import (
+    bits,
+    compiling_small_tensors,
+    default_dtype_and_device,
+    same_parameters,
+    snapshot,
+    train,
+    unchanged,
+)
 from torch import Tensor, nn
 
 from penstock.core import random_bits
@@ -290,25 +298,20 @@ def test_a_second_moment_that_stops_decaying_is_rounded_stochastically_from_then
 
 
 @EVERY_STORAGE
-def test_the_default_dtype_of_torch_changes_no_bit(storage: dict[str, Any]) -> None:
-    """Many set it to bfloat16 for as long as they train."""
-    starts, kept = [start_of(40, 200), start_of(50)], []
-    gradients = [gradients_of(start, 2) for start in starts]
-    for default in (torch.float32, torch.bfloat16):
-        before = torch.get_default_dtype()
-        torch.set_default_dtype(default)
-        try:
-            parameters = [nn.Parameter(start.clone()) for start in starts]
-            optimizer = optimizer_of(parameters, **storage)
-            for given in zip(*gradients, strict=True):
-                for parameter, gradient in zip(parameters, given, strict=True):
-                    parameter.grad = gradient.clone()
-                optimizer.step()
-        finally:
-            torch.set_default_dtype(before)
-        states = [x for state in optimizer.state.values() for x in state.values() if isinstance(x, Tensor)]
-        kept.append([*(p.detach() for p in parameters), *states])
-    assert same(*kept)
+@pytest.mark.parametrize("released", [False, True])
+def test_the_default_dtype_and_device_of_torch_change_no_bit(storage: dict[str, Any], released: bool) -> None:
+    """Many set a default for as long as they train."""
+    found = []
+    for dtype, device in ((torch.float32, "cpu"), (torch.bfloat16, "cpu"), (torch.float32, "meta")):
+        model, data = model_of(), given(2)
+        optimizer = optimizer_of(model.parameters(), **storage)
+        with default_dtype_and_device(dtype, device):
+            if released:
+                release_gradients(model, optimizer)
+            train(model, optimizer, data)
+        found.append(snapshot(model, optimizer))
+    assert unchanged(found[0], found[1])
+    assert unchanged(found[0], found[2])
 
 
 def test_small_and_narrow_tensors_keep_float32() -> None:
