@@ -428,3 +428,43 @@ def test_the_live_gradients_measured_are_those_of_the_ledger(arguments, layers_a
             assert release.ledger.live == 0
     assert (layers_alive - 1) * LAYER_BYTES < measured.peak <= layers_alive * LAYER_BYTES
     assert release.ledger.peak == measured.peak
+
+
+# -- slices of one tensor -----------------------------------------------------------------------------------------------
+
+
+class Slices(nn.Module):
+    """Two matrices, one after the other in one tensor's memory."""
+
+    def __init__(self, *, share_writes: bool) -> None:
+        super().__init__()
+        whole = torch.arange(32.0).reshape(2, 4, 4) / 32
+        if share_writes:
+            self.a, self.b = nn.Parameter(whole[0]), nn.Parameter(whole[1])
+        else:
+            self.a, self.b = nn.Parameter(torch.empty(4, 4)), nn.Parameter(torch.empty(4, 4))
+            self.a.data, self.b.data = whole
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x @ self.a @ self.b
+
+
+def test_parameters_that_are_slices_of_one_tensor_are_released() -> None:
+    x, models = torch.ones(3, 4), [Slices(share_writes=False) for _ in range(2)]
+    for model in models:
+        optimizer = AdamW(model.parameters(), lr=1e-2)
+        if model is models[0]:
+            release_gradients(model, optimizer)
+        for _ in range(3):
+            model(x).square().sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    assert all(map(torch.equal, *(model.parameters() for model in models)))
+
+
+def test_parameters_that_count_their_writes_together_raise_in_the_backward_pass() -> None:
+    model = Slices(share_writes=True)
+    release_gradients(model, AdamW(model.parameters(), lr=1e-2))
+    x = torch.ones(3, 4, requires_grad=True)  # whose gradient reads a after b is updated
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        model(x).square().sum().backward()
