@@ -17,7 +17,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import CompiledKernel
 from triton.runtime import driver
 
-from penstock.torch_frontend.backends.triton import devices, kernels
+from penstock.torch_frontend.backends.triton import corrections, devices, kernels
 from penstock.torch_frontend.backends.triton.configuration import TABLE
 
 TARGET = GPUTarget("cuda", 90, 32)
@@ -97,7 +97,7 @@ def without_launching() -> Iterator[collections.deque[Launched]]:
         stack.enter_context(mock.patch.object(devices, "on", contextlib.nullcontext))
         on_cpu = {("cpu", dtype): TABLE["cuda", dtype] for dtype in (None, torch.float64)}
         stack.enter_context(mock.patch.dict(TABLE, on_cpu))
-        for kernel in (kernels.update_group, kernels.update_tensor):
+        for kernel in (kernels.update_group, kernels.update_tensor, corrections.store_bias_corrections):
             for name, fresh in _fresh_caches(kernel).items():
                 stack.enter_context(mock.patch.object(kernel, name, fresh))
         yield pretended.launched

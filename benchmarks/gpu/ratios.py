@@ -50,7 +50,7 @@ def phases(optimizer: Any) -> dict[str, Run]:
     slots = [optimizer._slot(p) for p in optimizer.param_groups[0]["params"]]
     with torch.no_grad():  # matrices in 8 bits and the small tensors beside them are two batches
         pairs = [backend._two_launches(batch, None) for batch in batches_of([(slot, slot.parameter.grad) for slot in slots])]
-    measure, write = [pair.measure for pair in pairs], [pair.write for pair in pairs]
+    measure, write = [launch for pair in pairs for launch in pair.measure], [pair.write for pair in pairs]
     return {
         "pair": lambda: launch_all([*measure, *write]),
         "measure only": lambda: launch_all(measure),

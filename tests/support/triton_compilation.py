@@ -35,7 +35,7 @@ TYPES = {
 }
 TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 SCALARS = ("first1", "log1", "first2", "log2", "lr", "eps", "floor", "decay")
-OPTIONAL = ("step_ptr", "square_before", "norm_ptr", "applied_ptr", "numbers")
+OPTIONAL = ("step_ptr", "square_before", "norm_ptr", "applied_ptr", "numbers", "corrections")
 """Pointers that a launch may leave out."""
 RANDOM = {
     "m_scales": "*fp32",
@@ -150,13 +150,13 @@ def group_kernel(
     constants = {
         "PHASES": "both", "CLIP": True, "ZERO1": False, "ZERO2": False, "L2": False,
         "MAXIMIZE": False, "COMPENSATION": storage.compensation, "STOCHASTIC": storage.stochastic, "ROWS": storage.rows,
-        "EACH": False, "STEP_ON_DEVICE": False, "ALIGNMENT": 16, "HINTS": chosen.hints, "COMPUTE": TYPES[storage.wide][1],
+        "EACH": False, "ALIGNMENT": 16, "HINTS": chosen.hints, "COMPUTE": TYPES[storage.wide][1],
         "G": TYPES[storage.parameter][1], "M": TYPES[storage.exp_avg][1], "V": TYPES[storage.exp_avg_sq][1],
         "P": TYPES[storage.parameter][1], "K": TYPES[storage.kept][1],
     } | changes  # fmt: skip
     given = {
-        "items": "*i32", "tensors": "*i64", "partials": f"*{wide}", "squares": f"*{wide}", "counters": "*i32",
-        "item_count": "i32", "tensor_count": "i32", "applied_ptr": "*fp32", "numbers": f"*{wide}", **RANDOM,
+        "items": "*i32", "tensors": "*i64", "partials": f"*{wide}", "squares": f"*{wide}", "corrections": f"*{wide}",
+        "counters": "*i32", "item_count": "i32", "tensor_count": "i32", "applied_ptr": "*fp32", "numbers": f"*{wide}", **RANDOM,
     }  # fmt: skip
     present = (*present, *RANDOM) if storage.random else present
     if not storage.random:

@@ -14,22 +14,18 @@ from .rounding import stochastically_rounded, without_low_bits
 
 
 @triton.jit
-def bias_correction(first, log, step_ptr, ON_DEVICE: tl.constexpr, COMPUTE: tl.constexpr):
-    """Return (1-beta)/(1-beta^t): `core.debiasing.corrected_one_minus_beta`.
+def bias_correction(first, log, step, COMPUTE: tl.constexpr):
+    """Return (1-beta)/(1-beta^t) for the update after `step` others: `core.debiasing.corrected_one_minus_beta`.
 
-    If the number of updates is on the host, `first` is already the result. If it is on the device, `first` is 1-beta and
-    `log` is log(beta), and with x = t*log(beta), in float64,
+    `first` is 1-beta and `log` is log(beta), and with x = t*log(beta), in float64,
 
         1-beta^t = -expm1(x) = (1-e)*x/log(e)    e = exp(x)        if e is near 1 (Kahan's formula, without cancellation)
                              = 1-e                                  elsewhere
     """
-    if ON_DEVICE:
-        x = (tl.load(step_ptr).to(tl.float64) + 1.0) * log
-        e = tl.exp(x)
-        near = tl.where(e == 1.0, -x, (1.0 - e) * x / tl.log(e))
-        return (first / tl.where(x > -0.5, near, 1.0 - e)).to(COMPUTE)
-    else:
-        return first
+    x = (step.to(tl.float64) + 1.0) * log
+    e = tl.exp(x)
+    near = tl.where(e == 1.0, -x, (1.0 - e) * x / tl.log(e))
+    return (first / tl.where(x > -0.5, near, 1.0 - e)).to(COMPUTE)
 
 
 @triton.jit

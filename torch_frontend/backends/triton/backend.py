@@ -14,29 +14,42 @@ from . import devices
 from .batches import Batch, batches_of, step_count_on
 from .coding import arguments_of, multiple_of_rows, positions, update_number
 from .configuration import Device, configuration, wave_elements
+from .corrections import AT_ONCE
 from .launch import Launch, launch_all
 from .memory import ScratchByStream
 from .numbers import NumbersCache
 from .operands import Operands, alignment, check_operands, operands
-from .specialisation import COMPUTE_DTYPES, Kind, ProgramCache, specialisation
+from .specialisation import COMPUTE_DTYPES, CorrectionsOf, Kind, ProgramCache, seen, specialisation
 from .tables import GroupTables
 
 
+class Factors(NamedTuple):
+    """Memory for what launches compute of each tensor of a batch and their later programs or launches read.
+
+    squares: [tensors], the mean squares.
+    corrections: [tensors, 2], c1 and c2; None if the host knows them.
+    """
+
+    squares: Tensor
+    corrections: Tensor | None
+
+
 class MeasureThenWrite(NamedTuple):
-    """Two launches: `measure` writes only `squares`, the mean squares; `write` updates the tensors."""
+    """Launches of a batch in two steps: `measure` writes only factors, of which it has these `squares`; `write` updates."""
 
     batch: Batch
     squares: Tensor
-    measure: Launch
+    measure: list[Launch]
     write: Launch
 
 
 class TritonBackend:
     """Implements `Backend` and `ChecksOnDevice` with Triton kernels.
 
-    update_all() makes one launch for each parameter group (more if dtypes, devices or step counts differ within it). Under
-    release, a large tensor is one launch; small ones are queued and updated together, because a launch costs more than their
-    update. All launches of a call are prepared (memory, tables, scalars and program) before the first one writes.
+    update_all() makes one launch for each parameter group (more if dtypes, devices or step counts differ within it), and a
+    small one before it if step counts are on the device. Under release, a large tensor is one launch; small ones are queued and
+    updated together, because a launch costs more than their update. All launches of a call are prepared (memory, tables,
+    scalars and program) before the first one writes.
 
     Triton's own front end, which takes most of the host time of a launch, runs once per program: compiled programs are looked
     up by their `Specialisation`. Addresses and sizes are read at every launch.
@@ -60,7 +73,7 @@ class TritonBackend:
             launch_all([launch for batch in batches for launch in self._launches(batch)])
             return
         launches = [self._two_launches(batch, None) for batch in batches]
-        launch_all([one.measure for one in launches])
+        launch_all([launch for one in launches for launch in one.measure])
         local = {
             id(slot): square for one in launches for slot, square in zip(one.batch.slots, one.squares.unbind(), strict=True)
         }
@@ -78,7 +91,7 @@ class TritonBackend:
         on = {slot.parameter.device for slot, _ in pairs}
         flags = {device: torch.ones((), dtype=torch.float32, device=device) for device in on}
         launches = [self._two_launches(batch, flags[batch.device]) for batch in batches_of(pairs)]
-        launch_all([one.measure for one in launches])
+        launch_all([launch for one in launches for launch in one.measure])
         applied = _combined(flags)
         launch_all([one.write for one in launches])
         return applied
@@ -93,7 +106,7 @@ class TritonBackend:
             flags = torch.ones(len(batch.slots), dtype=torch.float32, device=batch.device)
             launches.append(self._two_launches(batch, flags, each=True))
             applied |= zip(map(id, batch.slots), flags.unbind(), strict=True)
-        launch_all([one.measure for one in launches])
+        launch_all([launch for one in launches for launch in one.measure])
         launch_all([one.write for one in launches])
         return [
             applied[id(slot)] if id(slot) in applied else torch.ones((), device=slot.parameter.device)  # an empty shard
@@ -105,19 +118,25 @@ class TritonBackend:
         clips = batch.slots[0].rule.clips_update
         if clips and not configuration(batch.device, batch.parameters[0].dtype).tickets:
             pair = self._two_launches(batch, None)
-            return [pair.measure, pair.write]
-        return [self._prepare(batch, "both" if clips else "write", _squares(batch), None)]
+            return [*pair.measure, pair.write]
+        return self._prepare(batch, "both" if clips else "write", _factors(batch), None)
 
     def _two_launches(self, batch: Batch, applied: Tensor | None, *, each: bool = False) -> MeasureThenWrite:
-        squares = _squares(batch)
-        measure = self._prepare(batch, "measure", squares, applied, each=each)
-        return MeasureThenWrite(batch, squares, measure, self._prepare(batch, "write", squares, applied, each=each))
+        factors = _factors(batch)
+        measure = self._prepare(batch, "measure", factors, applied, each=each)
+        *_, write = self._prepare(batch, "write", factors, applied, each=each)
+        return MeasureThenWrite(batch, factors.squares, measure, write)
 
-    def _prepare(self, batch: Batch, phases: str, squares: Tensor, applied: Tensor | None, *, each: bool = False) -> Launch:
-        """Prepare a launch of `kernels.update_group`; for `phases`, `squares`, `applied` and `each` see there."""
+    def _prepare(
+        self, batch: Batch, phases: str, factors: Factors, applied: Tensor | None, *, each: bool = False
+    ) -> list[Launch]:
+        """Prepare a launch of `kernels.update_group`, and one before it of what corrects biases if the device does.
+
+        For `phases`, `factors`, `applied` and `each` see there.
+        """
         slot, device, count = batch.slots[0], batch.device, len(batch.slots)
         lead = Operands(*(column[0] for column in batch.operands))
-        dtype = squares.dtype
+        dtype = factors.squares.dtype
         with devices.on(device):
             captured = _captured(slot, device)
             chosen = configuration(device, lead.parameter.dtype, random=bool(slot.random), rows=multiple_of_rows(slot))
@@ -136,15 +155,21 @@ class TritonBackend:
             partials, counters = scratch.partials(tables.slot_count, dtype), scratch.counters(2 + 2 * count)
             fixed, buffer, numbers = self._numbers(slot, dtype, device, scratch)
         resident = chosen.programs if phases == "both" else None
-        kind: Kind = ("update_group", (("PHASES", phases), ("EACH", each), ("STEP_ON_DEVICE", slot.capturable)))
-        pointers = tables.items, tables.tensors, partials, squares, counters, applied, buffer
+        kind: Kind = ("update_group", (("PHASES", phases), ("EACH", each)))
+        pointers = tables.items, tables.tensors, partials, *factors, counters, applied, buffer
         program = self._programs(kind, specialisation(slot, device, chosen, fixed, lead, batch.alignment, pointers))
         sizes = tables.ticket_count, count
-        arguments = tables.items, tables.tensors, partials, squares, counters, *sizes, applied, buffer, *numbers
+        arguments = tables.items, tables.tensors, partials, *factors, counters, *sizes, applied, buffer, *numbers
         if slot.random:
             arguments = *arguments, update_number(slot)
         written = [] if phases == "measure" else batch.parameters
-        return Launch(program, device, tables.ticket_count, resident, arguments, written)
+        launch = Launch(program, device, tables.ticket_count, resident, arguments, written)
+        if factors.corrections is None:
+            return [launch]
+        given = tables.tensors, factors.corrections
+        wanted = CorrectionsOf(device, tables.tensors.shape[1], dtype, seen([*given, buffer]))
+        before = self._programs(("store_bias_corrections", ()), wanted)
+        return [Launch(before, device, -(-count // AT_ONCE.value), None, (*given, count, buffer, *numbers[:4]), []), launch]
 
     # -- one tensor -----------------------------------------------------------------------------------------------------
 
@@ -211,8 +236,8 @@ class TritonBackend:
             pointers = step, partials, counters, before, after, norm, applied, buffer
             kind: Kind = ("update_tensor", (("ACTION", action), ("FIRST", first)))
             aligned = alignment(given, addresses)
-            seen = (*pointers, *coding[:2])  # the scales
-            program = self._programs(kind, specialisation(slot, device, chosen, fixed, given, aligned, seen))
+            tensors = (*pointers, *coding[:2])  # the scales
+            program = self._programs(kind, specialisation(slot, device, chosen, fixed, given, aligned, tensors))
             programs, resident = count, None
             if action == "update" and (clips or applied is not None):  # measures and writes
                 programs, resident = 2 * count, chosen.programs
@@ -224,9 +249,11 @@ class TritonBackend:
         return after if clips else 0.0
 
 
-def _squares(batch: Batch) -> Tensor:
-    """Return an uninitialised tensor for the mean squares of a batch, [tensors]."""
-    return torch.empty(len(batch.slots), dtype=COMPUTE_DTYPES[batch.parameters[0].dtype], device=batch.device)
+def _factors(batch: Batch) -> Factors:
+    """Allocate the factors of a batch."""
+    count, dtype = len(batch.slots), COMPUTE_DTYPES[batch.parameters[0].dtype]
+    corrections = torch.empty(count, 2, dtype=dtype, device=batch.device) if batch.slots[0].capturable else None
+    return Factors(torch.empty(count, dtype=dtype, device=batch.device), corrections)
 
 
 def _captured(slot: TensorSlot, device: torch.device) -> bool:

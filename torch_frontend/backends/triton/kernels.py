@@ -48,11 +48,11 @@ NUMBERS = tl.constexpr(8)
     do_not_specialize_on_alignment=["applied_ptr"],
 )
 def update_group(
-    items, tensors, partials, squares, counters, item_count, tensor_count, applied_ptr,
+    items, tensors, partials, squares, corrections, counters, item_count, tensor_count, applied_ptr,
     numbers, first1, log1, first2, log2, lr, eps, floor, decay, update,
     PHASES: tl.constexpr, CLIP: tl.constexpr, ZERO1: tl.constexpr, ZERO2: tl.constexpr,
     L2: tl.constexpr, MAXIMIZE: tl.constexpr, COMPENSATION: tl.constexpr, STOCHASTIC: tl.constexpr, ROWS: tl.constexpr,
-    EACH: tl.constexpr, STEP_ON_DEVICE: tl.constexpr, ALIGNMENT: tl.constexpr, HINTS: tl.constexpr,
+    EACH: tl.constexpr, ALIGNMENT: tl.constexpr, HINTS: tl.constexpr,
     G: tl.constexpr, M: tl.constexpr, V: tl.constexpr, P: tl.constexpr, K: tl.constexpr, COMPUTE: tl.constexpr,
     TILES: tl.constexpr, BLOCK: tl.constexpr, TAIL: tl.constexpr, UNROLL: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
@@ -66,6 +66,8 @@ def update_group(
         tensors: int64, [tensor_count, `COLUMNS`], and `COLUMNS_OF_RANDOM_BITS` more.
         partials: COMPUTE, a slot for each item of the table's tensors.
         squares: COMPUTE, [tensor_count], the mean squares; written by measure, read by write.
+        corrections: COMPUTE, [tensor_count, 2], c1 and c2 of each tensor, of `corrections.store_bias_corrections`; None if they
+            are among the scalars, the same for all.
         counters: int32, zero: ticket, programs that have left, then for each tensor the items that have arrived and whether
             its mean square is ready. They are zero again at the end.
         applied_ptr: float32, or None: one flag for all tensors, or with EACH one for each tensor. Measure stores 0 there if a
@@ -80,8 +82,7 @@ def update_group(
         ALIGNMENT: bytes that every address is a multiple of.
     """
     if numbers is not None:
-        first1, log1 = tl.load(numbers), tl.load(numbers + 1)
-        first2, log2 = tl.load(numbers + 2), tl.load(numbers + 3)
+        first1, first2 = tl.load(numbers), tl.load(numbers + 2)
         lr, eps = tl.load(numbers + 4), tl.load(numbers + 5)
         floor, decay = tl.load(numbers + 6), tl.load(numbers + 7)
     KEEP: tl.constexpr = "evict_last" if HINTS and PHASES == "both" else ""
@@ -117,9 +118,13 @@ def update_group(
             columns = row_length(tl.load(row + 11), ROWS)
             index = tl.load(row + 12)
             key = tl.load(row + 13).to(tl.uint32)
-            if STEP_ON_DEVICE:
+            if corrections is not None:
                 number = (tl.load(step_ptr) + 1.0).to(tl.int32)
-        c2 = bias_correction(first2, log2, step_ptr, STEP_ON_DEVICE, COMPUTE)
+        c1 = first1
+        c2 = first2
+        if corrections is not None:
+            c1 = tl.load(corrections + tensor * 2)
+            c2 = tl.load(corrections + tensor * 2 + 1)
         if PHASES != "write":
             if phase == 0:
                 slot = tl.load(row + 7)
@@ -145,7 +150,6 @@ def update_group(
                     eta = lr
                     if CLIP:
                         eta = clipped_learning_rate(lr, tl.load(squares + tensor, cache_modifier=".cg"))
-                    c1 = bias_correction(first1, log1, step_ptr, STEP_ON_DEVICE, COMPUTE)
                     _ = written_item(
                         g_ptr, m_ptr, v_ptr, p_ptr, k_ptr, m_scales, v_scales, base, n, columns, index, key, number, 0,
                         c1, c2, eta, eps, floor, decay, "update", True, ZERO1, ZERO2, L2, MAXIMIZE,
@@ -224,8 +228,9 @@ def update_tensor(
     c1 = first1
     c2 = first2
     if step_ptr is not None:
-        c1 = bias_correction(first1, log1, step_ptr, True, COMPUTE)
-        c2 = bias_correction(first2, log2, step_ptr, True, COMPUTE)
+        step = tl.load(step_ptr)
+        c1 = bias_correction(first1, log1, step, COMPUTE)
+        c2 = bias_correction(first2, log2, step, COMPUTE)
     index = update
     number = update
     if update is not None:
@@ -233,7 +238,7 @@ def update_tensor(
         columns = row_length(columns, ROWS)
         key = key.to(tl.uint32)
         if step_ptr is not None:
-            number = (tl.load(step_ptr) + 1.0).to(tl.int32)
+            number = (step + 1.0).to(tl.int32)
     before = 0.0
     if square_before is not None:
         before = tl.load(square_before).to(COMPUTE)

@@ -12,7 +12,7 @@ from torch import Tensor
 from ....core.dtypes import PARAMETER_DTYPES, compute_dtype
 from ...array_ops import DTYPES
 from ..backend import TensorSlot
-from . import kernels
+from . import corrections, kernels
 from .coding import SECOND_MOMENT, multiple_of_rows
 from .configuration import Configuration
 from .launch import Program
@@ -68,7 +68,17 @@ class Specialisation(NamedTuple):
     alignment: int
     pointers: tuple[Any, ...]
 
-    def options(self) -> dict[str, Any]:
+    def program(self, kind: Kind) -> Program:
+        """Return the program, not yet compiled."""
+        kernel, settings = kind
+        options = self._options() | dict(settings)
+        if (kernel == "update_group" and not self.random) or ("ACTION", "accumulate") in settings:
+            options.pop("maxnreg", None)  # without the limit the compiler uses fewer registers
+        if not self.random:
+            options |= dict.fromkeys(ONLY_WITH_RANDOM_BITS[kernel])
+        return Program(getattr(kernels, kernel), options)
+
+    def _options(self) -> dict[str, Any]:
         """Return the constants and Triton's compilation options, by name."""
         chosen, fixed = self.chosen, self.fixed
         cap = {"maxnreg": chosen.registers} if chosen.registers else {}
@@ -96,6 +106,25 @@ class Specialisation(NamedTuple):
         }
 
 
+class CorrectionsOf(NamedTuple):
+    """The key of a program of `corrections.store_bias_corrections`.
+
+    device, pointers: as in `Specialisation`.
+    columns: of the table of tensors.
+    compute: the compute dtype.
+    """
+
+    device: torch.device
+    columns: int
+    compute: torch.dtype
+    pointers: tuple[Any, ...]
+
+    def program(self, kind: Kind) -> Program:
+        """Return the program, not yet compiled."""
+        options = {"WIDTH": self.columns, "COMPUTE": TRITON_DTYPES[self.compute], "num_warps": 1, "enable_fp_fusion": False}
+        return Program(getattr(corrections, kind[0]), options)
+
+
 def specialisation(
     slot: TensorSlot,
     device: torch.device,
@@ -116,10 +145,10 @@ def specialisation(
     rule = slot.rule
     dtypes = tuple([tensor.dtype for tensor in given])
     coding = slot.compensation, slot.random, multiple_of_rows(slot) if slot.coded else 0
-    return Specialisation(device, chosen, rule.clips_update, rule.l2, *coding, fixed, dtypes, alignment, _seen(arguments))
+    return Specialisation(device, chosen, rule.clips_update, rule.l2, *coding, fixed, dtypes, alignment, seen(arguments))
 
 
-def _seen(arguments: Iterable[Tensor | None]) -> tuple[Any, ...]:
+def seen(arguments: Iterable[Tensor | None]) -> tuple[Any, ...]:
     """Return what Triton specialises on of tensors among the arguments."""
     return tuple([None if x is None else (x.dtype, x.data_ptr() % 16 == 0) for x in arguments])
 
@@ -128,21 +157,11 @@ class ProgramCache:
     """The compiled programs of a backend."""
 
     def __init__(self) -> None:
-        self._known: dict[tuple[Kind, Specialisation], Program] = {}
+        self._known: dict[tuple[Kind, Specialisation | CorrectionsOf], Program] = {}
 
-    def __call__(self, kind: Kind, wanted: Specialisation) -> Program:
+    def __call__(self, kind: Kind, wanted: Specialisation | CorrectionsOf) -> Program:
         """Return the program for this specialisation, which may not be loaded yet."""
         known = self._known.get((kind, wanted))
         if known is None:
-            known = self._known[kind, wanted] = _program(kind, wanted)
+            known = self._known[kind, wanted] = wanted.program(kind)
         return known
-
-
-def _program(kind: Kind, wanted: Specialisation) -> Program:
-    kernel, settings = kind
-    options = wanted.options() | dict(settings)
-    if (kernel == "update_group" and not wanted.random) or ("ACTION", "accumulate") in settings:
-        options.pop("maxnreg", None)  # without the limit the compiler uses fewer registers
-    if not wanted.random:
-        options |= dict.fromkeys(ONLY_WITH_RANDOM_BITS[kernel])
-    return Program(getattr(kernels, kernel), options)

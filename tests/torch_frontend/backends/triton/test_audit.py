@@ -31,6 +31,7 @@ from tests.support.triton_hand_off import broken_laws
 from triton import language
 
 from penstock.torch_frontend.backends.triton.configuration import TABLE, Configuration, resident_programs, with_random_bits
+from penstock.torch_frontend.backends.triton.corrections import store_bias_corrections
 from penstock.torch_frontend.backends.triton.kernels import update_group, update_tensor
 
 for tool in ("ptxas", "cuobjdump", "nvdisasm"):
@@ -209,11 +210,11 @@ def test_the_launch_for_one_tensor_is_wide_unspilled_and_in_order(name: str, sto
     rows(
         [
             (group_kernel, (), {"PHASES": "write", "CLIP": False}),
-            (group_kernel, ("applied_ptr",), {"PHASES": "measure", "STEP_ON_DEVICE": True}),
-            (group_kernel, ("applied_ptr",), {"PHASES": "measure", "EACH": True, "STEP_ON_DEVICE": True}),
-            (group_kernel, ("applied_ptr",), {"PHASES": "write", "STEP_ON_DEVICE": True}),
-            (group_kernel, ("applied_ptr",), {"PHASES": "write", "EACH": True, "STEP_ON_DEVICE": True}),
-            (group_kernel, ("numbers",), {"STEP_ON_DEVICE": True, "MAXIMIZE": True}),
+            (group_kernel, ("applied_ptr", "corrections"), {"PHASES": "measure"}),
+            (group_kernel, ("applied_ptr", "corrections"), {"PHASES": "measure", "EACH": True}),
+            (group_kernel, ("applied_ptr", "corrections"), {"PHASES": "write"}),
+            (group_kernel, ("applied_ptr", "corrections"), {"PHASES": "write", "EACH": True}),
+            (group_kernel, ("numbers", "corrections"), {"MAXIMIZE": True}),
             (tensor_kernel, ("step_ptr", "applied_ptr"), {"CLIP": False, "L2": True}),
             (tensor_kernel, ("square_before", "numbers"), {"FIRST": False}),
         ],
@@ -292,7 +293,7 @@ def test_rows_without_whole_blocks_are_unspilled(kernel) -> None:
         assert bool(wide_bytes(audit.code.loads)) is (storage is SHORT_ROWS)
 
 
-@pytest.mark.parametrize("kernel", [update_group, update_tensor], ids=["group", "tensor"])
+@pytest.mark.parametrize("kernel", [update_group, update_tensor, store_bias_corrections], ids=lambda kernel: kernel.__name__)
 def test_numbers_that_change_while_training_are_not_compiled_in(kernel) -> None:
     """No number that changes while training: learning rate, betas, decay, number of updates, sizes."""
     numbers = {*SCALARS, *"gmvpk", "item_count", "tensor_count", "n", *RANDOM} - {"m_scales", "v_scales"}
@@ -300,7 +301,7 @@ def test_numbers_that_change_while_training_are_not_compiled_in(kernel) -> None:
     assert all(parameter.do_not_specialize for name, parameter in parameters.items() if name in numbers)
     others = {name for name, parameter in parameters.items() if not parameter.is_constexpr} - numbers
     pointers = {"items", "tensors", "partials", "squares", "counters", "numbers", "square_before", "square_after"}
-    pointers |= {"m_scales", "v_scales"}
+    pointers |= {"m_scales", "v_scales", "corrections"}
     assert {name for name in others if not name.endswith("_ptr")} <= pointers
 
 

@@ -31,7 +31,7 @@ from triton.runtime.jit import JITFunction
 from penstock.core.errors import UnsupportedTensorError
 from penstock.torch_frontend import AdamW, StableAdamW
 from penstock.torch_frontend.backends.backend import EXP_AVG, EXP_AVG_SQ, TensorSlot
-from penstock.torch_frontend.backends.triton import kernels, launch
+from penstock.torch_frontend.backends.triton import corrections, kernels, launch
 from penstock.torch_frontend.backends.triton.backend import TritonBackend
 from penstock.torch_frontend.backends.triton.configuration import resident_programs
 from penstock.torch_frontend.backends.triton.operands import LARGE, Operands, operands
@@ -112,7 +112,7 @@ def test_a_second_launch_does_not_enter_tritons_front_end(
         first = [(made.source, made.grid) for made in launched]
         launched.clear()
         monkeypatch.setattr(JITFunction, "run", None)
-        for kernel in (kernels.update_group, kernels.update_tensor):
+        for kernel in (kernels.update_group, kernels.update_tensor, corrections.store_bias_corrections):
             monkeypatch.setattr(kernel, "create_binder", None)
         for slots in (kept.slots, kept.new_slots()):  # the same, and others
             kept.slots = slots

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -220,6 +222,49 @@ def test_a_step_can_be_captured_again_and_again_after_one_without(capture) -> No
     assert all(torch.equal(bits(p), bits(q)) for p, q in zip(parameters, others, strict=True))
 
 
+@pytest.mark.parametrize("optimizer_class", ADAM_FAMILY)
+def test_numbers_of_updates_on_the_device_are_read_again_at_each_replay(optimizer_class) -> None:
+    """Each tensor has its own; c1 and c2 are those that the launch of one tensor computes, with one launch more for all."""
+    alone, together = group((3,) * 31 + (200, 2)), group((3,) * 31 + (200, 2))
+    one, other = (
+        optimizer_class(ps, lr=1e-2, betas=(0.5, 0.75), capturable=True, backend="triton") for ps in (alone, together)
+    )
+    for parameters in (alone, together):
+        give_gradients(parameters)
+    for p, q in zip(alone, together, strict=True):
+        for optimizer, tensor in ((one, p), (other, q)):
+            slot_of(optimizer, tensor).step.fill_(3 * (p.numel() > 2) + (p is alone[0]))
+    recorded: list[Any] = []
+    launch = Program.__call__
+    with mock.patch.object(Program, "__call__", lambda *made: recorded.append(made) or launch(*made)), torch.no_grad():
+        backend_of(other).update_all([(slot_of(other, q), q.grad) for q in together])
+    assert [program.kernel.__name__ for program, *_ in recorded] == ["store_bias_corrections", "update_group"]
+    for replay in (False, True):
+        for p, q in zip(alone, together, strict=True):
+            with torch.no_grad():
+                backend_of(one).update(slot_of(one, p), p.grad, first=True)
+            if replay:
+                slot_of(other, q).step.add_(1)
+            slot_of(one, p).step.add_(1)
+        if replay:
+            for made in recorded:
+                launch(*made)
+        assert all(torch.equal(bits(p), bits(q)) for p, q in zip(alone, together, strict=True))
+
+
+def test_a_pair_of_launches_has_one_launch_of_bias_corrections(monkeypatch: pytest.MonkeyPatch) -> None:
+    launched: list[str] = []
+    monkeypatch.setitem(TABLE, ("cpu", None), dataclasses.replace(INTERPRETER, tickets=False))
+    for on_nonfinite in ("propagate", "skip"):
+        parameters = group((300, 3))
+        optimizer = StableAdamW(parameters, backend="triton", capturable=True, on_nonfinite=on_nonfinite)
+        give_gradients(parameters)
+        with watched(launched.append):
+            optimizer.step()
+        assert launched == ["store_bias_corrections", "update_group", "update_group"]
+        launched.clear()
+
+
 def test_a_captured_step_takes_its_constants_from_the_step_before(capture, monkeypatch: pytest.MonkeyPatch) -> None:
     """Otherwise every replay would fill and stack eight numbers. In float64, whose numbers are on the device in any case."""
     parameters = group((30, 40), torch.float64)
@@ -329,11 +374,11 @@ def test_offsets_are_wider_than_32_bits() -> None:
     items = torch.tensor([[1, 0, last]], dtype=torch.int32)
     scratch = torch.zeros(4, dtype=torch.int32)
     update_group[(1,)](
-        items, torch.tensor(row), torch.zeros(1), torch.zeros(1), scratch, 1, 1, None, None,
+        items, torch.tensor(row), torch.zeros(1), torch.zeros(1), None, scratch, 1, 1, None, None,
         1.0, 0.0, 1.0, 0.0, 0.25, 1e-6, 1e-12, 0.0, None,
         PHASES="write", CLIP=False, ZERO1=False, ZERO2=False, L2=False, MAXIMIZE=False, COMPENSATION="none", STOCHASTIC=False,
         ROWS=0,
-        EACH=False, STEP_ON_DEVICE=False,
+        EACH=False,
         ALIGNMENT=16, HINTS=True, G=tl.bfloat16, M=tl.bfloat16, V=tl.bfloat16, P=tl.bfloat16, K=tl.bfloat16, COMPUTE=tl.float32,
         TILES=INTERPRETER.tiles, BLOCK=INTERPRETER.block, TAIL=INTERPRETER.tail, UNROLL=1, STAGES=1,
     )  # fmt: skip
