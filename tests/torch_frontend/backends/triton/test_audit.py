@@ -170,13 +170,14 @@ ONE = [
     ("sm_100", KAHAN, "update"),
     ("gfx942", SPLIT, "update"),
     ("sm_100", SPLIT, "norm"),
+    ("sm_90", BFLOAT16, "norm"),
     ("sm_90", KAHAN, "norm"),
     ("sm_80", FLOAT32, "norm"),
     ("gfx942", SPLIT, "norm"),
 ]
 SEEN_IN_OTHERS = [
     *[("sm_90", FLOAT32, "update"), ("sm_80", SPLIT, "update"), ("sm_100", SPLIT, "accumulate")],
-    *[("sm_100", KAHAN, "accumulate"), ("sm_100", SPLIT, "norm"), ("gfx942", SPLIT, "norm")],
+    *[("sm_100", KAHAN, "accumulate"), ("sm_90", KAHAN, "norm"), ("sm_100", SPLIT, "norm"), ("gfx942", SPLIT, "norm")],
 ]
 """Target, storage and action: each pair of those of `ONE` that may differ is in a row that is left."""
 
