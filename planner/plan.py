@@ -52,7 +52,9 @@ class InPlaceKernels:
     def __init__(self) -> None:
         self._of_matrices = EagerBackend(scratch_on_cpus=False)
 
-    def update_all(self, pairs: Sequence[tuple[TensorSlot, Tensor]], *, over_shards: OverShards | None = None) -> None:
+    def update_all(
+        self, pairs: Sequence[tuple[TensorSlot, Tensor]], *, over_shards: OverShards | None = None, measure: bool = False
+    ) -> None:
         for slot, gradient in pairs:
             self.update(slot, gradient, first=True)
 

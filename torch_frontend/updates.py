@@ -170,23 +170,28 @@ class TensorUpdates(Optimizer):
         count_updates((slot,))
         return square
 
-    def _update_all(self, ready: Sequence[tuple[Tensor, Tensor]]) -> None:
-        """Perform `Action.UPDATE` on (parameter, gradient) pairs; the gradient of a sharded parameter is the local part."""
+    def _update_all(self, ready: Sequence[tuple[Tensor, Tensor]], *, measure: bool = False) -> Sequence[Tensor] | None:
+        """Perform `Action.UPDATE` on (parameter, gradient) pairs; the gradient of a sharded parameter is the local part.
+
+        Returns:
+            With `measure`, which no sharded parameter may have, the sum of each gradient's squares as `_update` returns it.
+        """
         slots = self._slots
         pairs = [(slots.get(id(parameter)) or self._new_slot(parameter), gradient) for parameter, gradient in ready]
-        self._update_slots(pairs)
+        squares = self._update_slots(pairs, measure=measure)
         count_updates([slot for slot, _ in pairs])
+        return squares
 
-    def _update_slots(self, pairs: Sequence[tuple[TensorSlot, Tensor]]) -> None:
+    def _update_slots(self, pairs: Sequence[tuple[TensorSlot, Tensor]], *, measure: bool = False) -> Sequence[Tensor] | None:
         if self._clips:
             clipping = [pair for pair in pairs if pair[0].rule.clips_update]
             if any(shards := [slot.shard for slot, _ in clipping]):
                 self._backend.update_all(clipping, over_shards=functools.partial(means_over_shards, shards))
                 pairs = [pair for pair in pairs if not pair[0].rule.clips_update]
-        if len(pairs) == 1:
-            self._backend.update(*pairs[0], first=True)
-        else:
-            self._backend.update_all(pairs)
+        if len(pairs) != 1:
+            return self._backend.update_all(pairs, measure=measure)
+        square = self._backend.update(*pairs[0], first=True, measure=measure)
+        return None if square is None else [square]
 
     def _perform(self, parameter: Tensor, gradient: Tensor | None, action: Action) -> None:
         """Perform an action on one parameter that is not sharded."""

@@ -35,7 +35,7 @@ TYPES = {
 }
 TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 SCALARS = ("first1", "log1", "first2", "log2", "lr", "eps", "floor", "decay")
-OPTIONAL = ("step_ptr", "square_before", "norm_ptr", "applied_ptr", "numbers", "corrections")
+OPTIONAL = ("step_ptr", "square_before", "norm_ptr", "applied_ptr", "numbers", "corrections", "norms")
 """Pointers that a launch may leave out."""
 RANDOM = {
     "m_scales": "*fp32",
@@ -156,11 +156,14 @@ def group_kernel(
     } | changes  # fmt: skip
     given = {
         "items": "*i32", "tensors": "*i64", "partials": f"*{wide}", "squares": f"*{wide}", "corrections": f"*{wide}",
-        "counters": "*i32", "item_count": "i32", "tensor_count": "i32", "applied_ptr": "*fp32", "numbers": f"*{wide}", **RANDOM,
+        "norms": f"*{wide}", "counters": "*i32", "item_count": "i32", "tensor_count": "i32", "applied_ptr": "*fp32",
+        "numbers": f"*{wide}", **RANDOM,
     }  # fmt: skip
     present = (*present, *RANDOM) if storage.random else present
     if not storage.random:
         chosen = dataclasses.replace(chosen, registers=0)
+    if "norms" in present:
+        chosen = with_sums(chosen, 1 + constants["CLIP"])
     return _audited(kernel, given, constants, {"items", "tensors", "partials", "counters"}, target, chosen, present)
 
 

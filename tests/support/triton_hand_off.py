@@ -153,7 +153,7 @@ def _nvidia(code: Code, arguments: Sequence[str]) -> tuple[HandOff, list[str]]:
     by_order = {order: [at for at in counting if f".{order}." in code.instructions[at]] for order in _ORDERS}
     both = by_order["acq_rel"]
     arrivals = [at for at in both if code.reaches([at], [at])]
-    handed = ("squares", "square_after", "norm_ptr")
+    handed = ("squares", "square_after", "norm_ptr", "norms")
     flags = [] if "applied_ptr" not in arguments else ["applied_ptr"]
     known = {"items", "tensors", "partials", "counters", *handed, "applied_ptr", "numbers"}
     sums, looks = accesses(r"ld\.global\S*", "partials"), accesses(r"ld\.global\S*", *handed, *flags)

@@ -192,11 +192,15 @@ class Backend(Protocol):
     one_launch: bool
     """Whether `update_all` of many small tensors costs the host about as much as `update` of one."""
 
-    def update_all(self, pairs: Sequence[tuple[TensorSlot, Tensor]], *, over_shards: OverShards | None = None) -> None:
+    def update_all(
+        self, pairs: Sequence[tuple[TensorSlot, Tensor]], *, over_shards: OverShards | None = None, measure: bool = False
+    ) -> Sequence[Tensor] | None:
         """Call `update` with first=True for many tensors at once.
 
         over_shards: given if the rule clips and the tensors are shards. It is called once, after every gradient was read and
             before anything is written; its result gives the learning rates.
+        measure: return the sum of each gradient's squares, 0-d in the compute dtype, if this backend computes them anyway; else
+            None. Not with `over_shards`.
         """
         ...
 

@@ -78,7 +78,9 @@ class EagerBackend:
             slot.state.pop("mean_square", None)
         return sum_of(squares) if measure else None
 
-    def update_all(self, pairs: Sequence[tuple[TensorSlot, Tensor]], *, over_shards: OverShards | None = None) -> None:
+    def update_all(
+        self, pairs: Sequence[tuple[TensorSlot, Tensor]], *, over_shards: OverShards | None = None, measure: bool = False
+    ) -> None:
         """Update many tensors; small ones are packed, which gives the same bits in fewer calls."""
         batches, others = batch_small_tensors(pairs, self._scratch_like, self.small)
         if over_shards is None:

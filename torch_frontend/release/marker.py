@@ -70,7 +70,7 @@ class ReleasedGradient(Tensor):
 
     def norm_now(self) -> Tensor:
         """The 2-norm, 0-d, at least float32."""
-        square = self.context.squares.get(self.key)
+        square = self.context.square(self.key)
         if square is None or not self.context.knows_norms:
             when = "with micro-batches in the moments" if self.context.accepts_more else "before the second pass of guard()"
             raise self.context.refuse(self, f"its norm, which is not known {when},")

@@ -38,6 +38,7 @@ class MarkerContext:
         finite: whether the whole gradient was finite, as far as that is known.
         judged: guard() has looked at the whole gradient of this step.
         refused: an error has told the user that this step cannot go on.
+        measure_queued: records the norms of gradients that are queued, and otherwise measured with their update.
         after_refusal: called after a refusal, to drop the other gradients of that backward.
     """
 
@@ -60,9 +61,16 @@ class MarkerContext:
         self.squares: dict[int, Tensor] = {}
         self.norm: Tensor | None = None
         self.finite = True
+        self.measure_queued: Callable[[], None] = lambda: None
         self.after_refusal: Callable[[], None] = lambda: None
         self.judged = False
         self.refused = False
+
+    def square(self, key: int) -> Tensor | None:
+        """Return the sum of the squares of a gradient by the parameter's id; None where it is not known."""
+        if key not in self.squares:
+            self.measure_queued()
+        return self.squares.get(key)
 
     def refuse(self, marker: ReleasedGradient, operation: str) -> RefusedError:
         """Return the error for an operation that would change a used gradient, or needs its elements."""

@@ -101,14 +101,18 @@ class Pipeline:
         if self.optimizer._launches_together:
             if self.queue is None:
                 self.pass_end.queue = SmallUpdateQueue(step, self.update, free, self.pass_end.watch)
+                self.context.measure_queued = weakly(self.pass_end.queue.measure)
             stage = self.queue
+        last = stage
         if self.max_norm_of_each is not None:
             stage = ClipEach(self.context, self.max_norm_of_each, stage)
         self._rescale = Rescale(stage)
         if self.optimizer.on_nonfinite != "propagate":
             stage = Skip(step, self.skip_count, stage)
-        short = self.single_process and self.update in (stage, getattr(stage, "next_stage", None))
+        short = self.single_process and last in (stage, getattr(stage, "next_stage", None))
         one = stage.one if short and not self.optimizer._may_check_on_device else None
+        if one is not None and stage is last and not self.context.knows_norms:
+            one = functools.partial(one, measure=False)
         if self.context.knows_norms and not isinstance(stage, (ClipEach, Skip)):
             stage = Norm(self.context, stage)
         self.use = self._rescale if self.needs_guard else stage
@@ -251,6 +255,7 @@ class Pipeline:
 
     def norm(self) -> Tensor | None:
         """Compute the global norm of the gradients so far, 0-d. For sharded parameters this is a collective."""
+        self.context.measure_queued()
         members, squares = self.step.members, self.context.squares
         found = [p for group in self.optimizer.param_groups for p in group["params"] if id(p) in squares]
         shards = {id(p): members[id(p)].shard if id(p) in members else shard_of(p) for p in found}

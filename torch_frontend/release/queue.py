@@ -14,7 +14,7 @@ from ...core.release import Action, Status
 from ..autograd.passes import is_nested, pass_number
 from ..communication.shards import is_sharded
 from .member import Member
-from .stages import Free, ReadyGradient, Update, action_for
+from .stages import Free, ReadyGradient, Update, action_for, record_squares
 from .step import Step
 
 SMALL_BYTES = 2**16
@@ -48,6 +48,7 @@ class SmallUpdateQueue:
         self._free = free
         self._watch = watch
         self._queues: dict[torch.device, _Queue] = {}
+        self._squares = step.context.squares
 
     @property
     def capacity(self) -> int:
@@ -62,6 +63,31 @@ class SmallUpdateQueue:
             self._add(member, gradient)
         else:
             self._update(ready)
+
+    def one(self, member: Member, gradient: Tensor, *, measure: bool = True) -> None:
+        """Queue or update one gradient of the only process.
+
+        Args:
+            measure: the norm of the gradient is not recorded yet: its update measures it.
+        """
+        if not self._may_wait(member, gradient):
+            self._update.one(member, gradient, measure=measure)
+            return
+        if measure:
+            self._squares.pop(member.key, None)  # of an earlier step
+        self._add(member, gradient)
+
+    def measure(self) -> None:
+        """Record the norms of queued gradients, without their update."""
+        for queue in self._queues.values():
+            unmeasured = self._unmeasured(queue.take())
+            if unmeasured:
+                record_squares(self._squares, unmeasured)
+
+    def _unmeasured(self, gradients: Mapping[Member, Tensor]) -> dict[Member, Tensor]:
+        if not self._step.context.knows_norms:
+            return {}
+        return {member: gradient for member, gradient in gradients.items() if member.key not in self._squares}
 
     def _may_wait(self, member: Member, gradient: Tensor) -> bool:
         small = member.shard is None and is_small(gradient, self.capacity)
@@ -121,7 +147,10 @@ class SmallUpdateQueue:
                     continue
                 gradients = queue.take()
                 try:
-                    self._update.perform([(member.parameter, g, Action.UPDATE) for member, g in gradients.items()])
+                    if self._unmeasured(gradients):
+                        self._update.together(gradients)
+                    else:
+                        self._update.perform([(member.parameter, g, Action.UPDATE) for member, g in gradients.items()])
                 except BaseException:
                     self._give_back(gradients)
                     raise

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -83,11 +83,16 @@ class Norm:
         self.next_stage = next_stage
 
     def __call__(self, ready: Sequence[ReadyGradient]) -> None:
-        found = [(member, gradient) for member, gradient in ready if gradient is not None]
-        for (member, _), square in zip(found, square_sums([gradient for _, gradient in found]), strict=True):
-            self._squares[member.key] = square
-        del found
+        record_squares(self._squares, {member: gradient for member, gradient in ready if gradient is not None})
         self.next_stage(ready)
+
+
+def record_squares(
+    known: dict[int, Tensor], gradients: Mapping[Member, Tensor], squares: Sequence[Tensor] | None = None
+) -> None:
+    """Record the sum of each gradient's squares in `known`; None: they are to be computed."""
+    found = square_sums(list(gradients.values())) if squares is None else squares
+    known.update(zip([member.key for member in gradients], found, strict=True))
 
 
 class ClipEach:
@@ -100,7 +105,7 @@ class ClipEach:
         self.next_stage = next_stage
 
     def one(self, member: Member, gradient: Tensor) -> None:
-        """Clip and update one gradient; used where `Update` is next."""
+        """Clip and hand on one gradient; used where `Update` or the queue of small gradients is next."""
         norm = gradient_norm(gradient)
         multiply_(gradient, clip_coefficient(norm, self._max_norm))
         self._squares[member.key] = norm * norm
@@ -165,6 +170,11 @@ class Update:
             self._squares[member.key] = square_sum(gradient) if square is None else square
         self._ledger.arrive_and_free(member.key, member.nbytes)
         self._free(member)
+
+    def together(self, gradients: Mapping[Member, Tensor]) -> None:
+        """Update several tensors that are not sharded, whose norms are not recorded yet; frees nothing."""
+        squares = self._optimizer._update_all([(m.parameter, g) for m, g in gradients.items()], measure=True)
+        record_squares(self._squares, gradients, squares)
 
     def __call__(self, ready: Sequence[ReadyGradient]) -> None:
         """Update several tensors; sums over shards are exchanged with other processes once for all of them."""

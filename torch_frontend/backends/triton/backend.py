@@ -28,10 +28,12 @@ class Factors(NamedTuple):
 
     squares: [tensors], the mean squares.
     corrections: [tensors, 2], c1 and c2; None if the host knows them.
+    norms: [tensors], the sums of the gradients' squares; None if nobody asks for them.
     """
 
     squares: Tensor
     corrections: Tensor | None
+    norms: Tensor | None
 
 
 class MeasureThenWrite(NamedTuple):
@@ -66,12 +68,15 @@ class TritonBackend:
 
     # -- many tensors ---------------------------------------------------------------------------------------------------
 
-    def update_all(self, pairs: Sequence[tuple[TensorSlot, Tensor]], *, over_shards: OverShards | None = None) -> None:
+    def update_all(
+        self, pairs: Sequence[tuple[TensorSlot, Tensor]], *, over_shards: OverShards | None = None, measure: bool = False
+    ) -> Sequence[Tensor] | None:
         """Update all tensors, with one launch for each batch; with two if `over_shards` is given, or without tickets."""
         batches = batches_of(pairs)
         if over_shards is None:
-            launch_all([launch for batch in batches for launch in self._launches(batch)])
-            return
+            factors = [_factors(batch, measure) for batch in batches]
+            launch_all([launch for batch, its in zip(batches, factors, strict=True) for launch in self._launches(batch, its)])
+            return _in_order(pairs, batches, [its.norms for its in factors]) if measure else None
         launches = [self._two_launches(batch, None) for batch in batches]
         launch_all([launch for one in launches for launch in one.measure])
         local = {
@@ -85,6 +90,7 @@ class TritonBackend:
         for one in launches:
             one.squares.copy_(torch.stack([totals[id(slot)] for slot in one.batch.slots]))
         launch_all([one.write for one in launches])
+        return None
 
     def update_all_if_finite(self, pairs: Sequence[tuple[TensorSlot, Tensor]]) -> Tensor:
         """Measure every tensor in a first launch for each batch, then write all or none in a second."""
@@ -113,16 +119,18 @@ class TritonBackend:
             for slot, _ in pairs
         ]
 
-    def _launches(self, batch: Batch) -> list[Launch]:
+    def _launches(self, batch: Batch, factors: Factors) -> list[Launch]:
         """Prepare one launch that measures, if the rule clips, and writes; a pair if the configuration has no tickets."""
         clips = batch.slots[0].rule.clips_update
         if clips and not configuration(batch.device, batch.parameters[0].dtype).tickets:
-            pair = self._two_launches(batch, None)
+            pair = self._two_launches(batch, None, factors)
             return [*pair.measure, pair.write]
-        return self._prepare(batch, "both" if clips else "write", _factors(batch), None)
+        return self._prepare(batch, "both" if clips else "write", factors, None)
 
-    def _two_launches(self, batch: Batch, applied: Tensor | None, *, each: bool = False) -> MeasureThenWrite:
-        factors = _factors(batch)
+    def _two_launches(
+        self, batch: Batch, applied: Tensor | None, factors: Factors | None = None, *, each: bool = False
+    ) -> MeasureThenWrite:
+        factors = factors or _factors(batch)
         measure = self._prepare(batch, "measure", factors, applied, each=each)
         *_, write = self._prepare(batch, "write", factors, applied, each=each)
         return MeasureThenWrite(batch, factors.squares, measure, write)
@@ -139,7 +147,9 @@ class TritonBackend:
         dtype = factors.squares.dtype
         with devices.on(device):
             captured = _captured(slot, device)
-            chosen = configuration(device, lead.parameter.dtype, random=bool(slot.random), rows=multiple_of_rows(slot))
+            sums = 0 if factors.norms is None else 1 + slot.rule.clips_update
+            rows = multiple_of_rows(slot)
+            chosen = configuration(device, lead.parameter.dtype, sums=sums, random=bool(slot.random), rows=rows)
             properties = Device.of(device)
             tables = self._tables(
                 [*batch.addresses, batch.steps],
@@ -152,7 +162,8 @@ class TritonBackend:
                 coding=batch.coding,
             )
             scratch = self._scratch(device, captured)
-            partials, counters = scratch.partials(tables.slot_count, dtype), scratch.counters(2 + 2 * count)
+            slots = tables.slot_count if factors.norms is None else 2 * tables.slot_count
+            partials, counters = scratch.partials(slots, dtype), scratch.counters(2 + 2 * count)
             fixed, buffer, numbers = self._numbers(slot, dtype, device, scratch)
         resident = chosen.programs if phases == "both" else None
         kind: Kind = ("update_group", (("PHASES", phases), ("EACH", each)))
@@ -249,11 +260,26 @@ class TritonBackend:
         return after if clips else 0.0
 
 
-def _factors(batch: Batch) -> Factors:
-    """Allocate the factors of a batch."""
+def _factors(batch: Batch, measure: bool = False) -> Factors:
+    """Allocate the factors of a batch. measure: with norms."""
     count, dtype = len(batch.slots), COMPUTE_DTYPES[batch.parameters[0].dtype]
     corrections = torch.empty(count, 2, dtype=dtype, device=batch.device) if batch.slots[0].capturable else None
-    return Factors(torch.empty(count, dtype=dtype, device=batch.device), corrections)
+    norms = torch.empty(count, dtype=dtype, device=batch.device) if measure else None
+    return Factors(torch.empty(count, dtype=dtype, device=batch.device), corrections, norms)
+
+
+def _in_order(
+    pairs: Sequence[tuple[TensorSlot, Tensor]], batches: Sequence[Batch], norms: Sequence[Tensor | None]
+) -> list[Tensor]:
+    """Return the sum of each gradient's squares, 0-d, in the order of `pairs`; an empty one has the sum 0."""
+    found: dict[int, Tensor] = {}
+    for batch, its in zip(batches, norms, strict=True):
+        assert its is not None
+        found |= zip(map(id, batch.slots), its.unbind(), strict=True)
+    return [
+        found[id(slot)] if id(slot) in found else torch.zeros((), dtype=slot.compute_dtype, device=slot.parameter.device)
+        for slot, _ in pairs
+    ]
 
 
 def _captured(slot: TensorSlot, device: torch.device) -> bool:

@@ -45,10 +45,10 @@ NUMBERS = tl.constexpr(8)
     do_not_specialize=[
         *("item_count", "tensor_count", "first1", "log1", "first2", "log2", "lr", "eps", "floor", "decay", "update")
     ],
-    do_not_specialize_on_alignment=["applied_ptr"],
+    do_not_specialize_on_alignment=["norms", "applied_ptr"],
 )
 def update_group(
-    items, tensors, partials, squares, corrections, counters, item_count, tensor_count, applied_ptr,
+    items, tensors, partials, squares, corrections, norms, counters, item_count, tensor_count, applied_ptr,
     numbers, first1, log1, first2, log2, lr, eps, floor, decay, update,
     PHASES: tl.constexpr, CLIP: tl.constexpr, ZERO1: tl.constexpr, ZERO2: tl.constexpr,
     L2: tl.constexpr, MAXIMIZE: tl.constexpr, COMPENSATION: tl.constexpr, STOCHASTIC: tl.constexpr, ROWS: tl.constexpr,
@@ -64,10 +64,11 @@ def update_group(
     Args:
         items: int32, [item_count, 3]: phase (0 measure, 1 write), tensor, number of the item in its tensor; in ticket order.
         tensors: int64, [tensor_count, `COLUMNS`], and `COLUMNS_OF_RANDOM_BITS` more.
-        partials: COMPUTE, a slot for each item of the table's tensors.
+        partials: COMPUTE, a slot for each item of the table's tensors; two with norms.
         squares: COMPUTE, [tensor_count], the mean squares; written by measure, read by write.
         corrections: COMPUTE, [tensor_count, 2], c1 and c2 of each tensor, of `corrections.store_bias_corrections`; None if they
             are among the scalars, the same for all.
+        norms: COMPUTE, [tensor_count], or None: the sum of each gradient's squares is stored there.
         counters: int32, zero: ticket, programs that have left, then for each tensor the items that have arrived and whether
             its mean square is ready. They are zero again at the end.
         applied_ptr: float32, or None: one flag for all tensors, or with EACH one for each tensor. Measure stores 0 there if a
@@ -87,6 +88,7 @@ def update_group(
         floor, decay = tl.load(numbers + 6), tl.load(numbers + 7)
     KEEP: tl.constexpr = "evict_last" if HINTS and PHASES == "both" else ""
     PASS: tl.constexpr = "evict_first" if HINTS else ""
+    SUM: tl.constexpr = "squares" if norms is not None and not CLIP else ""
     WIDTH: tl.constexpr = COLUMNS if update is None else COLUMNS + COLUMNS_OF_RANDOM_BITS
     if PHASES == "both":  # noqa: SIM108  (Triton compiles both sides of a conditional expression)
         ticket = take_ticket(counters)
@@ -128,14 +130,20 @@ def update_group(
         if PHASES != "write":
             if phase == 0:
                 slot = tl.load(row + 7)
+                if norms is not None:
+                    slot *= 2
                 count = tl.load(row + 8).to(tl.int32)
-                partial, _ = measured_item(
+                partial, square = measured_item(
                     g_ptr, v_ptr, p_ptr, k_ptr, v_scales, base, n, columns, flag_ptr, c2, floor, decay,
                     True, ZERO2, L2, MAXIMIZE, COMPENSATION, COMPUTE, KEEP, TILES, BLOCK, TAIL, UNROLL, STAGES, ROWS,
                 )  # fmt: skip
                 if CLIP:
-                    last, total, _ = arrive(partials + slot, item, count, partial, 0.0, arrived, False, COMPUTE)
+                    last, total, norm = arrive(
+                        partials + slot, item, count, partial, square, arrived, norms is not None, COMPUTE
+                    )
                     if last:
+                        if norms is not None:
+                            tl.store(norms + tensor, norm)
                         tl.store(squares + tensor, total / elements(n, columns, ROWS).to(COMPUTE))
                         if PHASES == "both":
                             announce(arrived + 1)
@@ -150,11 +158,17 @@ def update_group(
                     eta = lr
                     if CLIP:
                         eta = clipped_learning_rate(lr, tl.load(squares + tensor, cache_modifier=".cg"))
-                    _ = written_item(
+                    partial = written_item(
                         g_ptr, m_ptr, v_ptr, p_ptr, k_ptr, m_scales, v_scales, base, n, columns, index, key, number, 0,
                         c1, c2, eta, eps, floor, decay, "update", True, ZERO1, ZERO2, L2, MAXIMIZE,
-                        COMPENSATION, STOCHASTIC, COMPUTE, PASS, "", TILES, BLOCK, TAIL, ROWS,
+                        COMPENSATION, STOCHASTIC, COMPUTE, PASS, SUM, TILES, BLOCK, TAIL, ROWS,
                     )  # fmt: skip
+                    if SUM != "":
+                        slot = tl.load(row + 7)
+                        count = tl.load(row + 8).to(tl.int32)
+                        last, total, _ = arrive(partials + slot, item, count, partial, 0.0, arrived, False, COMPUTE)
+                        if last:
+                            tl.store(norms + tensor, total)
         if PHASES == "both":
             ticket = take_ticket(counters)
         else:

@@ -211,6 +211,8 @@ def test_the_launch_for_one_tensor_is_wide_unspilled_and_in_order(name: str, sto
     rows(
         [
             (group_kernel, (), {"PHASES": "write", "CLIP": False}),
+            (group_kernel, ("norms",), {"PHASES": "write", "CLIP": False}),
+            (group_kernel, ("norms",), {}),
             (group_kernel, ("applied_ptr", "corrections"), {"PHASES": "measure"}),
             (group_kernel, ("applied_ptr", "corrections"), {"PHASES": "measure", "EACH": True}),
             (group_kernel, ("applied_ptr", "corrections"), {"PHASES": "write"}),
@@ -223,6 +225,8 @@ def test_the_launch_for_one_tensor_is_wide_unspilled_and_in_order(name: str, sto
     ),
     ids=[
         "adamw",
+        "adamw-norms",
+        "norms",
         "measure",
         "measure-each",
         "write",
@@ -251,7 +255,7 @@ def spilled_to_memory(audit: Audit) -> int:
 RANDOM_LAUNCHES = [
     *itertools.product(TARGETS, [SMALLEST, COMPACT], ["group", "update"]),
     *itertools.product(["sm_80", "sm_90"], [CODES_OF_FLOAT32, STOCHASTIC, SPLIT8], ["group", "update"]),
-    *itertools.product(["sm_90"], [SMALLEST, COMPACT, CODES_OF_FLOAT32], ["norm", "accumulate", "apply", "adamw"]),
+    *itertools.product(["sm_90"], [SMALLEST, COMPACT, CODES_OF_FLOAT32], ["norm", "norms", "accumulate", "apply", "adamw"]),
 ]
 
 
@@ -266,8 +270,8 @@ RANDOM_LAUNCHES = [
 def test_launches_that_round_stochastically_are_wide_and_unspilled(name: str, storage: Storage, launch: str) -> None:
     """Codes in accesses of 16 bytes, as everything else; what they decode to is nowhere in memory."""
     target = TARGETS[name]
-    if launch == "group":
-        audit = compile_or_skip(group_kernel, storage, target)
+    if launch in ("group", "norms"):
+        audit = compile_or_skip(group_kernel, storage, target, ("norms",) if launch == "norms" else ())
     elif launch == "adamw":
         audit = compile_or_skip(group_kernel, storage, target, PHASES="write", CLIP=False)
     else:
@@ -302,7 +306,7 @@ def test_numbers_that_change_while_training_are_not_compiled_in(kernel) -> None:
     assert all(parameter.do_not_specialize for name, parameter in parameters.items() if name in numbers)
     others = {name for name, parameter in parameters.items() if not parameter.is_constexpr} - numbers
     pointers = {"items", "tensors", "partials", "squares", "counters", "numbers", "square_before", "square_after"}
-    pointers |= {"m_scales", "v_scales", "corrections"}
+    pointers |= {"m_scales", "v_scales", "corrections", "norms"}
     assert {name for name in others if not name.endswith("_ptr")} <= pointers
 
 

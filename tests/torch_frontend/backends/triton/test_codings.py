@@ -74,7 +74,7 @@ def test_a_launch_has_the_numbers_and_scales_of_now(launches: Compared, capturab
         optimizer.step()
         *_, together = launches.launched
         numbers = [0] if capturable else [update]
-        assert [together.arguments[18]] == numbers
+        assert [together.arguments[19]] == numbers
         launches.clear()
         each(optimizer)
         for row, alone, p in zip(together.arguments[1].tolist(), launches.launched, parameters, strict=True):
@@ -112,7 +112,7 @@ def test_a_launch_without_random_bits_is_given_nothing_of_them(launches: Compare
     each(optimizer)
     together, *alone = launches.launched
     assert together.arguments[1].shape[1] == COLUMNS.value
-    assert together.arguments[18] is None
+    assert together.arguments[19] is None
     assert all(given is None for made in alone for given in made.arguments[23:31])
 
 

@@ -79,6 +79,47 @@ def test_a_tensor_alone_gets_the_bits_that_it_gets_in_a_group(optimizer_class) -
     assert unchanged(expected, [bits(x) for p in parameters for x in (p.detach(), *optimizer.state[p].values())])
 
 
+@pytest.mark.parametrize(("optimizer_class", "tickets"), covering(ADAM_FAMILY, [True, False]))
+def test_a_gradient_is_measured_in_a_group_as_alone(optimizer_class, tickets: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The bits of its sum of squares, in the order of the call, and of everything that is written; 0 if it is empty."""
+    monkeypatch.setitem(TABLE, ("cpu", None), dataclasses.replace(INTERPRETER, tickets=tickets))
+    results = []
+    for alone in (True, False):
+        parameters = [*group(), *group((1100,), torch.bfloat16), *group((0, 5))]
+        optimizer = optimizer_class(parameters, lr=1e-2, backend="triton")
+        backend = backend_of(optimizer)
+        give_gradients(parameters)
+        with torch.no_grad():
+            pairs = [(slot_of(optimizer, p), p.grad) for p in parameters]
+            if alone:
+                squares = [backend.update(slot, gradient, first=True, measure=True) for slot, gradient in pairs]
+            else:
+                squares = backend.update_all(pairs, measure=True)
+        for p, square in zip(parameters, squares, strict=True):
+            torch.testing.assert_close(square.double(), p.grad.double().square().sum(), rtol=1e-6, atol=0.0)
+        for scratch in backend._scratch._by_stream.values():
+            assert torch.count_nonzero(scratch.counters(1)) == 0
+        state = [x for p in parameters for x in (p.detach(), *optimizer.state[p].values())]
+        results.append([bits(x) for x in (*squares, *state)])
+    assert unchanged(*results)
+
+
+@pytest.mark.parametrize("optimizer_class", [StableAdamW, AdamW])
+def test_every_item_has_slots_of_its_own(optimizer_class) -> None:
+    """Programs that run at once would otherwise write over each other's partial sums; here they run one after the other."""
+    for measure in (False, True):
+        parameters = group()
+        optimizer = optimizer_class(parameters, backend="triton")
+        backend = backend_of(optimizer)
+        give_gradients(parameters)
+        partials = backend._scratch(torch.device("cpu"), False).partials(1, torch.float32).fill_(torch.nan)
+        with torch.no_grad():
+            backend.update_all([(slot_of(optimizer, p), p.grad) for p in parameters], measure=measure)
+        items = sum(-(-p.numel() // INTERPRETER.item) for p in parameters)
+        sums = measure + (optimizer_class is StableAdamW)
+        assert torch.isfinite(partials).sum() == sums * items == torch.isfinite(partials[: sums * items]).sum()
+
+
 def test_counters_are_zero_after_every_launch() -> None:
     parameters = group()
     optimizer = StableAdamW(parameters, backend="triton")
@@ -374,7 +415,7 @@ def test_offsets_are_wider_than_32_bits() -> None:
     items = torch.tensor([[1, 0, last]], dtype=torch.int32)
     scratch = torch.zeros(4, dtype=torch.int32)
     update_group[(1,)](
-        items, torch.tensor(row), torch.zeros(1), torch.zeros(1), None, scratch, 1, 1, None, None,
+        items, torch.tensor(row), torch.zeros(1), torch.zeros(1), None, None, scratch, 1, 1, None, None,
         1.0, 0.0, 1.0, 0.0, 0.25, 1e-6, 1e-12, 0.0, None,
         PHASES="write", CLIP=False, ZERO1=False, ZERO2=False, L2=False, MAXIMIZE=False, COMPENSATION="none", STOCHASTIC=False,
         ROWS=0,

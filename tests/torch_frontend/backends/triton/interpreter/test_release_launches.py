@@ -79,15 +79,40 @@ def test_an_update_measures_the_gradient_in_its_own_launch(optimizer_class, dtyp
         assert unchanged(*found)
 
 
-@pytest.mark.parametrize("optimizer_class", ADAM_FAMILY)
-def test_a_released_gradient_is_not_measured_by_another_launch(optimizer_class, monkeypatch) -> None:
-    model = nn.Linear(WIDTH, WIDTH, bias=False)
-    optimizer = optimizer_class(model.parameters(), backend="triton")
-    release_gradients(model, optimizer)
-    monkeypatch.setattr("penstock.torch_frontend.release.stages.square_sum", None)
+@pytest.mark.parametrize(("optimizer_class", "dtype"), covering(ADAM_FAMILY, [torch.float32, torch.bfloat16]))
+def test_released_gradients_are_measured_in_the_launches_that_update_them(optimizer_class, dtype, monkeypatch) -> None:
+    """Matrices, which are launched by themselves, and vectors, which are queued; and the same bits are written."""
+    found, norms = [], []
+    for released in (False, True):
+        model = blocks(dtype)
+        optimizer = optimizer_class(model.parameters(), lr=1e-2, backend="triton")
+        if released:
+            release_gradients(model, optimizer)
+            for name in ("square_sum", "square_sums"):
+                monkeypatch.setattr(f"penstock.torch_frontend.release.stages.{name}", None)
+        loss_of(model, batches(1, WIDTH, dtype=dtype)[0]).backward()
+        norms.append([(p.grad if released else p.grad.double()).norm().double() for p in model.parameters()])
+        optimizer.step()
+        found.append(snapshot(model, optimizer))
+    assert unchanged(*found)
+    torch.testing.assert_close(norms[1], norms[0], rtol=1e-6, atol=0.0)
+
+
+def test_a_queued_gradient_has_its_norm_before_its_update() -> None:
+    model = blocks()
+    optimizer = StableAdamW(model.parameters(), lr=1e-2, backend="triton")
+    release = release_gradients(model, optimizer)
+    seen: list[torch.Tensor] = []
+    before = model[1][1].bias.detach().clone()
+    model[1][0].weight.register_post_accumulate_grad_hook(
+        lambda _: seen.extend((model[1][1].bias.grad.norm(), release.last_norm, model[1][1].bias.detach().clone()))
+    )
     loss_of(model, batches(1, WIDTH)[0]).backward()
-    assert model.weight.grad is not None
-    assert float(model.weight.grad.norm()) > 0
+    norm, total, then = seen
+    assert torch.equal(before, then)
+    assert not torch.equal(before, model[1][1].bias)
+    assert 0 < norm < total < release.last_norm
+    torch.testing.assert_close(norm, model[1][1].bias.grad.norm())
     optimizer.step()
 
 
