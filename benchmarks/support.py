@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import datetime
 import fnmatch
+import functools
 import json
 import os
 import platform
@@ -120,20 +121,26 @@ def write_result(path: Path, result: dict[str, Any]) -> None:
 
 def circumstances() -> dict[str, Any]:
     """Return the installed versions, the processor, the number of cores, the command and the date."""
+    specification = getattr(sys.modules["__main__"], "__spec__", None)
+    module = specification.name.removesuffix(".__main__") if specification else Path(sys.argv[0]).name
+    return {
+        "versions": _installed() | {"python": platform.python_version()},
+        "machine": {"processor": processor_name(), "cores": os.cpu_count(), "system": platform.system()},
+        "command": shlex.join(["python", "-m", module, *sys.argv[1:]]),
+        "date": datetime.date.today().isoformat(),
+    }
+
+
+@functools.cache
+def _installed() -> dict[str, str]:
+    """Return the installed versions; cached, because a search for metadata takes longer than a file's other contents."""
     versions = {}
     for package in PACKAGES:
         try:
             versions[package] = metadata.version(package)
         except metadata.PackageNotFoundError:
             continue
-    specification = getattr(sys.modules["__main__"], "__spec__", None)
-    module = specification.name.removesuffix(".__main__") if specification else Path(sys.argv[0]).name
-    return {
-        "versions": versions | {"python": platform.python_version()},
-        "machine": {"processor": processor_name(), "cores": os.cpu_count(), "system": platform.system()},
-        "command": shlex.join(["python", "-m", module, *sys.argv[1:]]),
-        "date": datetime.date.today().isoformat(),
-    }
+    return versions
 
 
 def processor_name() -> str:

@@ -28,6 +28,10 @@ PROCESSES = 8
 """Largest number of processes of a run; each but the first continues after a hang or a crash."""
 
 
+COMPILED_FAST = "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
+"""For JAX in a dry run, whose programs run once."""
+
+
 def main(arguments: list[str] | None = None) -> int:
     """Run stages; return 1 if a section failed or a law of the kernels is broken."""
     parser = parser_of(__doc__)
@@ -57,6 +61,7 @@ def work(numbers: list[int], out: Path, *, dry: bool) -> int:
     """Run stages in this process, which it prepares."""
     if dry:
         os.environ["TRITON_INTERPRET"] = "1"  # before anything imports Triton
+        os.environ.setdefault("XLA_FLAGS", COMPILED_FAST)
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # JAX would take the memory that PyTorch needs
     import torch
 

@@ -144,7 +144,7 @@ class Setting:
     def clean_up(self) -> None:
         """Free cached memory, including the filler's, so that it is not part of a peak measured later."""
         self.__dict__.pop("_filler", None)
-        gc.collect()
+        gc.collect(self.few(2, 0))
         if not self.dry:
             torch.cuda.empty_cache()
 
