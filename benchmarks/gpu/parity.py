@@ -23,7 +23,11 @@ from penstock.torch_frontend import Adam, AdamW, StableAdamW
 from penstock.torch_frontend.backends.backend import EXP_AVG, EXP_AVG_SQ
 from penstock.torch_frontend.groups import hyperparameters
 
-from .setting import BETAS, Setting
+from .correctness import DRY_SIZES, SIZES
+from .setting import BETAS, STORAGES, Setting
+
+SUM_ERROR = 2.0**-18
+"""Largest relative error of a sum of squares in float32: 64 roundings, of at most 32 tiles in turn and of trees."""
 
 STORED = [(getattr(torch, dtype), compensation) for dtype in PARAMETER_DTYPES for compensation in possible(dtype)]
 
@@ -64,6 +68,27 @@ def one_tensor(setting: Setting) -> Iterator[dict[str, Any]]:
             worst = max(_largest_ratio(setting, optimizer_class, dtype, compensation, n) for n in sizes)
             name = f"{optimizer_class.__name__} {dtype} {compensation}"
             yield {"specialisation": name, "largest_ratio_to_bound": worst, "holds": worst <= 1}
+
+
+def norms(setting: Setting) -> Iterator[dict[str, Any]]:
+    """Compare the sums of the gradients' squares that updates compute, alone and together, with float64 and with each other."""
+    for storage in setting.first(STORAGES):
+        for optimizer_class in setting.first((StableAdamW, AdamW)):
+            sums = []
+            for alone in (True, False):
+                parameters = setting.parameters(DRY_SIZES[0] if setting.dry else SIZES[2], storage.dtype, coded=storage.coded)
+                optimizer = optimizer_class(parameters, lr=1e-2, betas=BETAS, **storage.options, backend="triton")
+                backend, pairs = optimizer._backend, [(optimizer._slot(p), p.grad) for p in parameters]
+                with torch.no_grad():
+                    if alone:
+                        found = [backend.update(*pair, first=True, measure=True) for pair in pairs]
+                    else:
+                        found = backend.update_all(pairs, measure=True)
+                sums.append(torch.stack(found).double())
+            right = torch.stack([p.grad.double().square().sum() for p in parameters])
+            error, same = float(((sums[1] - right).abs() / right).max()), torch.equal(*sums)
+            row = {"storage": storage.name, "optimizer": optimizer_class.__name__, "largest_relative_error": error}
+            yield row | {"same_bits": same, "holds": same and error < SUM_ERROR}
 
 
 def _largest_ratio(setting: Setting, optimizer_class: Any, dtype: torch.dtype, compensation: str, n: int) -> float:

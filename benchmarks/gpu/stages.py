@@ -65,5 +65,12 @@ STAGES = {
     ),
     5: Stage(480, {"llama_8b": Section(neighbour.llama_8b, 120)}),
     6: Stage(480, {"steps": Section(walk.jax_steps, 180)}),
-    7: Stage(480, {"one_tensor": Section(parity.one_tensor), "parity": Section(parity.parity, 400)}),
+    7: Stage(
+        480,
+        {
+            "one_tensor": Section(parity.one_tensor),
+            "norms": Section(parity.norms),
+            "parity": Section(parity.parity, 400),
+        },
+    ),
 }
