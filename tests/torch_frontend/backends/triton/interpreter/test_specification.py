@@ -89,7 +89,10 @@ def assert_same(p: torch.Tensor, state: dict, expected: np.ndarray, after: Tenso
 @pytest.mark.parametrize(
     "pattern",
     rows(
-        ["B/*/state-default", "B/*/bfloat16/*/state-float32", "decay/*/split/*", "shapes/*/bfloat16/*"],
+        [
+            *[f"B/{rule}/*/state-default" for rule in ("adam", "adamw", "stable_adamw")],  # those that have kernels
+            *["B/*/bfloat16/*/state-float32", "decay/*/split/*", "shapes/*/bfloat16/*"],
+        ],
         lambda pattern: pattern == "B/*/bfloat16/*/state-float32",
     ),
 )
