@@ -21,6 +21,7 @@ from jax.extend import core as jaxpr_types
 from ..core.errors import InvalidArgumentError, RefusedError
 from .array_ops import zeros_of
 from .dependencies import flow
+from .evaluation import evaluate
 from .state import PyTree
 from .walk.layer_stack import number_of_layers
 
@@ -150,7 +151,7 @@ def count_visits(
         # The result does not depend on the inputs, so any will do; XLA removes them and what reads them.
         return jaxpr_types.jaxpr_as_fun(traced)(*map(_any_like, jax.tree.leaves((none, outer, batch))))
 
-    return Counts(*map(np.asarray, jax.jit(evaluated).lower().compile()()))
+    return Counts(*evaluate(evaluated))
 
 
 def _any_like(leaf: Any) -> jax.Array:

@@ -26,6 +26,7 @@ from ..core.errors import InvalidArgumentError, PenstockError, RefusedError
 from .array_ops import check_floating
 from .dependencies import flow
 from .direct import as_transformation
+from .evaluation import evaluate
 from .random_bits import with_equal_keys
 from .state import PyTree
 
@@ -233,9 +234,8 @@ def _differs(tx: optax.GradientTransformation, layer: PyTree, join: Callable[...
     grads = [numbers(10.0**index, _STEPS) for index in range(_LAYERS)]
     for leaf in jax.tree.leaves(grads):
         leaf[1] = 0.0  # so that noise added to the gradient shows
-    # Compiled first, so that it computes numbers inside of a traced function, too.
-    distance = jax.jit(largest_distance).lower(layers, grads).compile()(layers, grads)
-    return not np.asarray(distance) <= 1.0  # true of NaN
+    (distance,) = evaluate(largest_distance, layers, grads)
+    return not distance <= 1.0  # true of NaN
 
 
 def _like(new: Any, old: Any) -> Any:

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from jax.experimental import io_callback
 from tests.support.jax_sharding import rows, spread, three_steps
 from tests.support.jax_training import assert_close, assert_equal, float64
 
@@ -280,3 +281,37 @@ def test_a_layer_can_be_dropped_by_the_data_when_it_is_still_used() -> None:
 
     with float64():
         compare(drop, layer, tokens())
+
+
+@needs_references
+def test_what_the_loss_and_the_schedule_log_is_of_steps_and_nothing_else() -> None:
+    """The visits are counted, and separability is checked, by running both on stand-ins, of which nothing may be logged."""
+    losses, rates, drawn = [], [], []
+
+    def logging(outer, layers, batch):
+        noise = io_callback(lambda: drawn.append(0.0) or np.float32(0.0), jax.ShapeDtypeStruct((), jnp.float32), ordered=True)
+        value = loss(outer, layers, batch) + jax.lax.stop_gradient(noise)
+        jax.lax.cond(value > 0, lambda: jax.debug.callback(lambda x: losses.append(float(x)), value), lambda: None)
+        return value
+
+    def schedule(count):
+        jax.debug.callback(lambda x: rates.append(int(x)), count)
+        return 1e-2
+
+    tx = optax.sgd(schedule)
+    step, state = release_layers(logging, layer, tx), init_train_state(tx, parameters())
+    state, metrics = step(state, tokens())
+    jax.effects_barrier()
+    assert losses == [float(metrics["loss"])]
+    assert rates == [0] * (1 + LAYERS)
+    assert drawn == [0.0]
+
+
+@needs_references
+def test_a_step_runs_without_jit() -> None:
+    params = parameters(layers=2, width=2)
+    tx = optax.sgd(1e-2)
+    state, _ = release_layers(loss, layer, tx)(init_train_state(tx, params), tokens())
+    with jax.disable_jit():
+        other, _ = release_layers(loss, layer, optax.sgd(1e-2))(init_train_state(tx, params), tokens())
+    assert_close(other, state, rtol=1e-6, atol=1e-7)
