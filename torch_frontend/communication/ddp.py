@@ -142,6 +142,7 @@ class _BucketHook:
         self.group = group
         self.communication: weakref.ref[DDPCommunication] | None = None
         self.in_flight: list[tuple[Any, Any, tuple[Tensor, Any] | None]] = []
+        self.numbered = False  # buckets have numbers; they have none in the first pass of a static graph, nor is one the last
 
     def finish_oldest(self, communication: DDPCommunication) -> None:
         """Wait for the oldest bucket, and deliver it."""
@@ -164,7 +165,8 @@ def _average_bucket(state: _BucketHook, bucket: Any) -> torch.futures.Future[Ten
         communication = None if state.communication is None else state.communication()
         if communication is not None:
             state.in_flight.append((bucket, work, communication.used_anywhere(bucket.parameters(), state.group)))
-            while len(state.in_flight) > (0 if bucket.is_last() else 1):
+            state.numbered = state.numbered or bucket.index() > 0
+            while len(state.in_flight) > (1 if state.numbered and not bucket.is_last() else 0):
                 state.finish_oldest(communication)
             if bucket.is_last():
                 communication.pass_ended()

@@ -6,7 +6,17 @@ from typing import Any
 
 import pytest
 import torch
-from tests.support.rank_models import ENGINES, Net, assert_bitwise, assert_close, assert_ranks_equal, ddp, parameters_of, train
+from tests.support.rank_models import (
+    ENGINES,
+    WIDTH,
+    Net,
+    assert_bitwise,
+    assert_close,
+    assert_ranks_equal,
+    ddp,
+    parameters_of,
+    train,
+)
 from tests.support.ranks import Ranks
 from torch import nn
 
@@ -50,6 +60,35 @@ def equals_stock(engine: str, rule: type, dtype: torch.dtype, bound: float, step
 def test_release_equals_stock_ddp_bit_for_bit(ranks: Ranks, engine: str, rule: type, dtype: torch.dtype, steps: int) -> None:
     """But StableAdamW's mean square over shards, which is summed in another order."""
     ranks.run(equals_stock, engine, rule, dtype, 1e-6 if (rule, engine) == (StableAdamW, "fsdp2") else 0.0, steps)
+
+
+class Mixed(nn.Module):
+    """Parameters of two dtypes, for which DistributedDataParallel has a bucket each."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.low, self.head = nn.Linear(WIDTH, 7).bfloat16(), nn.Linear(7, 1)
+
+    def forward(self, x: torch.Tensor, skip: bool = False) -> torch.Tensor:
+        return self.head(self.low(x.bfloat16()).tanh().float())
+
+
+def equals_plain_in_two_dtypes() -> None:
+    found = []
+    for released in (True, False):
+        model = ddp(Mixed(), static_graph=True)
+        optimizer = AdamW(model.parameters(), lr=1e-2)
+        if released:
+            release_gradients(model, optimizer)
+        train(model, optimizer, range(3))
+        found.append(parameters_of(model))
+    assert_bitwise(*found, "two dtypes")
+
+
+def test_two_dtypes_in_a_static_graph_equal_plain_ddp(ranks: Ranks) -> None:
+    """Its first pass reduces all buckets, one a dtype, after all gradients, and says of none that it is the last."""
+    ranks.run(equals_plain_in_two_dtypes)
 
 
 def rank_dependent_graphs(engine: str) -> None:
