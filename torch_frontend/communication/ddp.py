@@ -142,7 +142,8 @@ class _BucketHook:
         self.group = group
         self.communication: weakref.ref[DDPCommunication] | None = None
         self.in_flight: list[tuple[Any, Any, tuple[Tensor, Any] | None]] = []
-        self.numbered = False  # buckets have numbers; they have none in the first pass of a static graph, nor is one the last
+        # Whether a bucket has had an index above 0: in a static graph's first pass all have 0, and none says that it is the last.
+        self.numbered = False
 
     def finish_oldest(self, communication: DDPCommunication) -> None:
         """Wait for the oldest bucket, and deliver it."""
