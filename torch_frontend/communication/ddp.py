@@ -142,7 +142,7 @@ class _BucketHook:
         self.group = group
         self.communication: weakref.ref[DDPCommunication] | None = None
         self.in_flight: list[tuple[Any, Any, tuple[Tensor, Any] | None]] = []
-        # Whether a bucket has had an index above 0: in a static graph's first pass all have 0, and none says that it is the last.
+        # Whether a bucket has had an index above 0: in a static graph's first pass all have 0, and none says it is the last.
         self.numbered = False
 
     def finish_oldest(self, communication: DDPCommunication) -> None:
