@@ -15,12 +15,12 @@ import sys
 from collections.abc import Iterable, Sequence
 from importlib import metadata
 from pathlib import Path
-from typing import Any, NamedTuple
-
-from rich.console import Console
-from rich.table import Table
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from penstock.core.atomic_write import replacing
+
+if TYPE_CHECKING:
+    from rich.table import Table
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
@@ -54,6 +54,8 @@ def matching(names: Iterable[str], patterns: Sequence[str]) -> list[str]:
 
 def print_tables(tables: Iterable[Table], width: int = 120) -> None:
     """Print tables on stdout, so many columns wide if that is not a terminal."""
+    from rich.console import Console  # a machine with a GPU may not have it, and needs none of these tables
+
     console = Console(width=None if sys.stdout.isatty() else width)
     for table in tables:
         console.print(table)
@@ -94,6 +96,8 @@ def ratio(value: float | None, over: float | None) -> float | None:
 
 def goals_table(goals: Sequence[Goal]) -> Table:
     """Return a table with one line per goal: "goal 0.85, measured 2.1"."""
+    from rich.table import Table
+
     table = Table("what", "goal", "measured", "met", title="goals")
     for goal in goals:
         measured = "-" if goal.measured is None else f"{goal.measured:.2f}"
