@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from ...core.errors import PenstockError
 from ...core.hyperparameters import Hyperparameters
-from ...core.rules import Rule
+from ...core.rules import Rule, adam_family
 from ..cases import EVERY_DTYPE, Case, storages
 from ..rules import FAMILY
 from .protocol import Run
@@ -63,8 +63,13 @@ class TorchBackend:
             return str(error)
         return None
 
+    def _refuses(self, rule: Rule) -> str | None:
+        if self.name == "triton" and not adam_family.is_member(rule):
+            return f"there are no kernels for {rule.name}"
+        return _without_class(rule)
+
     def refuses(self, case: Case) -> str | None:
-        return _without_class(case.problem.rule)
+        return self._refuses(case.problem.rule)
 
     def start(self, case: Case) -> Run:
         def make(parameters: list[Any], given: Hyperparameters) -> Any:
@@ -73,7 +78,7 @@ class TorchBackend:
         return OptimizerRun(case, make, kept_by, self.device, keeps_gradients=True)
 
     def refuses_events(self, case: EventCase) -> str | None:
-        return _without_class(case.rule) or (case.not_compiled if self.name == "compiled" else None)
+        return self._refuses(case.rule) or (case.not_compiled if self.name == "compiled" else None)
 
     def start_events(self, case: EventCase) -> EventRun:
         from ..events.torch_release import TorchEvents
@@ -86,7 +91,7 @@ class TorchBackend:
         return TorchEvents(case, self.name, self.device, released=False)
 
     def refuses_codings(self, case: CodingCase) -> str | None:
-        return None
+        return self._refuses(case.rule)
 
     def start_codings(self, case: CodingCase) -> CodingRun:
         from ..codings.torch_runs import TorchCodings
@@ -102,7 +107,9 @@ class TorchBackend:
         return torch_memory(case, self.name, self.device)
 
     def refuses_markers(self, case: MarkerCase) -> str | None:
-        return "compiling takes seconds a case, and a marker does not depend on it" if self.name == "compiled" else None
+        if self.name == "compiled":
+            return "compiling takes seconds a case, and a marker does not depend on it"
+        return self._refuses(case.rule)
 
     def start_markers(self, case: MarkerCase) -> TorchMarkers:
         from ..markers import TorchMarkers
@@ -110,7 +117,7 @@ class TorchBackend:
         return TorchMarkers(case.events, self.name, self.device)
 
     def refuses_trajectory(self, case: Trajectory) -> str | None:
-        return None
+        return self._refuses(case.rule)
 
     def start_trajectory(self, case: Trajectory) -> TrajectoryRun:
         from ..trajectories.torch_runs import TorchTrajectory

@@ -9,7 +9,9 @@ import pytest
 
 from penstock.core import rules
 from penstock.core.rules import adam_family
+from penstock.parity.backends.torch_optimizers import TorchBackend
 from penstock.parity.rules import FAMILY, NOT_COVERED, RULES, why_not
+from penstock.parity.sections import SECTIONS
 
 
 def test_every_rule_is_covered_or_named() -> None:
@@ -42,3 +44,15 @@ def _jumps(current: Any, scalars: Any, fields: Any, entered: Any, xp: Any) -> An
 def test_a_rule_that_cannot_be_followed_says_why(changed: dict[str, Any], why: str) -> None:
     assert why_not(rules.RULES["adamw"]) is None
     assert why in str(why_not(dataclasses.replace(rules.RULES["adamw"], **changed)))
+
+
+def test_the_kernels_refuse_every_case_of_a_rule_that_they_do_not_have() -> None:
+    """Where there is a GPU, they run all sections in the suite's own process, and what they cannot start is a broken row."""
+    pytest.importorskip("torch")
+    backend = TorchBackend("triton", "cuda")
+    ask = {"updates": backend.refuses, "codings": backend.refuses_codings, "events": backend.refuses_events}
+    ask |= {"marker": backend.refuses_markers, "trajectories": backend.refuses_trajectory}
+    for section in SECTIONS:
+        for case in section.cases(quick=True) if section.name in ask else ():
+            rule = case.problem.rule if section.name == "updates" else case.rule
+            assert (ask[section.name](case) is None) is (rule.name in FAMILY), case.name
