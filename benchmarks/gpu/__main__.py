@@ -27,6 +27,8 @@ FAILED = 3
 PROCESSES = 8
 """Largest number of processes of a run; each but the first continues after a hang or a crash."""
 
+SHOWN = 300
+"""Characters of a row on stdout: of a machine that is elsewhere, sometimes only the end of the output comes back."""
 
 COMPILED_FAST = "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
 """For JAX in a dry run, whose programs run once."""
@@ -139,6 +141,7 @@ def run_section(result: Result, name: str, section: Any, setting: Any, seconds: 
             rows.append(row)
             mine["seconds"] = round(time.monotonic() - started, 1)
             result.write()
+            print(f"  {json.dumps(row)[:SHOWN]}", flush=True)
             if before + time.monotonic() - started > seconds:
                 reason = {"left_out": f"the rest: the stage's {seconds} s are over"}
                 break

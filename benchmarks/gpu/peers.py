@@ -30,6 +30,11 @@ class Candidate(NamedTuple):
     release: Callable[[nn.Module], Any]
     module: str = "torch"
 
+    @property
+    def compiles(self) -> bool:
+        """Whether the first step takes seconds for each shape of a tensor, for which torch.compile makes a program."""
+        return self.module == "torchao.optim"
+
 
 def candidates(setting: Setting) -> list[Candidate]:
     """Return this package's optimizers and the peers, constructed as in their documentation."""

@@ -6,7 +6,6 @@ import csv
 import dataclasses
 import io
 import shutil
-import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -14,13 +13,13 @@ from unittest import mock
 
 import torch
 
-from benchmarks.support import failure
 from penstock.torch_frontend import AdamW, StableAdamW
 from penstock.torch_frontend.backends.triton.batches import batches_of
 from penstock.torch_frontend.backends.triton.configuration import TABLE
 from penstock.torch_frontend.backends.triton.launch import launch_all
 
 from .setting import BETAS, STORAGES, Setting, Storage
+from .tools import run_tool
 
 GOALS = {"124M": 1.10, "1B": 1.15}
 """Largest ratio to the floor of the ticketed launch."""
@@ -90,7 +89,10 @@ def _row(setting: Setting, model: str, storage: Storage, way: str, own_bytes: fl
 
 
 def counters(setting: Setting) -> Iterator[dict[str, Any]]:
-    """Read the bytes of DRAM and the hits of the second-level cache with ncu, where it is installed."""
+    """Read the bytes of DRAM and the hits of the second-level cache with ncu, where it is installed.
+
+    A step is one launch, or two with moments in 8 bits: the matrices', then that of what is too small for codes.
+    """
     tool = shutil.which("ncu")
     if tool is None or setting.dry:
         yield {"missing": "ncu is not installed, or this is a dry run"}
@@ -99,19 +101,17 @@ def counters(setting: Setting) -> Iterator[dict[str, Any]]:
         for storage in STORAGES:
             script = ["-m", "benchmarks.gpu.one_step", "--model", model, "--storage", storage.name]
             options = ["--clock-control", "none", "--csv", "--page", "raw", "--metrics", ",".join(METRICS)]
-            command = [tool, *options, "-k", "regex:update_group", sys.executable, *script]
-            done = subprocess.run(command, capture_output=True, text=True, timeout=140, check=False)
+            done = run_tool([tool, *options, "-k", "regex:update_group", sys.executable, *script], 100)
             row = {"model": model, "storage": storage.name, "floor_bytes": storage.floor_bytes * sum(setting.shapes(model))}
-            yield row | (metrics(done.stdout) or {"failed": (done.stdout + done.stderr)[-2000:]})
+            found = metrics(done.stdout)
+            yield row | ({"launches": found} if found else {"failed": done.last_words})
 
 
-def metrics(text: str) -> dict[str, str]:
-    """Return the metrics of the last kernel in ncu's table, each with its unit."""
+def metrics(text: str) -> list[dict[str, str]]:
+    """Return the metrics of each kernel in ncu's table, with their units."""
     lines = [line for line in text.splitlines() if line.startswith('"')]
-    table = list(csv.DictReader(io.StringIO("\n".join(lines))))
-    if len(table) < 2:  # the first row has the units
-        return {}
-    return {name: f"{table[-1][name]} {table[0][name]}" for name in METRICS if name in table[-1]}
+    units, *kernels = list(csv.DictReader(io.StringIO("\n".join(lines)))) or [{}]
+    return [{name: f"{kernel[name]} {units[name]}" for name in METRICS if name in kernel} for kernel in kernels]
 
 
 def knobs(setting: Setting) -> Iterator[dict[str, Any]]:
@@ -134,7 +134,7 @@ def knobs(setting: Setting) -> Iterator[dict[str, Any]]:
                         row["device_ms"] = setting.device_ms(optimizer.step, 10)
                     row["ratio_to_floor"] = row["device_ms"] / floor_ms
                 except Exception as error:  # a configuration that does not compile
-                    row["failed"] = failure(error)
+                    row["failed"] = setting.failure(error)
                 yield row
             optimizer = None
             setting.clean_up()

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from benchmarks.support import failure
 from penstock.core.codings.eight_bit import BLOCK, SMALLEST
 from penstock.torch_frontend.backends import count_updates
 
@@ -140,6 +141,11 @@ class Setting:
         """Wait for the device."""
         if not self.dry:
             torch.cuda.synchronize()
+
+    def failure(self, error: Exception) -> str:
+        """Return what went wrong; raise it if nothing works any more in this process, as after a bad access."""
+        self.synchronize()
+        return failure(error)
 
     def clean_up(self) -> None:
         """Free cached memory, including the filler's, so that it is not part of a peak measured later."""

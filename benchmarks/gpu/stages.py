@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from . import adversity, correctness, neighbour, parity, ratios, training, walk
+from . import adversity, correctness, machine, neighbour, parity, ratios, training, walk
 from .setting import Setting
 
 Row = dict[str, Any]
@@ -34,14 +34,22 @@ class Stage:
 
 
 STAGES = {
-    1: Stage(240, {"steps": Section(correctness.steps), "repeats": Section(correctness.repeats)}, stops=True),
+    1: Stage(
+        240,
+        {
+            "machine": Section(machine.machine),
+            "steps": Section(correctness.steps),
+            "repeats": Section(correctness.repeats),
+        },
+        stops=True,
+    ),
     2: Stage(
         480,
         {
             "bandwidth": Section(ratios.bandwidth),
             "ways": Section(ratios.ways),
-            "counters": Section(ratios.counters, 150),
             "knobs": Section(ratios.knobs),
+            "counters": Section(ratios.counters, 120),
         },
     ),
     3: Stage(
@@ -59,8 +67,8 @@ STAGES = {
         360,
         {
             "host": Section(training.host),
-            "models": Section(training.models),
-            "optimizers": Section(training.optimizers),
+            "models": Section(training.models, 180),
+            "optimizers": Section(training.optimizers, 180),
         },
     ),
     5: Stage(480, {"llama_8b": Section(neighbour.llama_8b, 120)}),

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
-from benchmarks.support import failure
 from penstock.planner.llama import Llama
 from penstock.planner.settings import LlamaShape
 from penstock.torch_frontend import StableAdamW, release_gradients
@@ -78,10 +77,15 @@ def models(setting: Setting) -> Iterator[dict[str, Any]]:
     }
     if setting.dry:
         made = {"tiny": (lambda: Gpt2(1, 8, 2, TINY.vocabulary, 4), 1, 4)}
-    for name, (make, batch, length) in made.items():
-        for candidate in candidates(setting):
-            for released in (False, True):
-                yield {"model": name, **trained(setting, make, batch, length, candidate, released)}
+    for candidate, (name, (make, batch, length)) in in_order(candidates(setting), made.items()):
+        for released in (False, True):
+            yield {"model": name, **trained(setting, make, batch, length, candidate, released)}
+
+
+def in_order(candidates: Sequence[Candidate], models: Iterable[Any]) -> list[tuple[Candidate, Any]]:
+    """Return each model's pairs in turn, but those of optimizers that compile for each shape, a minute a model, at the end."""
+    pairs = [(candidate, model) for model in models for candidate in candidates]
+    return sorted(pairs, key=lambda pair: pair[0].compiles)
 
 
 def trained(
@@ -101,7 +105,7 @@ def trained(
     try:
         return row | _trained(setting, make, batch, length, candidate, released, repetitions)
     except Exception as error:  # a peer that cannot, or a model that does not fit
-        return row | {"failed": failure(error)} | ({"holds": False} if candidate.name.startswith("penstock") else {})
+        return row | {"failed": setting.failure(error)} | ({"holds": False} if candidate.name.startswith("penstock") else {})
 
 
 def _trained(
@@ -139,21 +143,20 @@ def _trained(
 
 def optimizers(setting: Setting) -> Iterator[dict[str, Any]]:
     """Time a step of every optimizer alone, each over the time of a copy of the bytes that it has to move itself."""
-    for model in ("124M", "1B"):
-        for candidate in candidates(setting):
-            row: dict[str, Any] = {"model": model, "optimizer": candidate.name}
-            if (why := missing(candidate)) is not None:
-                yield row | {"missing": why}
-                continue
-            optimizer = None
-            try:
-                optimizer = candidate.make(setting.parameters(setting.shapes(model), torch.bfloat16))
-                row["device_ms"] = setting.device_ms(optimizer.step, 10)
-                row |= setting.wall_ms(optimizer.step)
-                row["own_bytes"] = moved_bytes(optimizer)
-                row["ratio_to_own_bytes"] = row["device_ms"] / (1e3 * row["own_bytes"] / setting.bandwidth)
-            except Exception as error:  # a peer that cannot
-                row["failed"] = failure(error)
-            optimizer = None
-            setting.clean_up()
-            yield row
+    for candidate, model in in_order(candidates(setting), ("124M", "1B")):
+        row: dict[str, Any] = {"model": model, "optimizer": candidate.name}
+        if (why := missing(candidate)) is not None:
+            yield row | {"missing": why}
+            continue
+        optimizer = None
+        try:
+            optimizer = candidate.make(setting.parameters(setting.shapes(model), torch.bfloat16))
+            row["device_ms"] = setting.device_ms(optimizer.step, 10)
+            row |= setting.wall_ms(optimizer.step)
+            row["own_bytes"] = moved_bytes(optimizer)
+            row["ratio_to_own_bytes"] = row["device_ms"] / (1e3 * row["own_bytes"] / setting.bandwidth)
+        except Exception as error:  # a peer that cannot
+            row["failed"] = setting.failure(error)
+        optimizer = None
+        setting.clean_up()
+        yield row

@@ -13,6 +13,9 @@ from benchmarks.support import failure
 from .setting import Setting
 
 ROUNDS, OPTIMIZER = 10, "stable_adamw"
+COMPILING = 120
+"""Seconds of each dtype after which no further step is compiled, so that there is time to run those that are."""
+
 MODEL = {"layers": 12, "width": 1024, "heads": 16, "context": 256}
 SCHEDULER = "xla_gpu_enable_latency_hiding_scheduler"
 
@@ -25,15 +28,21 @@ def jax_steps(setting: Setting) -> Iterator[dict[str, Any]]:
     of a step. The allocator's peak never decreases within a process, so the steps of a dtype are compiled first and run in the
     order of their peaks, and a figure that an earlier step exceeded is left out.
     """
+    if (why := _missing(setting)) is not None:
+        yield {"missing": why}
+        return
     import jax.numpy as jnp
 
     from benchmarks.jax_decoder import Decoder
 
     model = Decoder(**({"layers": 1, "width": 8, "heads": 1, "context": 2} if setting.dry else MODEL))
     for dtype in (jnp.float32,) if setting.dry else (jnp.bfloat16, jnp.float32):
-        compiled = []
+        compiled, started = [], time.monotonic()
         for job in setting.first(reversed(_jobs()) if setting.dry else _jobs()):
             row: dict[str, Any] = {"step": job["step"], "dtype": dtype.__name__}
+            if time.monotonic() - started > COMPILING:
+                yield row | {"left_out": f"the {COMPILING} s to compile in are over"}
+                continue
             try:
                 made, found = _compiled(job["method"], model, dtype, job.get("options", {}))
                 compiled.append((made, job["method"], row | found))
@@ -43,6 +52,18 @@ def jax_steps(setting: Setting) -> Iterator[dict[str, Any]]:
         for made, method, row in sorted(compiled, key=lambda entry: entry[2]["peak"]):
             yield row | _run(made, method, model, dtype, setting.few(ROUNDS))
             setting.clean_up()
+
+
+def _missing(setting: Setting) -> str | None:
+    """Return why there is nothing to measure: a package is missing, or JAX has no GPU."""
+    try:
+        import jax
+        import optax  # noqa: F401
+
+        found = jax.default_backend()
+    except Exception as error:  # a plugin for another driver may fail in any way
+        return f"{failure(error)} Carry the wheels of JAX and optax along: see README.md."
+    return None if setting.dry or found == "gpu" else f"JAX runs on the {found} here: bring its plugin for CUDA"
 
 
 def _jobs() -> list[dict[str, Any]]:

@@ -17,6 +17,7 @@ import pytest
 import torch
 from benchmarks.gpu.__main__ import FAILED, main, path_of, run_stages, work
 from benchmarks.gpu.setting import Setting
+from benchmarks.gpu.tools import run_tool
 
 ROOT = Path(__file__).resolve().parents[2]
 PEERS = {
@@ -117,5 +118,48 @@ def test_a_table_of_ncu_is_read() -> None:
 
     names, units = (",".join(f'"{cell}"' for cell in row) for row in (("ID", *METRICS), ("", "Gbyte", "Gbyte", "%", "us")))
     found = metrics(f'==PROF== Connected\n{names}\n{units}\n"0","1","2","3","4"\n"1","5","6","7","8"\n')
-    assert found == dict(zip(METRICS, ("5 Gbyte", "6 Gbyte", "7 %", "8 us"), strict=True))
-    assert metrics("==ERROR== no counters") == {}
+    assert found[0] == dict(zip(METRICS, ("1 Gbyte", "2 Gbyte", "3 %", "4 us"), strict=True))
+    assert found[1] == dict(zip(METRICS, ("5 Gbyte", "6 Gbyte", "7 %", "8 us"), strict=True))
+    assert metrics("==ERROR== no counters") == metrics(f"{names}\n{units}\n") == []
+
+
+def test_a_tool_whose_time_runs_out_ends_with_what_it_has_started() -> None:
+    """The child has the tool's pipes: who only killed the tool would wait for the child."""
+    script = "import subprocess; subprocess.Popen(['sleep', '30']); print('begun', flush=True); import time; time.sleep(30)"
+    ended = run_tool([sys.executable, "-c", script], 1.0)
+    assert ended.status is None
+    assert ended.stdout == "begun\n"
+    assert "time ran out" in ended.last_words
+
+
+def test_a_tool_tells_its_status_and_both_outputs() -> None:
+    script = "import os, sys; print(os.environ['GIVEN']); print('error', file=sys.stderr); sys.exit(9)"
+    assert run_tool([sys.executable, "-c", script], 30.0, GIVEN="given") == (9, "given\n", "error\n")
+
+
+def test_an_error_that_ends_the_context_ends_the_section() -> None:
+    assert Setting(dry=True).failure(ValueError("too large")) == "ValueError: too large"
+    with (
+        mock.patch.object(torch.cuda, "synchronize", side_effect=RuntimeError("CUDA error: an illegal memory access")),
+        pytest.raises(RuntimeError, match="illegal"),
+    ):
+        Setting(dry=False).failure(ValueError("too large"))
+
+
+def test_without_a_gpu_for_jax_the_walk_says_so() -> None:
+    jax = pytest.importorskip("jax")
+    from benchmarks.gpu.walk import jax_steps
+
+    with mock.patch.object(jax, "default_backend", return_value="cpu"):
+        (row,) = jax_steps(Setting(dry=False))
+    assert "cpu" in row["missing"]
+
+
+def test_optimizers_that_compile_come_last() -> None:
+    pytest.importorskip("triton")
+    from benchmarks.gpu.peers import candidates
+    from benchmarks.gpu.training import in_order
+
+    pairs = [(candidate.name, model) for candidate, model in in_order(candidates(Setting(dry=True)), ("small", "large"))]
+    assert all("torchao" in name for name, _ in pairs[-4:])
+    assert pairs[0][1] == "small"
