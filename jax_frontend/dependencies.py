@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from jax.extend import core as jaxpr_types
@@ -56,6 +56,14 @@ def _open(jaxpr: Any) -> Any:
     return jaxpr.jaxpr if isinstance(jaxpr, jaxpr_types.ClosedJaxpr) else jaxpr
 
 
+def _sizes_of_scan(parameters: Mapping[str, Any]) -> tuple[int, int]:
+    """Return the numbers of constants and of carried values."""
+    if "ft_in" in parameters:  # from JAX 0.11 on: a tree of each
+        constants, carried, _ = (len(list(part)) for part in parameters["ft_in"].unpack())
+        return constants, carried
+    return parameters["num_consts"], parameters["num_carry"]
+
+
 def _through(equation: jaxpr_types.JaxprEqn, given: list[Marks]) -> tuple[list[Marks], list[Marks]]:
     """Return the marks of an equation's outputs, and those of its operands afterwards.
 
@@ -74,7 +82,7 @@ def _through(equation: jaxpr_types.JaxprEqn, given: list[Marks]) -> tuple[list[M
         after = [_union(marks) for marks in zip(*(written for _, written in branches), strict=True)]
         return outputs, [predicate, *(new if new == old else new | predicate for old, new in zip(operands, after, strict=True))]
     if name == "scan":
-        constants, carried = parameters["num_consts"], parameters["num_carry"]
+        constants, carried = _sizes_of_scan(parameters)
         split = constants + carried
 
         def iteration(state: list[Marks]) -> tuple[list[Marks], list[Marks]]:

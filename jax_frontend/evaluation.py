@@ -33,10 +33,10 @@ def _silenced(found: Any) -> Any:
     """Return a jaxpr, or what else is a parameter of an equation, without prints, and with zeros for io_callback."""
     if type(found) is tuple:  # the branches of lax.cond
         return tuple(map(_silenced, found))
+    if isinstance(found, jaxpr_types.Jaxpr):  # from JAX 0.11 on a closed one, too, which is its own jaxpr
+        return found.replace(eqns=[_quiet(each) for each in found.eqns if each.primitive.name not in _PRINTS])
     if isinstance(found, jaxpr_types.ClosedJaxpr):
         return found.replace(jaxpr=_silenced(found.jaxpr))
-    if isinstance(found, jaxpr_types.Jaxpr):
-        return found.replace(eqns=[_quiet(each) for each in found.eqns if each.primitive.name not in _PRINTS])
     return found
 
 

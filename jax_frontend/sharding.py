@@ -9,7 +9,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.experimental.shard_alike import shard_alike
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from ..core.codings import EightBit
@@ -48,13 +47,18 @@ def _spelled(sharding: NamedSharding, ndim: int) -> NamedSharding:
 def sharded_like(new: PyTree, old: PyTree) -> PyTree:
     """Return a tree of traced arrays, each sharded as that of `old` in its place.
 
-    Otherwise XLA chooses: a replicated moment comes back sharded, and the next step is compiled again.
+    Otherwise, as with a JAX that has no shard_alike, XLA chooses: a replicated moment may come back sharded, and the next step
+    is then compiled again.
 
     Args:
         new, old: trees; where their structures differ, new is returned as it is.
     """
     structure: Any = jax.tree.structure(old)
     if jax.device_count() == 1 or structure != jax.tree.structure(new):
+        return new
+    try:
+        from jax.experimental.shard_alike import shard_alike
+    except ImportError:  # JAX 0.11 has removed it
         return new
     return jax.tree.map(lambda n, o: shard_alike(n, o)[0] if jnp.shape(n) == jnp.shape(o) else n, new, old)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import sys
 from typing import Any
 
 import jax
@@ -23,6 +24,7 @@ from penstock.jax_frontend import (
     release_layers,
     stable_adamw,
 )
+from penstock.jax_frontend.sharding import sharded_like
 
 pytestmark = pytest.mark.skipif(
     not getattr(jax.config, "jax_use_shardy_partitioner", True), reason="GSPMD lets XLA choose, even where it is told to stay"
@@ -145,3 +147,10 @@ def test_references_to_explicitly_sharded_layers_are_refused() -> None:
     model = Placed("tensor", True)
     with model.in_mesh, pytest.raises(RefusedError, match=r"explicit mesh axes.*make_release_step"):
         release_layers(model.loop, model.layer, TX)(init_train_state(TX, model.params()), model.batch())
+
+
+def test_a_jax_without_shard_alike_lets_xla_choose(monkeypatch: pytest.MonkeyPatch) -> None:
+    new, old = {"w": jnp.ones(3)}, {"w": jnp.zeros(3)}
+    assert sharded_like(new, old) is not new
+    monkeypatch.setitem(sys.modules, "jax.experimental.shard_alike", None)
+    assert sharded_like(new, old) is new
