@@ -150,6 +150,7 @@ def test_references_to_explicitly_sharded_layers_are_refused() -> None:
 
 
 def test_a_jax_without_shard_alike_lets_xla_choose(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("jax.experimental.shard_alike")
     new, old = {"w": jnp.ones(3)}, {"w": jnp.zeros(3)}
     assert sharded_like(new, old) is not new
     monkeypatch.setitem(sys.modules, "jax.experimental.shard_alike", None)
