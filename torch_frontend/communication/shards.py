@@ -172,6 +172,9 @@ def check_placements(tensor: Any, described: str) -> None:
 def sum_over_shards(shards: Sequence[Shard | None], values: Sequence[Tensor]) -> list[Tensor]:
     """Add up 0-d sums over all parts of each tensor: one collective for each set of process groups.
 
+    A collective adds up in an order that depends on what it takes together. float64 adds float32 numbers up without rounding,
+    so that a sum does not depend on that: the same with all tensors in one collective, and with one in each.
+
     Every process with a part must call this with the same tensors in the same order.
 
     Args:
@@ -187,10 +190,11 @@ def sum_over_shards(shards: Sequence[Shard | None], values: Sequence[Tensor]) ->
         if shard is not None and shard.groups:
             together.setdefault((shard.groups, values[index].dtype, values[index].device), []).append(index)
     for (groups, _, _), indices in together.items():
-        sums = torch.stack([values[index] for index in indices])
+        found = torch.stack([values[index] for index in indices])
+        sums = found.double()
         for group in groups:
             torch.distributed.all_reduce(sums, group=group)
-        for index, total in zip(indices, sums.unbind(), strict=True):
+        for index, total in zip(indices, sums.to(found.dtype).unbind(), strict=True):
             totals[index] = total
     return totals
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import pytest
 import torch
 from tests.support.rank_models import (
@@ -28,6 +30,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_modul
 
 from penstock.core.errors import RefusedError
 from penstock.torch_frontend import Adam, AdamW, Muon, StableAdamW, release_gradients
+from penstock.torch_frontend.communication.shards import Shard, sum_over_shards
 
 pytestmark = pytest.mark.xdist_group("distributed")
 
@@ -187,6 +190,24 @@ def test_where_nothing_is_cut_shards_get_the_bits_of_whole_tensors(ranks: Ranks)
     ranks.run(nothing_is_cut, StableAdamW, "eager")
 
 
+def test_a_sum_over_shards_does_not_depend_on_what_is_summed_with_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A ring of four processes, which begins to add up each part of its buffer on another one: release and step() give the
+    same bits, though one takes a few tensors together and the other all."""
+    numbers = torch.rand(4, 100, generator=torch.Generator().manual_seed(0))
+
+    def ring(sums: torch.Tensor, group: object) -> None:
+        parts = [sums.clone(), *numbers[1:, -len(sums) :].to(sums.dtype)]
+        for index in range(len(sums)):
+            sums[index] = functools.reduce(torch.add, [part[index] for part in parts[index % 4 :] + parts[: index % 4]])
+
+    monkeypatch.setattr(torch.distributed, "all_reduce", ring)
+    shards = [Shard(("group",), 1, 4, None)] * 100
+    together = sum_over_shards(shards, numbers[0].unbind())
+    some = [sum_over_shards(shards[index:], numbers[0, index:].unbind())[0] for index in range(100)]
+    assert together == some
+    assert {total.dtype for total in together} == {torch.float32}
+
+
 def one_collective_a_step() -> int:
     model = sharded(Net())
     optimizer = StableAdamW(model.parameters(), lr=1e-2)
@@ -223,13 +244,13 @@ def test_an_infinity_in_one_shard_skips_the_step_on_all(ranks: Ranks) -> None:
 
 def strided_shards_are_shards() -> None:
     """fully_shard over tensor parallelism of one dimension: StableAdamW's mean square is that of the whole tensor."""
-    from torch.distributed.tensor import DTensor, Shard
+    from torch.distributed.tensor import DTensor
     from torch.distributed.tensor.placement_types import _StridedShard
 
     mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("data", "tensor"))
     start, first, second = torch.ones(4, 3), torch.ones(4, 3), torch.ones(4, 3)
     second[:2] *= 30.0  # which clips the update, and on one rank only if each looked at its own part
-    rank, layout = torch.distributed.get_rank(), [_StridedShard(0, split_factor=1), Shard(0)]
+    rank, layout = torch.distributed.get_rank(), [_StridedShard(0, split_factor=1), ShardOf(0)]
 
     def part(tensor: torch.Tensor) -> DTensor:
         here = tensor.chunk(2)[rank].clone()
