@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from ...core.errors import InvalidArgumentError, UnsupportedTensorError
+from ...core.errors import InvalidArgumentError, RefusedError, UnsupportedTensorError
 from ..state import PyTree
 from .stacked import is_floating
 
@@ -241,7 +241,12 @@ def check_parameters(stack: LayerStack, params: PyTree) -> None:
 
 
 def check_layer_axis(layers: PyTree, name: str = "", remedy: str = "") -> None:
-    """Raise `InvalidArgumentError` unless all leaves have a leading axis of one common length, at least 1."""
+    """Raise unless all leaves have a leading axis of one common length, at least 1, of which one layer can be taken.
+
+    Raises:
+        InvalidArgumentError: another leading axis.
+        RefusedError: it is sharded over explicit mesh axes.
+    """
     root = f"params['layers']{[name] if name else ''}"
     leaves = jax.tree_util.tree_leaves_with_path(layers)
     if not leaves:
@@ -254,4 +259,9 @@ def check_layer_axis(layers: PyTree, name: str = "", remedy: str = "") -> None:
                 f"{jax.tree_util.keystr(first_path)} {jnp.shape(first)}; all need a common leading layer axis, at least 1. "
                 "Stack the layers with jnp.stack, or make them with jax.vmap; other parameters belong in "
                 f"params['outer'].{remedy}"
+            )
+        if jax.typeof(leaf).sharding.spec[0] is not None:
+            raise RefusedError(
+                f"{root}{jax.tree_util.keystr(path)} is sharded along the layer axis over explicit mesh axes, and jax cannot "
+                "take one layer of it; shard another axis, or use a mesh of AxisType.Auto."
             )

@@ -155,3 +155,13 @@ def test_a_jax_without_shard_alike_lets_xla_choose(monkeypatch: pytest.MonkeyPat
     assert sharded_like(new, old) is not new
     monkeypatch.setitem(sys.modules, "jax.experimental.shard_alike", None)
     assert sharded_like(new, old) is new
+
+
+def test_an_explicitly_sharded_layer_axis_is_refused() -> None:
+    model = Placed("2-D", True)
+    layers = jax.device_put(jnp.ones((LAYERS, 4, 4)), NamedSharding(model.mesh, PartitionSpec("model")))
+    with (
+        model.in_mesh,
+        pytest.raises(RefusedError, match=r"^params\['layers'\]\['up'\] is sharded along the layer axis.*another axis, or"),
+    ):
+        init_train_state(TX, {"outer": {}, "layers": {"up": layers}})
