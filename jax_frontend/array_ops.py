@@ -8,6 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.sharding import NamedSharding, PartitionSpec
 
 from ..core.array_ops import Array
 from ..core.dtypes import check_parameter_dtype, compute_dtype
@@ -57,11 +58,27 @@ class JaxOps:
     def addmm(self, base: Array | None, left: Array, right: Array, beta: float = 1.0, alpha: float = 1.0) -> Array:
         """In full precision, also on devices whose products of float32 are of a lower one by default."""
         wide = compute_dtype(self.dtype_name(left))
-        product = alpha * jnp.matmul(left, right, precision=lax.Precision.HIGHEST, preferred_element_type=wide)
+        how: dict[str, Any] = {"precision": lax.Precision.HIGHEST, "preferred_element_type": wide}
+        if (sharding := _sharding_of_product(left, right)) is not None:
+            how["out_sharding"] = sharding
+        product = alpha * jnp.einsum("ij,jk->ik", left, right, **how)
         return (product if base is None else beta * base.astype(wide) + product).astype(left.dtype)
 
 
 jax_ops = JaxOps()
+
+
+def _sharding_of_product(left: Array, right: Array) -> NamedSharding | None:
+    """Return the sharding of a product over explicit mesh axes, where jax leaves the choice to its caller: the rows as those of
+    left, the columns as those of right unless the rows have one of their axes. None where neither is sharded so."""
+    sharding, other = jax.typeof(left).sharding, jax.typeof(right).sharding
+    if not any(sharding.spec) and not any(other.spec):
+        return None
+    rows, columns = sharding.spec[0], other.spec[1]
+    taken = {rows} if isinstance(rows, str) else set(rows or ())
+    columns = None if taken.intersection({columns} if isinstance(columns, str) else columns or ()) else columns
+    return NamedSharding(sharding.mesh if any(sharding.spec) else other.mesh, PartitionSpec(rows, columns))
+
 
 NOT_TRAINED = "Give what the model reads and does not train as part of the batch, or to the loss function by closure"
 """The remedy for integers, keys and quantized weights: no mask excludes them from what is differentiated."""

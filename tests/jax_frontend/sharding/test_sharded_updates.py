@@ -27,8 +27,11 @@ from penstock.jax_frontend import (
     make_release_step,
     make_train_step,
     make_update,
+    muon,
     stable_adamw,
 )
+
+MATRICES = {"tall": (2 * DEVICES, DEVICES), "wide": (DEVICES, 2 * DEVICES)}
 
 
 @pytest.fixture(autouse=True)
@@ -76,6 +79,21 @@ def test_a_mesh_of_explicit_axes_equals_one_device(options: dict[str, Any]) -> N
         given = jax.device_put(data, NamedSharding(mesh, PartitionSpec("data")))
         state, _ = three_steps(make_release_step(make(gathering), tx, **options), state, given)
     assert_close(state, alone, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.skipif(not hasattr(jax, "set_mesh"), reason="this jax has no meshes of explicit axes")
+@pytest.mark.parametrize("spec", [PartitionSpec("a", "b"), PartitionSpec(None, ("b", "a"))], ids=str)
+def test_muon_takes_the_whole_matrix_over_explicit_axes(spec: PartitionSpec) -> None:
+    """One with more rows than columns, and one with fewer: jax leaves the sharding of their products to Muon."""
+    generator, tx = np.random.default_rng(6), muon(1e-2, ns_dtype="float32")
+    params, grads = ({name: jnp.asarray(generator.normal(size=shape)) for name, shape in MATRICES.items()} for _ in range(2))
+    alone = make_update(tx)(jax.tree.map(jnp.copy, grads), tx.init(params), jax.tree.map(jnp.copy, params))
+    mesh = jax.make_mesh((DEVICES // 2, 2), ("a", "b"), axis_types=(jax.sharding.AxisType.Explicit,) * 2)
+    with jax.set_mesh(mesh):
+        spread = jax.device_put((grads, params), NamedSharding(mesh, spec))
+        found = make_update(tx)(spread[0], init_train_state(tx, spread[1]).opt_state, spread[1])
+    assert_close(found, alone, rtol=1e-12, atol=1e-12)
+    assert {leaf.sharding.spec for leaf in jax.tree.leaves(found[0])} == {spec}
 
 
 @pytest.mark.parametrize(
