@@ -47,6 +47,21 @@ def settings_of(rule: Rule) -> tuple[str, ...]:
     return ("lr", *own_settings(rule), "weight_decay", "decouple_lr", "max_lr", "maximize")
 
 
+def plain_settings(groups: Sequence[Group]) -> dict[str, Any]:
+    """Return what the numbers of an update depend on besides tensors, by name: numbers and strings, which processes compare."""
+    return {
+        f"param_groups[{index}][{key!r}]": _plain(group.get(key))
+        for index, group in enumerate(groups)
+        for key in ("rule", *settings_of(rule_of(group)), "compensation", "state_dtype", "seed")
+    }
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, tuple):
+        return tuple(map(_plain, value))
+    return value.item() if isinstance(value, Tensor) else value if isinstance(value, bool | int | float) else str(value)
+
+
 def complete_group(group: Group, given: Collection[str], of_optimizer: Rule) -> None:
     """Give a group that names its rule the settings that rule has, and choose the row of the rule that they ask for.
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -271,24 +271,32 @@ class _Reduction(NamedTuple):
     used: list[bool]
 
 
-def check_alike(model: nn.Module, parameters: Sequence[Tensor], group: Any) -> None:
-    """Raise `RefusedError` on every rank unless all ranks train the same parameters from the same initial values.
+def check_alike(model: nn.Module, parameters: Sequence[Tensor], settings: Mapping[str, Any], group: Any) -> None:
+    """Raise `RefusedError` on every rank unless all train the same parameters, with the same settings and initial values.
 
     Args:
         model: its parameters are compared.
         parameters: the released ones, in order.
+        settings: numbers and strings, by name.
         group: the process group.
     """
     named = dict(model.named_parameters())
     names: dict[Tensor, str] = {parameter: name for name, parameter in named.items()}
     here = [[(name, tuple(p.shape), str(p.dtype)) for name, p in named.items()], [names.get(p) for p in parameters]]
     there: list[Any] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(there, here, group=group)
-    if any(other != there[0] for other in there):
+    dist.all_gather_object(there, (here, settings), group=group)
+    if any(other != there[0][0] for other, _ in there):
         raise RefusedError(
             "the ranks do not train the same parameters (their names, shapes, dtypes or order differ). Construct the same "
             "model and the same optimizer on every rank, and release them on every rank."
         )
+    for rank, (_, others) in enumerate(there):
+        for setting, value in there[0][1].items():
+            if others.get(setting) != value:
+                raise RefusedError(
+                    f"{setting} is {value!r} on rank 0 of the process group and {others.get(setting)!r} on rank {rank}, which "
+                    "would train apart; give release_gradients and the optimizer the same settings on every rank."
+                )
     device = next(iter(named.values())).device
     sums = torch.stack([_checksum(parameter).to(device) for parameter in named.values()])
     gathered = [torch.empty_like(sums) for _ in there]

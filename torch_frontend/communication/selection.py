@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch.distributed as dist
@@ -56,7 +56,9 @@ def communication_name(model: nn.Module, process_group: Any = None) -> str:
     return "local" if size == 1 else "process_group"
 
 
-def select_communication(model: nn.Module, parameters: Sequence[Tensor], process_group: Any = None) -> Communication:
+def select_communication(
+    model: nn.Module, parameters: Sequence[Tensor], settings: Mapping[str, Any], process_group: Any = None
+) -> Communication:
     """Return the communication of that name, after checking that it averages every gradient.
 
     Over a process group this is collective: every rank must call it.
@@ -64,11 +66,12 @@ def select_communication(model: nn.Module, parameters: Sequence[Tensor], process
     Args:
         model: as it is trained: wrapped in DistributedDataParallel, after fully_shard, or plain.
         parameters: those of the optimizer that require a gradient, in order.
+        settings: numbers and strings by name, which must be the same on all processes of a process group.
         process_group: of a plain module; None: the default group, if torch.distributed is initialised.
 
     Raises:
         InvalidArgumentError, RefusedError: as `communication_name`; or a gradient that nobody would average, or initial values
-            that differ between ranks.
+            or settings that differ between ranks.
     """
     name = communication_name(model, process_group)
     names: dict[Tensor, str] = {parameter: name for name, parameter in model.named_parameters()}
@@ -82,7 +85,7 @@ def select_communication(model: nn.Module, parameters: Sequence[Tensor], process
         from .process_group import ProcessGroupCommunication, check_alike
 
         group = dist.group.WORLD if process_group is None else process_group
-        check_alike(model, parameters, group)
+        check_alike(model, parameters, settings, group)
         return ProcessGroupCommunication(group)
     if name == "ddp":
         from .ddp import DDPCommunication

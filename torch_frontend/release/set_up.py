@@ -18,7 +18,7 @@ from ..array_ops import dtype_name
 from ..autograd.donated import compile_without_donation
 from ..autograd.retained import note_retained
 from ..communication import communication_name, select_communication
-from ..groups import hyperparameters, rule_of, storage_of
+from ..groups import hyperparameters, plain_settings, rule_of, storage_of
 from ..releasable import ReleasableOptimizer
 from .hooks import check_ownership
 from .pipeline import Pipeline
@@ -141,7 +141,9 @@ def release_gradients(
         note_retained()
     policy = {None: Policy.RELEASE, "hold": Policy.HOLD, "state": Policy.STATE}[accumulation]
     assert last is not None
-    communication = select_communication(model, _trained(optimizer), process_group)
+    asked = {"max_norm": max_norm, "clipping": clipping, "accumulation": accumulation}
+    settings = {**asked, **plain_settings(optimizer.param_groups)}
+    communication = select_communication(model, _trained(optimizer), settings, process_group)
     averages = sync if communication.name == "process_group" and accumulation == "hold" and holds_until_step else None
     pipeline = Pipeline(
         model,
@@ -166,7 +168,7 @@ def release_leniently(model: nn.Module, optimizer: ReleasableOptimizer) -> Relea
     pipeline = Pipeline(
         model,
         optimizer,
-        select_communication(model, _trained(optimizer)),
+        select_communication(model, _trained(optimizer), plain_settings(optimizer.param_groups)),
         policy=Policy.STATE,
         strict=False,
         last=lambda: not optimizer.optimizer_accumulation,

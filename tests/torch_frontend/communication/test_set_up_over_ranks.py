@@ -64,6 +64,10 @@ def refusals() -> None:
         Net(seed=dist.get_rank()), RefusedError, "'first.weight' .* begins with other values on other ranks.*Seed all ranks"
     )
     refused(nn.Linear(2, 2 + dist.get_rank()), RefusedError, "do not train the same parameters")
+    for name, value in (("lr", 1e-3 * (1 + dist.get_rank())), ("seed", dist.get_rank())):
+        with pytest.raises(RefusedError, match=rf"^param_groups\[0\]\['{name}'\] is .* on rank 0 .* on rank 1.*same settings"):
+            release_gradients(model := Net(), AdamW(model.parameters(), **{name: value}))
+    refused(Net(), RefusedError, "^max_norm is 1.0 on rank 0 .* and 2.0 on rank 1", max_norm=1.0 + dist.get_rank())
     outside = nn.Linear(2, 2)
     model = Net()
     optimizer = AdamW([*model.parameters(), *outside.parameters()], **LR)
