@@ -223,5 +223,5 @@ def check_gradient(parameter: Tensor, gradient: Tensor) -> None:
         raise UnsupportedTensorError(
             f"the gradient of a parameter of shape {tuple(parameter.shape)} has placements "
             f"{placements(gradient) or 'none'}, the parameter {placements(parameter) or 'none'}; "
-            "redistribute the gradient."
+            "redistribute it: parameter.register_hook(lambda gradient: gradient.redistribute(placements=parameter.placements))."
         )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 
 import pytest
@@ -28,7 +29,7 @@ from torch.distributed.tensor import Replicate, distribute_tensor
 from torch.distributed.tensor import Shard as ShardOf
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
-from penstock.core.errors import RefusedError
+from penstock.core.errors import RefusedError, UnsupportedTensorError
 from penstock.torch_frontend import Adam, AdamW, Muon, StableAdamW, release_gradients
 from penstock.torch_frontend.communication.shards import Shard, sum_over_shards
 
@@ -292,3 +293,33 @@ def tensor_parallel(arguments: dict[str, object]) -> None:
 @pytest.mark.parametrize("arguments", [{}, {"max_norm": 0.1}, {"accumulation": "hold"}], ids=["plain", "guard", "hold"])
 def test_layers_beside_tensor_parallel_ones_are_updated_alike(ranks: Ranks, arguments: dict[str, object]) -> None:
     ranks.run(tensor_parallel, arguments)
+
+
+def partial_gradients(released: bool) -> None:
+    """Of a parameter that every rank has whole, and uses for its rows: as norms under torch's SequenceParallel."""
+    rows_of_all = torch.randn(4, 3, generator=torch.Generator().manual_seed(0))
+    whole_one = torch.nn.Linear(3, 1, bias=False)
+    torch.nn.init.ones_(whole_one.weight)
+    parallel = copy.deepcopy(whole_one)
+    parallel.weight = parameter = torch.nn.Parameter(distribute_tensor(whole_one.weight.detach(), mesh(), [Replicate()]))
+    optimizers = [AdamW(model.parameters(), lr=1e-2) for model in (whole_one, parallel)]
+    if released:
+        release_gradients(parallel, optimizers[1])
+
+    def step() -> None:
+        parallel(distribute_tensor(rows_of_all, mesh(), [ShardOf(0)])).to_local().square().sum().backward()
+        optimizers[1].step()
+
+    with pytest.raises(UnsupportedTensorError, match=r"\(Partial\(sum\),\).*redistribute it: parameter.register_hook"):
+        step()
+    optimizers[1].zero_grad()
+    parameter.register_hook(lambda gradient: gradient.redistribute(placements=parameter.placements))
+    whole_one(rows_of_all).square().sum().backward()
+    optimizers[0].step()
+    step()
+    assert_close([whole(parameter)], [whole_one.weight], 1e-6, "partial gradients")
+
+
+@pytest.mark.parametrize("released", [False, True])
+def test_partial_gradients_are_refused_with_a_remedy_that_works(ranks: Ranks, released: bool) -> None:
+    ranks.run(partial_gradients, released)
