@@ -48,10 +48,11 @@ class Utilities:
 
     def __init__(self) -> None:
         handles = inspect.getsource(CompiledKernel._init_handles)
-        self._loaded = (1, 1, 64, 0, *((1024,) if "n_max_threads" in handles else ()))
+        self._loaded = (None, 1, 64, 0, *((1024,) if "n_max_threads" in handles else ()))
 
-    def load_binary(self, name: str, kernel: bytes, shared: int, device: int) -> tuple[int, ...]:
-        """Return module, function, registers, spills and, in later versions, the largest number of threads."""
+    def load_binary(self, name: str, kernel: bytes, shared: int, device: int) -> tuple[int | None, ...]:
+        """Return module (None, so that no driver is asked to unload it), function, registers, spills and, in later versions,
+        the largest number of threads."""
         return self._loaded
 
     def get_device_properties(self, device: int) -> dict[str, int]:
