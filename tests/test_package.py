@@ -128,7 +128,7 @@ def test_the_workflows_run_make_targets_and_publish_after_all_of_them() -> None:
     workflows = {path.stem: yaml.safe_load(path.read_text()) for path in (ROOT / ".github" / "workflows").glob("*.yml")}
     targets = set(re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
     run = {row["target"] for row in workflows["checks"]["jobs"]["make"]["strategy"]["matrix"]["include"]}
-    assert {"lint", "test", "test-oldest", "docs", "package"} == run <= targets
+    assert {"lint", "test", "test-oldest", "test-newest", "docs", "package"} == run <= targets
     jobs = workflows["release"]["jobs"]
     commands = [step["run"] for step in jobs["build"]["steps"] if "run" in step]
     assert all(re.match(r"make ([\w-]+)", command)[1] in targets for command in commands)  # type: ignore[index]
