@@ -172,8 +172,8 @@ def check_placements(tensor: Any, described: str) -> None:
 def sum_over_shards(shards: Sequence[Shard | None], values: Sequence[Tensor]) -> list[Tensor]:
     """Add up 0-d sums over all parts of each tensor: one collective for each set of process groups.
 
-    A collective adds up in an order that depends on what it takes together. float64 adds float32 numbers up without rounding,
-    so that a sum does not depend on that: the same with all tensors in one collective, and with one in each.
+    A collective adds up in an order that depends on what it takes together. float64 adds up float32 numbers of similar size
+    without rounding, so that their sum does not depend on it. (That of a float64 parameter does, in its last bit.)
 
     Every process with a part must call this with the same tensors in the same order.
 
