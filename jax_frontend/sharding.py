@@ -15,6 +15,7 @@ from ..core.codings import EightBit
 from ..core.codings.eight_bit import BLOCK
 from ..core.errors import RefusedError
 from .buffers import is_concrete
+from .sharding_group import sharded_like_array
 from .state import PyTree
 
 
@@ -47,8 +48,7 @@ def _spelled(sharding: NamedSharding, ndim: int) -> NamedSharding:
 def sharded_like(new: PyTree, old: PyTree) -> PyTree:
     """Return a tree of traced arrays, each sharded as that of `old` in its place.
 
-    Otherwise, as with a JAX that has no shard_alike, XLA chooses: a replicated moment may come back sharded, and the next step
-    is then compiled again.
+    Otherwise XLA would choose: a replicated moment may come back sharded, and the next step is then compiled again.
 
     Args:
         new, old: trees; where their structures differ, new is returned as it is.
@@ -56,11 +56,7 @@ def sharded_like(new: PyTree, old: PyTree) -> PyTree:
     structure: Any = jax.tree.structure(old)
     if jax.device_count() == 1 or structure != jax.tree.structure(new):
         return new
-    try:
-        from jax.experimental.shard_alike import shard_alike
-    except ImportError:  # JAX 0.11 has removed it
-        return new
-    return jax.tree.map(lambda n, o: shard_alike(n, o)[0] if jnp.shape(n) == jnp.shape(o) else n, new, old)
+    return jax.tree.map(lambda n, o: sharded_like_array(n, o) if jnp.shape(n) == jnp.shape(o) else n, new, old)
 
 
 def init_sharded_like(init: Callable[[PyTree], PyTree], params: PyTree, model: PyTree) -> PyTree:

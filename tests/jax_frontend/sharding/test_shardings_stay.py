@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import sys
 from typing import Any
 
 import jax
@@ -149,14 +148,6 @@ def test_references_to_explicitly_sharded_layers_are_refused() -> None:
         release_layers(model.loop, model.layer, TX)(init_train_state(TX, model.params()), model.batch())
 
 
-def test_a_jax_without_shard_alike_lets_xla_choose(monkeypatch: pytest.MonkeyPatch) -> None:
-    pytest.importorskip("jax.experimental.shard_alike")
-    new, old = {"w": jnp.ones(3)}, {"w": jnp.zeros(3)}
-    assert sharded_like(new, old) is not new
-    monkeypatch.setitem(sys.modules, "jax.experimental.shard_alike", None)
-    assert sharded_like(new, old) is new
-
-
 def test_an_explicitly_sharded_layer_axis_is_refused() -> None:
     model = Placed("2-D", True)
     layers = jax.device_put(jnp.ones((LAYERS, 4, 4)), NamedSharding(model.mesh, PartitionSpec("model")))
@@ -165,3 +156,14 @@ def test_an_explicitly_sharded_layer_axis_is_refused() -> None:
         pytest.raises(RefusedError, match=r"^params\['layers'\]\['up'\] is sharded along the layer axis.*another axis, or"),
     ):
         init_train_state(TX, {"outer": {}, "layers": {"up": layers}})
+
+
+@pytest.mark.parametrize("axes", [(0, 0), (0, None), (None, 1)])
+def test_a_constrained_array_is_itself_under_vmap_and_grad(axes: Any) -> None:
+    new = jnp.asarray(np.random.default_rng(2).normal(size=(3, 3)), "float32")
+    mapped = jax.vmap(lambda n, o: sharded_like(n, o) * 1, axes)
+    expected = jnp.stack([new] * 3) if axes[0] is None else new
+    assert jnp.array_equal(mapped(new, new + 1), expected)
+    grads = jax.jit(jax.grad(lambda n, o: jnp.sum(sharded_like(n, o) ** 2), (0, 1)))(new, new + 1)
+    assert jnp.array_equal(grads[0], 2 * new)
+    assert not grads[1].any()
