@@ -62,7 +62,7 @@ def one_hot(index: jax.Array, count: int, value: jax.Array) -> jax.Array:
     return jnp.where(jnp.arange(count) == index, value, jnp.zeros((), value.dtype))
 
 
-_UNDIFFERENTIABLE = re.compile("AbstractRef|custom_lin|forward-mode")
+_UNDIFFERENTIABLE = re.compile("AbstractRef|State effect|custom_lin|forward-mode")
 """In jax's errors for references inside of a conditional, and for forward-mode derivatives of a layer."""
 
 
