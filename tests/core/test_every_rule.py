@@ -219,7 +219,8 @@ def through_torch_muon(given: list[np.ndarray], **settings: Any) -> np.ndarray:
     """torch.optim.Muon's own iteration, where it converts to bfloat16, stays in float64."""
     if not hasattr(torch.optim, "Muon"):
         pytest.skip("this torch has no torch.optim.Muon")
-    with mock.patch.object(torch.Tensor, "bfloat16", torch.Tensor.clone):
+    # Which of them it is depends on the torch.
+    with mock.patch.object(torch.Tensor, "bfloat16", torch.Tensor.clone), mock.patch.object(torch, "bfloat16", torch.float64):
         return through_torch(torch.optim.Muon, given, **settings)
 
 
