@@ -319,7 +319,10 @@ def test_a_run_in_pytorch_goes_on_here_with_its_bits(tmp_path: Path) -> None:
 
 
 def test_wrappers_of_optax_give_the_numbers_of_the_transform_alone() -> None:
-    """b2 as an array is known to a rounding of float32 only, and so is 1-b2 to 2^-14; all else is the same program."""
+    """b2 as an array is known to a rounding of float32 only, and so is 1-b2 to 2^-14; all else is the same program.
+
+    Wrappers add increments, of which XLA may round the first term or not: a parameter may be its neighbour in float32.
+    """
     own, options = adamw(1e-2, **EIGHT_BITS), {"static_args": ("seed",), "hyperparam_dtype": jnp.float32}
     wrappers = {
         "alone": own,
@@ -330,7 +333,8 @@ def test_wrappers_of_optax_give_the_numbers_of_the_transform_alone() -> None:
     }
     found = {name: steps(tx, matrices("float32"), 2)[0] for name, tx in wrappers.items()}
     for name, params in found.items():
-        assert_close(params, found["alone"], rtol=0.0, atol=1e-2 * (2.0**-12 if name == "inject_hyperparams" else 2.0**-16))
+        bound = 1e-2 * (2.0**-12 if name == "inject_hyperparams" else 2.0**-16)
+        assert_close(params, found["alone"], rtol=2.0**-23, atol=bound)
 
 
 def test_a_b2_that_changes_converts_scales() -> None:
