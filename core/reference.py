@@ -209,7 +209,8 @@ class Reference:
             a, b, c = s.ns_coefficients
             values = a * values + b * values**3 + c * values**5
         outputs, inputs = u.shape[s.output_axis], u.shape[1 - s.output_axis]
-        scale = 0.2 * max(u.shape) ** 0.5 if s.adjust_lr_fn == "match_rms_adamw" else max(1.0, outputs / inputs) ** 0.5
+        least = {"match_rms_adamw": None, "spectral_unclamped": 0.0}.get(s.adjust_lr_fn or "", 1.0)
+        scale = 0.2 * max(u.shape) ** 0.5 if least is None else max(least, outputs / inputs) ** 0.5
         return scale * (left * values) @ right
 
     def _step(self, tensor: ReferenceTensor) -> np.ndarray:

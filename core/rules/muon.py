@@ -19,7 +19,8 @@ def _are_three_numbers(value: Any) -> bool:
 THREE_NUMBERS = Constant("three numbers", _are_three_numbers)
 STEPS = Constant("an int in [1, 100)", lambda value: type(value) is int and 1 <= value < 100)
 SCALES = Constant(
-    "None, 'original' or 'match_rms_adamw'", lambda value: value is None or str(value) in ("original", "match_rms_adamw")
+    "None, 'original', 'match_rms_adamw' or 'spectral_unclamped'",
+    lambda value: value is None or str(value) in ("original", "match_rms_adamw", "spectral_unclamped"),
 )
 NS_DTYPES = Constant("'bfloat16' or 'float32'", lambda value: str(value) in ("bfloat16", "float32"))
 AXES = Constant("0 or 1", lambda value: type(value) is int and value in (0, 1))
@@ -53,7 +54,7 @@ class MuonHyperparameters(Hyperparameters):
         str | None,
         SCALES,
         "what the step is multiplied by: 'original' (None, too), sqrt(max(1, outputs/inputs)); 'match_rms_adamw', "
-        "0.2*sqrt(max(outputs, inputs)), with which AdamW's lr and weight_decay fit",
+        "0.2*sqrt(max(outputs, inputs)), with which AdamW's lr and weight_decay fit; 'spectral_unclamped', sqrt(outputs/inputs)",
     ]
     ns_dtype: Annotated[
         str,
@@ -131,7 +132,8 @@ def scale(current: MuonHyperparameters, shape: tuple[int, int]) -> float:
     outputs, inputs = shape[current.output_axis], shape[1 - current.output_axis]
     if current.adjust_lr_fn == "match_rms_adamw":
         return 0.2 * math.sqrt(max(outputs, inputs))
-    return math.sqrt(max(1.0, outputs / inputs))
+    ratio = outputs / inputs
+    return math.sqrt(ratio if current.adjust_lr_fn == "spectral_unclamped" else max(1.0, ratio))
 
 
 HEADS = frozenset({"head", "lm_head", "logits_dense", "classifier", "score", "embed_out"})

@@ -30,7 +30,7 @@ def matrix(shape: tuple[int, ...], seed: int = 0) -> np.ndarray:
 
 
 @pytest.mark.parametrize("shape", [*SHAPES, (0, 3), (3, 0)], ids=str)
-@pytest.mark.parametrize("changed", [{}, {"adjust_lr_fn": "match_rms_adamw"}, {"output_axis": 1}], ids=str)
+@pytest.mark.parametrize("changed", [{}, *({"adjust_lr_fn": name} for name in ("match_rms_adamw", "spectral_unclamped")), {"output_axis": 1}], ids=str)
 def test_the_iteration_changes_singular_values_alone(shape: tuple[int, int], changed: dict[str, Any]) -> None:
     """Wide, tall, and of one row: the reference applies the polynomial to the singular values."""
     current, u = settings(ns_dtype="float32", nesterov=False, momentum=0.0, **changed), matrix(shape)
@@ -85,7 +85,7 @@ def test_its_matrices_are_of_any_size_that_a_float_holds() -> None:
         ({"ns_steps": 100}, r"ns_steps=100 must be an int in \[1, 100\)"),
         ({"ns_steps": 5.0}, r"ns_steps=5.0 must be an int in \[1, 100\)"),
         ({"ns_steps": True}, r"ns_steps=True must be an int in \[1, 100\)"),
-        ({"adjust_lr_fn": "adamw"}, "adjust_lr_fn='adamw' must be None, 'original' or 'match_rms_adamw'"),
+        ({"adjust_lr_fn": "adamw"}, "adjust_lr_fn='adamw' must be None, 'original', 'match_rms_adamw' or 'spectral_unclamped'"),
         ({"ns_dtype": "float16"}, "ns_dtype='float16' must be 'bfloat16' or 'float32'"),
         ({"output_axis": 2}, "output_axis=2 must be 0 or 1"),
         ({"nesterov": 1}, "nesterov=1 must be True or False"),
