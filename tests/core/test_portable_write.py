@@ -88,7 +88,7 @@ def test_an_interrupt_leaves_no_temporary_file(tmp_path: Path, monkeypatch: pyte
         (lambda folder: folder / "nowhere" / "file", "No such file or directory"),
         (lambda folder: folder / "file" / "below", "Not a directory"),
         (lambda folder: folder / ("long" * 100), "File name too long"),
-        (lambda folder: "a\0b", "embedded null"),
+        (lambda folder: "a\0b", "(lstat: )?embedded null"),
     ],
 )
 def test_a_path_that_cannot_be_written_is_one_sentence(
