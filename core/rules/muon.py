@@ -54,7 +54,8 @@ class MuonHyperparameters(Hyperparameters):
         str | None,
         SCALES,
         "what the step is multiplied by: 'original' (None, too), sqrt(max(1, outputs/inputs)); 'match_rms_adamw', "
-        "0.2*sqrt(max(outputs, inputs)), with which AdamW's lr and weight_decay fit; 'spectral_unclamped', sqrt(outputs/inputs)",
+        "0.2*sqrt(max(outputs, inputs)), with which AdamW's lr and weight_decay fit; 'spectral_unclamped', "
+        "sqrt(outputs/inputs)",
     ]
     ns_dtype: Annotated[
         str,

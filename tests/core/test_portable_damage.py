@@ -341,7 +341,7 @@ def test_a_path_without_a_file_is_refused(tmp_path: Path, file: Path, monkeypatc
     assert "it is not a regular file" in refused(tmp_path)
     assert "cannot be read: No such file or directory" in refused(tmp_path / "nowhere")
     assert "cannot be read: Not a directory" in refused(file / "below")
-    with pytest.raises(InvalidArgumentError, match="cannot be read: (stat: )?embedded null"):
+    with pytest.raises(InvalidArgumentError, match=r"cannot be read: (stat: )?embedded null"):
         load("a\0b")
     os.mkfifo(tmp_path / "pipe")  # opening it would wait for ever
     assert "it is not a regular file" in refused(tmp_path / "pipe")
