@@ -34,7 +34,7 @@ def run_tool(command: Sequence[str], seconds: float, **environment: str) -> Ende
         stderr=subprocess.PIPE,
         text=True,
         env=os.environ | environment,
-        process_group=0,  # of its own, but in this session, with which it ends
+        process_group=0,  # its own, so that its children can be ended with it
     )
     try:
         return Ended(*_output_of(process, seconds))
