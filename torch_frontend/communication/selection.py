@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch.distributed as dist
@@ -57,7 +57,7 @@ def communication_name(model: nn.Module, process_group: Any = None) -> str:
 
 
 def select_communication(
-    model: nn.Module, parameters: Sequence[Tensor], settings: Mapping[str, Any], process_group: Any = None
+    model: nn.Module, parameters: Sequence[Tensor], settings: Callable[[], Mapping[str, Any]], process_group: Any = None
 ) -> Communication:
     """Return the communication of that name, after checking that it averages every gradient.
 
@@ -66,7 +66,7 @@ def select_communication(
     Args:
         model: as it is trained: wrapped in DistributedDataParallel, after fully_shard, or plain.
         parameters: those of the optimizer that require a gradient, in order.
-        settings: numbers and strings by name, which must be the same on all processes of a process group.
+        settings: returns numbers and strings by name, which must be the same on all processes of a process group.
         process_group: of a plain module; None: the default group, if torch.distributed is initialised.
 
     Raises:
@@ -85,7 +85,7 @@ def select_communication(
         from .process_group import ProcessGroupCommunication, check_alike
 
         group = dist.group.WORLD if process_group is None else process_group
-        check_alike(model, parameters, settings, group)
+        check_alike(model, parameters, settings(), group)
         return ProcessGroupCommunication(group)
     if name == "ddp":
         from .ddp import DDPCommunication

@@ -142,8 +142,9 @@ def release_gradients(
     policy = {None: Policy.RELEASE, "hold": Policy.HOLD, "state": Policy.STATE}[accumulation]
     assert last is not None
     asked = {"max_norm": max_norm, "clipping": clipping, "accumulation": accumulation}
-    settings = {**asked, **plain_settings(optimizer.param_groups)}
-    communication = select_communication(model, _trained(optimizer), settings, process_group)
+    communication = select_communication(
+        model, _trained(optimizer), lambda: {**asked, **plain_settings(optimizer.param_groups)}, process_group
+    )
     averages = sync if communication.name == "process_group" and accumulation == "hold" and holds_until_step else None
     pipeline = Pipeline(
         model,
@@ -168,7 +169,7 @@ def release_leniently(model: nn.Module, optimizer: ReleasableOptimizer) -> Relea
     pipeline = Pipeline(
         model,
         optimizer,
-        select_communication(model, _trained(optimizer), plain_settings(optimizer.param_groups)),
+        select_communication(model, _trained(optimizer), lambda: plain_settings(optimizer.param_groups)),
         policy=Policy.STATE,
         strict=False,
         last=lambda: not optimizer.optimizer_accumulation,

@@ -194,3 +194,10 @@ def test_between_updates_no_gradient_and_no_moment_in_another_dtype_is_kept(argu
     for p in model.parameters():
         piece = slot_of(optimizer, p).plan
         assert (piece.gradient, piece.upcast_gradient, piece.upcast) == (None,) * 3
+
+
+def test_set_up_for_one_process_reads_no_tensor() -> None:
+    """On a device each would be a wait; on meta it raises."""
+    model = nn.Linear(2, 2, device="meta")
+    optimizer = AdamW(model.parameters(), lr=torch.tensor(1e-3, device="meta"), capturable=True)
+    assert release_gradients(model, optimizer) is optimizer.release
