@@ -23,7 +23,8 @@ class DDPCommunication(LocalCommunication):
 
     DistributedDataParallel keeps its buckets, and at the end of the backward puts the averaged gradients into `.grad` (copies,
     or views of the buckets with gradient_as_bucket_view=True); markers replace those of released parameters after the pass.
-    Gradients are multiplied by 1/world_size and then summed, as without a hook: bit for bit the same.
+    Gradients are multiplied by 1/world_size and then summed, as without a hook: bit for bit the same. (Views that a plain loop
+    keeps with zero_grad(set_to_none=False) are divided instead; under release no gradient is kept.)
     """
 
     name = "ddp"
