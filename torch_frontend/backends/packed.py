@@ -139,13 +139,13 @@ def _overlapping(parameters: Sequence[Tensor]) -> set[int]:
     for start, position in sorted((parameter.data_ptr(), position) for position, parameter in enumerate(parameters)):
         if start < end:
             found.update((position, furthest))
-        reach = start + _extent(parameters[position])
+        reach = start + extent(parameters[position])
         if reach > end:
             furthest, end = position, reach
     return found
 
 
-def _extent(tensor: Tensor) -> int:
+def extent(tensor: Tensor) -> int:
     """Return the number of bytes from the tensor's first element to the end of its last."""
     if tensor.is_contiguous():
         return tensor.nbytes

@@ -19,6 +19,7 @@ from . import boundaries
 from .guard import guard_loss, two_passes
 from .hooks import check_ownership
 from .pipeline import Pipeline
+from .shared_memory import check_memory
 
 
 class Release:
@@ -206,8 +207,9 @@ class Release:
             two_passes(self._pipeline, loss, seed, self._keep_bytes)
 
     def _check_group(self, group: Mapping[str, Any]) -> None:
-        """Raise `RefusedError` if a parameter of a new group belongs to another release, or its rule does not accumulate so."""
+        """Raise `RefusedError` for a new group of another release's parameters, of shared memory, or of an unsuitable rule."""
         check_ownership(group["params"])
+        check_memory(self.model, (p for of_optimizer in self.optimizer.param_groups for p in of_optimizer["params"]))
         if self._pipeline.step.policy is Policy.STATE and self._pipeline.step.strict:
             rule_of(group).check_accumulates("release_gradients(..., accumulation='hold') has a place for it")
 

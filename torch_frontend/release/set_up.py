@@ -23,6 +23,7 @@ from ..releasable import ReleasableOptimizer
 from .hooks import check_ownership
 from .pipeline import Pipeline
 from .release import Release
+from .shared_memory import check_memory
 
 ACCUMULATIONS = (None, "hold", "state")
 CLIPPINGS = ("exact", "per_tensor")
@@ -216,6 +217,7 @@ def _check_setup(
     if optimizer.release is not None:
         raise RefusedError("this optimizer's gradients are released already; call remove() on that release first.")
     check_ownership(optimized)
+    check_memory(model, optimized)
     if clipping == "global_norm" and any(p.requires_grad and p not in known for p in optimized):
         raise RefusedError(
             "optimizer has parameters outside this model, which max_norm would leave out of the norm; use release_gradients on "

@@ -299,3 +299,31 @@ def test_parameters_that_count_their_writes_together_raise_in_the_backward_pass(
     x = torch.ones(3, 4, requires_grad=True)  # whose gradient reads a after b is updated
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         model(x).square().sum().backward()
+
+
+def test_parameters_with_an_element_in_common_are_refused_and_the_remedies_work() -> None:
+    model = nn.Sequential(*[nn.Linear(8, 8) for _ in range(3)])
+    model[0].weight.data = model[2].weight.data  # a way to tie weights that autograd does not know of
+    with pytest.raises(RefusedError, match=r"'0\.weight' and '2\.weight' share memory"):
+        release_gradients(model, AdamW(model.parameters(), lr=1e-2))
+    optimizer = AdamW(model[1:].parameters(), lr=1e-2)
+    release = release_gradients(model, optimizer)
+    with pytest.raises(RefusedError, match="share memory"):
+        optimizer.add_param_group({"params": [model[0].weight]})
+    assert len(optimizer.param_groups) == 1
+    release.remove()
+
+    model[0].weight = model[2].weight
+    release_gradients(model, AdamW(model.parameters(), lr=1e-2)).remove()
+    model[0].weight = nn.Parameter(model[2].weight.data)
+    model[0].weight.data = model[2].weight.data.clone()
+    release_gradients(model, AdamW(model.parameters(), lr=1e-2))
+
+
+def test_columns_of_one_matrix_share_no_memory() -> None:
+    model, whole = nn.ParameterList([torch.zeros(4, 3), torch.zeros(4, 5)]), torch.zeros(4, 8)
+    model[0].data, model[1].data = whole[:, :3], whole[:, 3:]
+    release_gradients(model, AdamW(model.parameters())).remove()
+    model[1].data = whole[:, 2:7]
+    with pytest.raises(RefusedError, match="'0' and '1' share memory"):
+        release_gradients(model, AdamW(model.parameters()))
