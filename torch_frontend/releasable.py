@@ -71,7 +71,7 @@ class ReleasableOptimizer(FusedBackPass):
                 f"the rule {self.rule.name!r} of {type(self).__name__} is not in penstock.core.rules.RULES, where groups and "
                 "files look it up; give it a name and a row there."
             )
-        self.release: Release | None = None
+        self._released: Callable[[], Release] | None = None
         self._on_nonfinite = on_nonfinite
         self.gradient_release = gradient_release
         self._skipped = SkipCount()
@@ -82,6 +82,11 @@ class ReleasableOptimizer(FusedBackPass):
         if "state_dtype" in by_user:
             check_state_dtype_is_used(self.param_groups)
         self._backend = self._selected(backend)
+
+    @property
+    def release(self) -> Release | None:
+        """The release that `release_gradients` made, until its remove()."""
+        return None if self._released is None else self._released()
 
     @property
     def backend(self) -> str:
@@ -145,14 +150,14 @@ class ReleasableOptimizer(FusedBackPass):
             default_betas_of_moments(group)
             self._check_rows(follow_rows(group))
             self._check_kernels()
-            if self.release is not None:
-                self.release._check_group(group)
+            if (release := self.release) is not None:
+                release._check_group(group)
         except Exception:
             del self.param_groups[before:]
             raise
         self._warn_of_decay(group)
-        if self.release is not None:
-            self.release._pipeline.attach()
+        if (release := self.release) is not None:
+            release._pipeline.attach()
 
     def _warn_of_decay(self, group: Group) -> None:
         if self._warned_of_decay or not hyperparameters(group).fully_decoupled_decay_is_high:
@@ -183,8 +188,8 @@ class ReleasableOptimizer(FusedBackPass):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        if self.release is not None:
-            self.release._close_step()
+        if (release := self.release) is not None:
+            release._close_step()
             return loss
         if self._optimizer_accumulation:
             raise RefusedError(
@@ -218,17 +223,18 @@ class ReleasableOptimizer(FusedBackPass):
         Raises:
             RefusedError: under release, a gradient that is not finite was used without step(); the step is closed.
         """
-        if self.release is None:
+        release = self.release
+        if release is None:
             super().zero_grad(set_to_none)
         else:
-            self.release._discard_step()
+            release._discard_step()
 
     # -- state ----------------------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state, as in torch. Raises `RefusedError` under release in the middle of a step."""
-        if self.release is not None:
-            self.release._require_closed("state_dict()", reads=True)
+        if (release := self.release) is not None:
+            release._require_closed("state_dict()", reads=True)
         return saved_state.sendable(super().state_dict())
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
@@ -238,8 +244,8 @@ class ReleasableOptimizer(FusedBackPass):
             InvalidArgumentError: the state is of another optimizer or model; nothing was changed.
             RefusedError: a step under release is not closed; nothing was changed.
         """
-        if self.release is not None:
-            self.release._require_closed("load_state_dict()")
+        if (release := self.release) is not None:
+            release._require_closed("load_state_dict()")
         final: dict[str, Any] = {}
 
         def check(_: Optimizer, given: dict[str, Any]) -> None:
@@ -255,8 +261,8 @@ class ReleasableOptimizer(FusedBackPass):
             saved_state.restore_tensors(final, self.param_groups, self.state)
 
     def __getstate__(self) -> dict[str, Any]:
-        if self.release is not None:
-            self.release._require_closed("a copy or pickle of the optimizer")
+        if (release := self.release) is not None:
+            release._require_closed("a copy or pickle of the optimizer")
         kept = ("_asked", "_on_nonfinite", "gradient_release", "_warned_of_decay", "_optimizer_accumulation")
         backend = {"_backend_name": self.backend, "_skipped": self.skipped}
         return {**super().__getstate__(), **{name: getattr(self, name) for name in kept}, **backend}
@@ -271,5 +277,5 @@ class ReleasableOptimizer(FusedBackPass):
         if isinstance(self.__dict__.get("_skipped"), int):
             self._skipped = SkipCount(self.__dict__["_skipped"])
         if backend is not None:  # a copy or an unpickled optimizer: hooks are on the parameters of the original
-            self.release = None
+            self._released = None
             self._backend = self._selected(backend)

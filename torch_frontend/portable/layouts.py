@@ -49,8 +49,8 @@ class OwnLayout:
 
     def require_closed(self, call: str) -> None:
         """Raise `RefusedError` in the middle of a step under release."""
-        if self._optimizer.release is not None:
-            self._optimizer.release._require_closed(call)
+        if (release := self._optimizer.release) is not None:
+            release._require_closed(call)
 
     def check(self, group: Group) -> None:
         """Raise if a group cannot be optimized so; as at its construction."""

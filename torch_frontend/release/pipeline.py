@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
@@ -34,7 +35,7 @@ from .step import Step
 
 
 class Pipeline:
-    """The stages of one release, and their state.
+    """The stages of one release, and their state. The optimizer holds them, and they hold the optimizer weakly.
 
     Attributes:
         arrive: the first stage, called by the hooks.
@@ -61,7 +62,7 @@ class Pipeline:
         clipping: str = "exact",
         scaler: Any = None,
     ) -> None:
-        self.optimizer = optimizer
+        self._optimizer = weakref.ref(optimizer, weakly(self.drop_stages))
         self.communication = communication
         self.scaler = scaler
         self.max_norm = max_norm if clipping == "exact" else None
@@ -75,7 +76,7 @@ class Pipeline:
             max_norm=self.max_norm,
             scaled=scaler is not None,
         )
-        self.step = Step(optimizer, self.context, policy, strict=strict)
+        self.step = Step(weakref.proxy(optimizer), self.context, policy, strict=strict)
         self.skip_count = SkipCount()
         self.held_average = HeldAverage(
             communication, held=weakly(self._held), attach=weakly(self.attach), due=averages, lock=self.step.lock
@@ -88,6 +89,13 @@ class Pipeline:
         self.paused = 0
         self._measures = False
         self.compose()
+
+    @property
+    def optimizer(self) -> ReleasableOptimizer:
+        """The optimizer, which lives as long as this object is used: it, or the `Release`, holds both."""
+        optimizer = self._optimizer()
+        assert optimizer is not None
+        return optimizer
 
     # -- composition ----------------------------------------------------------------------------------------------------
 
@@ -131,10 +139,13 @@ class Pipeline:
             arrive = self.arrive
             self.arrive = lambda parameter: (kept if self.communication.accumulates_locally() else arrive)(parameter)
 
-    def drop_stages(self) -> None:
-        """Drop the stages, some of which refer to this object, so that no cycle keeps the optimizer alive after remove()."""
+    def drop_stages(self, _: object = None) -> None:
+        """Drop the stages, some of which refer to this object, so that no cycle keeps the parameters alive.
+
+        Called by remove(), and once nobody holds the optimizer.
+        """
         for name in ("arrive", "use", "update", "_rescale", "held_average"):
-            delattr(self, name)
+            self.__dict__.pop(name, None)
         self.pass_end.queue = None
 
     @contextlib.contextmanager

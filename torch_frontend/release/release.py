@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import weakref
 from collections.abc import Callable, Iterator, Mapping
 from types import TracebackType
 from typing import Any
@@ -33,8 +34,7 @@ class Release:
         self.optimizer = pipeline.optimizer
         self._pipeline = pipeline
         self._keep_bytes = keep_bytes
-        self.optimizer.release = self
-        pipeline.attach()
+        self.optimizer._released = _Found(self)
 
     @property
     def ledger(self) -> Ledger:
@@ -172,7 +172,7 @@ class Release:
         pipeline.communication.detach()
         pipeline.hooks.remove()
         pipeline.drop_stages()
-        self.optimizer.release = None
+        self.optimizer._released = None
 
     def __repr__(self) -> str:
         """Return what is released, and how: <Release of 4 parameters of AdamW, accumulation='hold', max_norm=1.0>."""
@@ -231,3 +231,15 @@ class Release:
 
     def _discard_step(self) -> None:
         boundaries.discard_step(self._pipeline)
+
+
+class _Found:
+    """What the optimizer holds in place of its release, which holds the optimizer: no cycle keeps them from being freed."""
+
+    def __init__(self, release: Release) -> None:
+        self._release = weakref.ref(release)
+        self._parts = release._pipeline, release._keep_bytes
+
+    def __call__(self) -> Release:
+        """Return the release, or another one of the same pipeline if nobody held it."""
+        return self._release() or Release(*self._parts)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -159,6 +160,7 @@ def release_gradients(
         clipping=clipping,
         scaler=scaler,
     )
+    pipeline.attach()
     return Release(pipeline, keep_bytes)
 
 
@@ -167,14 +169,16 @@ def release_leniently(model: nn.Module, optimizer: ReleasableOptimizer) -> Relea
     _check_setup(model, optimizer, "none", "state")
     if optimizer.on_nonfinite == "raise":
         raise RefusedError("on_nonfinite='raise' promises that nothing was changed, which release cannot keep; use 'skip'.")
+    weakly_held = weakref.proxy(optimizer)
     pipeline = Pipeline(
         model,
         optimizer,
         select_communication(model, _trained(optimizer), lambda: plain_settings(optimizer.param_groups)),
         policy=Policy.STATE,
         strict=False,
-        last=lambda: not optimizer.optimizer_accumulation,
+        last=lambda: not weakly_held.optimizer_accumulation,
     )
+    pipeline.attach()
     return Release(pipeline)
 
 

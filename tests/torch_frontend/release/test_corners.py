@@ -295,7 +295,8 @@ def test_parameters_that_are_slices_of_one_tensor_are_released() -> None:
 
 def test_parameters_that_count_their_writes_together_raise_in_the_backward_pass() -> None:
     model = Slices(share_writes=True)
-    release_gradients(model, AdamW(model.parameters(), lr=1e-2))
+    optimizer = AdamW(model.parameters(), lr=1e-2)
+    release_gradients(model, optimizer)
     x = torch.ones(3, 4, requires_grad=True)  # whose gradient reads a after b is updated
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         model(x).square().sum().backward()

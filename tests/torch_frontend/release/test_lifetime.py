@@ -12,7 +12,7 @@ import torch
 from tests.support.torch_models import batches, layers, same_parameters
 from torch import nn
 
-from penstock.torch_frontend import AdamW, release_gradients
+from penstock.torch_frontend import AdamW, prepare_for_gradient_release, release_gradients
 
 MODES = [
     {},
@@ -47,6 +47,43 @@ def test_nothing_lives_on_after_remove(arguments: dict[str, object]) -> None:
     alive = [weakref.ref(thing) for thing in (model, optimizer, release, *model.parameters())]
     del model, optimizer, release
     assert [reference() for reference in alive] == [None] * len(alive)
+
+
+@pytest.mark.usefixtures("without_collector")
+@pytest.mark.parametrize("arguments", [*MODES, None], ids=str)
+def test_a_release_that_nobody_removed_frees_model_and_state_with_the_last_name(arguments: dict[str, object] | None) -> None:
+    """In the middle of a step, too. The next model of a loop over folds, or of a notebook's cell, needs that memory."""
+    model = layers()
+    optimizer = AdamW(model.parameters(), lr=1e-2, gradient_release=arguments is None)
+    if arguments is None:
+        prepare_for_gradient_release(model, optimizer)
+    else:
+        release_gradients(model, optimizer, **arguments)
+    for batch in batches(2):
+        optimizer.release.guard(model(batch).pow(2).mean()).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    optimizer.release.guard(model(batches(1)[0]).pow(2).mean()).backward()
+    release = optimizer.release
+    states = [kept for state in optimizer.state.values() for kept in state.values() if isinstance(kept, torch.Tensor)]
+    alive = [weakref.ref(thing) for thing in (model, optimizer, release, *model.parameters(), *states)]
+    del model, optimizer, states
+    assert release.optimizer.release is release  # which alone keeps its optimizer
+    del release
+    assert [reference() for reference in alive] == [None] * len(alive)
+
+
+def test_a_release_that_nobody_holds_is_found_again() -> None:
+    model = layers()
+    optimizer = AdamW(model.parameters(), lr=1e-2)
+    release_gradients(model, optimizer, max_norm=0.5, keep_bytes=64)
+    shown, found = repr(optimizer.release), optimizer.release
+    assert found is optimizer.release
+    assert repr(found) == shown
+    found.guard(model(batches(1)[0]).pow(2).mean()).backward()
+    assert found.ledger.peak > 0 == found.ledger.live
+    found.remove()
+    assert optimizer.release is None
 
 
 @pytest.mark.parametrize("guarded_before", [False, True])
