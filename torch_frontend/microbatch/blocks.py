@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import weakref
 from collections.abc import Callable, Collection, Iterable
 from types import TracebackType
 from typing import Any
@@ -122,10 +123,13 @@ class MicrobatchedBlocks:
 
 
 class DividedForward:
-    """Replaces the forward of a block and calls the original for each chunk. A copy of the block gets a copy of this."""
+    """Replaces the forward of a block and calls the original for each chunk. A copy of the block gets a copy of this.
+
+    The block holds it, and it holds the block weakly, so that nothing but the model keeps parameters alive.
+    """
 
     def __init__(self, block: nn.Module, chunks: int, batched: tuple[str, ...] | None, preserve_rng_state: bool) -> None:
-        self._block = block
+        self._block = weakref.ref(block)
         self._chunks = chunks
         self._batched = batched
         self._preserve_rng_state = preserve_rng_state
@@ -136,7 +140,7 @@ class DividedForward:
     @_untraced
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Return the block's output for the whole batch."""
-        block = self._block
+        block = self._its_block()
         if not block.training and not torch.is_grad_enabled():
             return self._forward(*args, **kwargs)
         modules = _inside(block)
@@ -149,9 +153,20 @@ class DividedForward:
         return call.outputs.fill(outputs)
 
     def _forward(self, *args: Any, **kwargs: Any) -> Any:
-        block = self._block
+        block = self._its_block()
         own = self._before if self._before is not None else type(block).forward.__get__(block)
         return own(*args, **kwargs)
+
+    def _its_block(self) -> nn.Module:
+        block = self._block()
+        assert block is not None, "a block's forward is called on the block"
+        return block
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_block": self._its_block()}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state, _block=weakref.ref(state["_block"]))
 
     def restore(self, block: nn.Module) -> None:
         """Restore the block's own forward."""

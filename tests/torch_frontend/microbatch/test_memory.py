@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import copy
+import gc
+import weakref
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -130,3 +134,22 @@ def test_less_is_alive_than_with_checkpointing() -> None:
     with microbatch_blocks(model, chunks=CHUNKS), LiveStorageMeter() as divided:
         model(x).sum().backward()
     assert divided.peak < checkpointed.peak < plain.peak
+
+
+def test_a_divided_model_is_freed_with_its_last_name_and_its_graph() -> None:
+    """Without remove(), and by reference counts alone; backward still finds a model that only its graph holds."""
+    model = blocks()
+    microbatch_blocks(model, chunks=CHUNKS)
+    copied = copy.deepcopy(model)
+    x = torch.randn(BATCH, WIDTH, requires_grad=True)
+    alive = [weakref.ref(module) for module in (*model, *copied)]
+    gc.collect()
+    gc.disable()
+    try:
+        losses = [model(x).sum(), copied(x).sum()]
+        del model, copied
+        torch.autograd.backward(losses)
+        del losses
+        assert [reference() for reference in alive] == [None] * len(alive)
+    finally:
+        gc.enable()
