@@ -49,7 +49,8 @@ class Chip:
     cache_bandwidth: reads of an H100's second-level cache, chipsandcheese.com, "Nvidia's H100: Funny L2" (2023).
     memory, near: latencies of DRAM and of the second-level cache while the memory is saturated: a judgement, about three times
         those of an idle device. An item's chain of three then takes 1.8, which was estimated before this model.
-    instruction: of one thread, of which 4 schedulers issue one for 32 threads a cycle, at 1.755 GHz.
+    instruction: of one thread; a scheduler issues one for the 32 threads of a warp each cycle, at 1.755 GHz.
+    schedulers: of a multiprocessor; a program of fewer warps leaves some of them to others.
     float64: exp, log and three quotients, about 900 dependent cycles, for one bias correction: a judgement.
     launch: until a second launch on a stream begins: a judgement, 3 to 5.
     """
@@ -60,7 +61,8 @@ class Chip:
     cache_bandwidth: float = 5.5e6
     memory: float = 0.8
     near: float = 0.6
-    instruction: float = 1 / 32 / 4 / 1755
+    instruction: float = 1 / 32 / 1755
+    schedulers: int = 4
     float64: float = 900 / 1755
     launch: float = 4.0
 
@@ -71,7 +73,7 @@ INSTRUCTIONS = {False: {"measure": 60, "write": 60}, True: {"measure": 32, "writ
 """Of one element: a judgement; with codes and random bits (True), those of the loops that are compiled for sm_90."""
 
 
-REGISTERS = {"bf16": 56, "fp32": 56, "split": 64, "compact": 152, "smallest": 144}
+REGISTERS = {"bf16": 56, "fp32": 56, "split": 64, "compact": 144, "smallest": 137}
 """Registers of the launch of many tensors on sm_90, as Triton 3.7 compiles it; 72 at first."""
 
 
@@ -167,7 +169,7 @@ def microseconds(numels: Sequence[int], kernel: Kernel, storage: Storage, chip: 
         ("measure", chosen.unroll, storage.measured_bytes, storage.measured_bytes),
         ("write", 1, storage.floor_bytes, storage.floor_bytes - reused * storage.measured_bytes),
     ):
-        compute = INSTRUCTIONS[storage.coded][phase] * chip.instruction * chosen.block
+        compute = INSTRUCTIONS[storage.coded][phase] * chip.instruction * chosen.block / min(chosen.warps, chip.schedulers)
         delay = chip.memory + tiles_at_once * (compute + overhead / per_item)
         delay += tiles_at_once * chosen.block * (loaded - moved) / (chip.cache_bandwidth / chip.multiprocessors)
         service = tiles_at_once * chosen.block * moved / share

@@ -26,6 +26,7 @@ class Configuration:
         block: elements of a tile, a power of two.
         tiles: tiles of an item.
         tail: elements of a masked tile, a power of two of at most `block`.
+        coded: elements of a tile of whole blocks in 8 bits, 512 for each warp.
         unroll: tiles that the measure phase loads before it uses the first one, all in registers.
         stages: tiles that it copies ahead to shared memory (cp.async), which takes no registers and no cache hints; 1: none.
         warps: warps of a program.
@@ -41,6 +42,7 @@ class Configuration:
     block: int = 1024
     tiles: int = 16
     tail: int = 128
+    coded: int = 4 * SCALED
     unroll: int = 2
     stages: int = 1
     warps: int = 4
@@ -62,7 +64,7 @@ INTERPRETER = Configuration(block=128, tiles=8, tail=64, unroll=1, warps=1, regi
 FLOAT64 = Configuration(block=512, unroll=1, registers=96)
 """For float64 arithmetic, which needs twice the registers per element."""
 
-AMD = Configuration(warps=2, registers=0, programs=7)
+AMD = Configuration(coded=8 * SCALED, warps=2, registers=0, programs=7)
 """For AMD, where a warp has 64 threads."""
 
 TABLE: dict[tuple[str, torch.dtype | None], Configuration] = {
@@ -124,8 +126,10 @@ def with_random_bits(chosen: Configuration, rows: int) -> Configuration:
     """Return the configuration of launches that round stochastically.
 
     A thread has 16 codes (8 on AMD), which it loads at once, and their arithmetic needs most of the registers that a thread can
-    have: with fewer warps in a program, fewer are left over. Rows without whole blocks need yet more, and get half a tile.
-    A masked tile has two scales, so that they are stored as other data is: the audit knows a single one for the hand-off's.
+    have. On NVIDIA GPUs a program is a single warp, so that neither sums nor scales on their way to the thread that stores them
+    need a barrier, or predicates that tell warps apart: a thread has seven, and where the loops keep all of them, the compiler
+    loads one array after the other. Rows without whole blocks need yet more registers, and get half a tile. A masked tile on
+    AMD has two scales, so that they are stored as other data is: the audit knows a single one for the hand-off's.
 
     Args:
         chosen: without random bits.
@@ -133,14 +137,14 @@ def with_random_bits(chosen: Configuration, rows: int) -> Configuration:
     """
     if not rows:
         return dataclasses.replace(chosen, registers=96 if chosen.registers else 0)
-    block = max(chosen.block, 4 * SCALED) // (1 if rows == SCALED else 2)
-    registers = 152 if rows == SCALED else 192
+    block = chosen.coded // (1 if rows == SCALED else 2)
+    registers = 144 if rows == SCALED else 192
     return dataclasses.replace(
         chosen,
         block=block,
-        tiles=chosen.item // block,
-        tail=2 * SCALED,
-        warps=min(chosen.warps, 2),
+        tiles=min(chosen.item, chosen.tiles * chosen.coded) // block,
+        tail=chosen.coded // 4,
+        warps=chosen.coded // (4 * SCALED),
         registers=registers if chosen.registers else 0,
     )
 
