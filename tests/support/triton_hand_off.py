@@ -71,8 +71,9 @@ class HandOff:
 def broken_laws(assembly: str, arguments: Sequence[str]) -> list[str]:
     """The laws that a kernel with tickets breaks. `arguments`: names of its parameters in PTX, in order."""
     nvidia = ".visible .entry" in assembly
-    code = _ptx(assembly) if nvidia else _gcn(assembly)
-    steps, found = _nvidia(code, arguments) if nvidia else _amd(code)
+    code = ptx(assembly) if nvidia else _gcn(assembly)
+    one_warp = re.search(r"\.(?:req|max)ntid 32\b", assembly) is not None
+    steps, found = _nvidia(code, arguments, one_warp=one_warp) if nvidia else _amd(code)
     return found + _order(code, steps)
 
 
@@ -110,7 +111,7 @@ def _order(code: Code, do: HandOff) -> list[str]:
 # -- NVIDIA -------------------------------------------------------------------------------------------------------------
 
 
-def _ptx(assembly: str) -> Code:
+def ptx(assembly: str) -> Code:
     lines = re.sub(r"//.*", "", assembly[assembly.index(".entry") :]).splitlines()
     lines = [line.strip() for line in lines[next(i for i, line in enumerate(lines) if line.strip() == "{") + 1 :]]
     end = next(i for i, line in enumerate(lines) if re.match(r"\.section|\.file|\$L__func_end", line))
@@ -142,7 +143,7 @@ def _code(lines: Sequence[str], *, label: str, instruction: str, jump: str, end:
     return Code(instructions, following)
 
 
-def _nvidia(code: Code, arguments: Sequence[str]) -> tuple[HandOff, list[str]]:
+def _nvidia(code: Code, arguments: Sequence[str], *, one_warp: bool) -> tuple[HandOff, list[str]]:
     origins = _origins(code, arguments)
 
     def accesses(kind: str, *names: str) -> list[int]:
@@ -179,7 +180,7 @@ def _nvidia(code: Code, arguments: Sequence[str]) -> tuple[HandOff, list[str]]:
             re.search(r"\bld\.global\.cg\.", code.instructions[at]) for at in [*sums, *looks]
         ),
         "nothing is read as constant": not code.find(r"\bld\.global\S*\.nc\b"),
-        "what an atomic gives reaches all threads": _broadcast(code, counting, do.barriers),
+        "what an atomic gives reaches all threads": reaches_all_threads(code, counting, do.barriers, one_warp=one_warp),
     }
     return do, [name for name, holds in laws.items() if not holds]
 
@@ -217,14 +218,22 @@ def _origins(code: Code, arguments: Sequence[str]) -> list[set[str]]:
     return found
 
 
-def _broadcast(code: Code, counting: list[int], barriers: list[int]) -> bool:
-    """Whether the thread that counts gives what it got to all others by shared memory, and none reads it too early or late."""
+_FROM_FIRST_LANE = r"shfl\.sync\.idx\.b32\s+%r\d+, %r\d+, 0, 31, -1"
+
+
+def reaches_all_threads(code: Code, counting: list[int], barriers: list[int], *, one_warp: bool) -> bool:
+    """Whether the thread that counts gives what it got to all others by shared memory, and none reads it too early or late.
+
+    In a program of one warp a shuffle of its first lane to all 32 does the same.
+    """
     reads = code.find(r"\bld\.shared\b")
     for at in counting:
         got = re.search(r"(%r\w+),\s*\[", code.instructions[at])
         if got is None:
             continue
         uses = [use for use in code.find(rf"{got.group(1)}\b") if use != at and not code.instructions[use].startswith("mov")]
+        if one_warp:
+            uses = [use for use in uses if not re.fullmatch(_FROM_FIRST_LANE, code.instructions[use])]
         if any("st.shared" not in code.instructions[use] for use in uses):
             return False
         if code.reaches(uses, reads, barriers) or code.reaches(reads, uses, barriers):

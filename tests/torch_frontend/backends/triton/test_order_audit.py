@@ -20,7 +20,7 @@ if interpreted():
 
 from tests.support.rows import covering
 from tests.support.triton_compilation import TOOLS, Audit, GPUTarget, Storage, compiler_for, group_kernel, tensor_kernel
-from tests.support.triton_hand_off import broken_laws
+from tests.support.triton_hand_off import broken_laws, ptx, reaches_all_threads
 
 from penstock.torch_frontend.backends.triton import hand_off, kernels
 from penstock.torch_frontend.backends.triton.configuration import Configuration
@@ -185,3 +185,14 @@ def test_audit_misses_no_instruction_of_the_hand_off(launch: str, target: GPUTar
     for start, end in places:
         without = audit.assembly[:start] + audit.assembly[end:]
         assert broken_laws(without, audit.arguments), audit.assembly[start - 200 : end + 200]
+
+
+@pytest.mark.parametrize(("lane", "one_warp"), [(0, True), (1, True), (0, False)])
+def test_a_shuffle_reaches_all_threads_from_the_first_lane_of_the_only_warp(lane: int, one_warp: bool) -> None:
+    """Which Triton 3.9 makes of an atomic in a program of one warp."""
+    code = ptx(
+        ".entry kernel()\n{\n"
+        "@%p1 atom.global.gpu.relaxed.add.u32 %r1, [ %rd1 + 0 ], %r3;\n"
+        f"shfl.sync.idx.b32 \t%r2, %r1, {lane}, 31, -1;\nret;\n$L__func_end0:\n"
+    )
+    assert reaches_all_threads(code, [0], [], one_warp=one_warp) is (lane == 0 and one_warp)
