@@ -123,11 +123,13 @@ def knobs(setting: Setting) -> Iterator[dict[str, Any]]:
     changes += [{"wave_bytes": int(cache * share)} for share in (0.0625, 0.25, 0.5, 64.0)]
     changes += [{"tiles": 8}, {"tiles": 32}, {"unroll": 1}, {"unroll": 4}, {"unroll": 1, "stages": 3}]
     changes += [{"programs": programs} for programs in (4, 6, 8, 12)] + [{"block": 2048, "warps": 8}, {}]
-    for storage in setting.first((STORAGES[2], STORAGES[0], STORAGES[1])):
+    two_warps: list[dict[str, Any]] = [{}, {"coded": 2 * chosen.coded}, {}]
+    for storage in setting.first((STORAGES[2], STORAGES[0], STORAGES[1], STORAGES[3])):
         for model in ("124M", "1B"):
             optimizer = optimizer_of(setting, model, storage)
             floor_ms = 1e3 * storage.floor_bytes * sum(setting.shapes(model)) / setting.bandwidth
-            for change in setting.first(changes[1:]) if setting.dry else changes:
+            tried = two_warps if storage.coded else changes
+            for change in setting.first(tried[1:]) if setting.dry else tried:
                 row: dict[str, Any] = {"model": model, "storage": storage.name, "change": change}
                 try:
                     with mock.patch.dict(TABLE, {kind: dataclasses.replace(chosen, **change)}):
