@@ -44,7 +44,7 @@ def remove_gradient_release(model: nn.Module) -> None:
     """
     owners = {owner for owner in map(owner_of, model.parameters()) if owner is not None}
     found = [owner.optimizer.release for owner in owners if owner.hooks.model is model]
-    if not found and not remove_orphaned_hooks(model):
+    if not remove_orphaned_hooks(model.parameters()) and not found:
         raise RefusedError("the gradients of this model are not released; there is nothing to remove.")
     for release in found:
         release.remove()

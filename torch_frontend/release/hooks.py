@@ -12,13 +12,13 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from ...core.errors import RefusedError
-from ..communication.shards import is_sharded
+from ..communication.shards import is_released, is_sharded
 
 _OWNERS: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
 """The pipeline of each released parameter, by the parameter's id; the pipeline keeps the parameter alive."""
 
-_HANDLES: weakref.WeakKeyDictionary[nn.Module, list[tuple[weakref.ref[Any], Any]]] = weakref.WeakKeyDictionary()
-"""The hooks on each model with their pipelines, so that they can be removed after the optimizer is gone."""
+_HOOKS: weakref.WeakKeyDictionary[Callable[[Tensor], None], weakref.ref[Any]] = weakref.WeakKeyDictionary()
+"""The pipeline of each hook, so that it can be found on its parameters, and removed, after the optimizer is gone."""
 
 
 class Hooks:
@@ -69,9 +69,11 @@ class Hooks:
         for parameter in [parameter for parameter in self._handles if id(parameter) not in wanted]:
             self._handles.pop(parameter).remove()
             _OWNERS.pop(id(parameter), None)
-        hook = functools.partial(_on_gradient, self._owner)
+        remove_orphaned_hooks(fresh)
+        hook: Any = torch.compiler.disable(functools.partial(_on_gradient, self._owner))
+        _HOOKS[hook] = self._owner
         for parameter in fresh:
-            self._handles[parameter] = parameter.register_post_accumulate_grad_hook(torch.compiler.disable(hook))
+            self._handles[parameter] = parameter.register_post_accumulate_grad_hook(hook)
             self._names[id(parameter)] = names[id(parameter)]
             _OWNERS[id(parameter)] = self._owner()
         for parameter in [parameter for parameter in self._outside if id(parameter) not in wanted]:
@@ -82,7 +84,6 @@ class Hooks:
                 self._outside[parameter] = parameter.register_post_accumulate_grad_hook(check)
         self._handles = {p: self._handles[p] for p in given if p in self._handles}
         self._all, self.without = [*map(id, given)], [p for p in given if p not in self._handles]
-        _HANDLES.setdefault(model, []).extend((self._owner, self._handles[p]) for p in fresh)
         return fresh
 
     def remove(self) -> None:
@@ -94,9 +95,6 @@ class Hooks:
             handle.remove()
         self._handles.clear()
         self._outside.clear()
-        model = self.model
-        if model is not None:
-            _HANDLES[model] = [(owner, handle) for owner, handle in _HANDLES.get(model, []) if owner is not self._owner]
 
     def check(self, parameters: Iterable[Tensor]) -> None:
         """Raise `RefusedError` if a parameter was replaced in the model or has lost its hook, and so is never updated.
@@ -141,7 +139,8 @@ def _on_gradient(reference: weakref.ref[Any], parameter: Tensor) -> None:
         parameter.grad = None
         raise RefusedError(
             "the optimizer that released this model's gradients no longer exists, so nothing would update the parameters. "
-            "Keep the optimizer as long as the model trains; or call remove_gradient_release(model)."
+            "Keep the optimizer as long as the model trains; or call remove_gradient_release(model), or release_gradients with "
+            "another optimizer."
         )
     owner.arrive(parameter)
 
@@ -163,11 +162,15 @@ def check_ownership(parameters: Iterable[Tensor]) -> None:
         raise RefusedError("a parameter is in another optimizer's release already; call remove() on that release first.")
 
 
-def remove_orphaned_hooks(model: nn.Module) -> bool:
-    """Remove hooks whose optimizer no longer exists; return whether there were any."""
-    entries = _HANDLES.get(model, [])
-    orphaned = [handle for owner, handle in entries if owner() is None]
-    for handle in orphaned:
-        handle.remove()
-    _HANDLES[model] = [(owner, handle) for owner, handle in entries if owner() is not None]
-    return bool(orphaned)
+def remove_orphaned_hooks(parameters: Iterable[Tensor]) -> bool:
+    """Remove the hooks and markers of releases whose optimizer no longer exists; return whether there were any."""
+    found = False
+    for parameter in parameters:
+        hooks = getattr(parameter, "_post_accumulate_grad_hooks", None) or {}
+        orphaned = [key for key, hook in hooks.items() if (owner := _HOOKS.get(hook)) is not None and owner() is None]
+        for key in orphaned:
+            del hooks[key]
+        if orphaned and is_released(parameter.grad):
+            parameter.grad = None
+        found = found or bool(orphaned)
+    return found

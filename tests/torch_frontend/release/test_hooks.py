@@ -12,6 +12,7 @@ from torch import nn
 
 from penstock.core.errors import InvalidArgumentError, RefusedError, UnsupportedTensorError
 from penstock.torch_frontend import AdamW, StableAdamW, release_gradients, remove_gradient_release
+from penstock.torch_frontend.release import is_released
 
 
 def test_hooks_that_were_there_stay_and_run_first() -> None:
@@ -243,7 +244,34 @@ def test_two_releases_on_one_model_and_one_optimizer_gone() -> None:
     with pytest.raises(RefusedError, match="no longer exists"):
         loss_of(model, batches(1)[0]).backward()
     second.zero_grad()
-    second.release.remove()
     remove_gradient_release(model)
-    model.zero_grad()
+    assert second.release is None
     loss_of(model, batches(1)[0]).backward()
+    assert not any(p.grad is None or is_released(p.grad) for p in model.parameters())
+
+
+def test_the_hooks_of_a_part_are_removed_from_the_whole_model_once_its_optimizer_is_gone() -> None:
+    model = layers(2)
+    release_gradients(model[:1], AdamW(model[0].parameters()))
+    remove_gradient_release(model)
+    loss_of(model, batches(1)[0]).backward()
+    assert all(p.grad is not None for p in model.parameters())
+
+
+@pytest.mark.parametrize("arguments", [{}, {"max_norm": 0.1}, {"accumulation": "hold"}], ids=str)
+def test_the_next_optimizer_takes_over_from_one_that_is_gone(arguments: dict[str, object]) -> None:
+    """In the middle of a step, too: the next one trains on like the next one of an optimizer that was removed."""
+    models, (first, second) = [layers(), layers()], batches(2)
+    for removes, model in enumerate(models):
+        for _ in range(2):
+            optimizer = AdamW(model.parameters(), lr=1e-2)
+            release_gradients(model, optimizer, **arguments)
+            for batch in (first, second):
+                optimizer.release.guard(loss_of(model, batch)).backward()
+                if batch is first:
+                    optimizer.step()
+                    optimizer.zero_grad()
+            if removes:
+                optimizer.release.remove()
+            del optimizer
+    assert same_parameters(*models)
