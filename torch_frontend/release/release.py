@@ -190,6 +190,13 @@ class Release:
     def _removed(self) -> bool:
         return self.optimizer.release is not self
 
+    def __reduce_ex__(self, _: object) -> Any:
+        raise RefusedError(
+            "a release cannot be copied or pickled, as its hooks are on the parameters of this model. Copy model and optimizer "
+            "in one call, copy.deepcopy((model, optimizer)), and call release_gradients with the copies; keep the release out "
+            "of objects that are copied (optimizer.release returns it)."
+        )
+
     def __enter__(self) -> Release:
         return self
 

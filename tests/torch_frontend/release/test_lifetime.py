@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import gc
+import pickle
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import pytest
 import torch
 from tests.support.torch_models import batches, layers, same_parameters
 from torch import nn
 
+from penstock.core.errors import RefusedError
 from penstock.torch_frontend import AdamW, prepare_for_gradient_release, release_gradients
 
 MODES = [
@@ -84,6 +87,17 @@ def test_a_release_that_nobody_holds_is_found_again() -> None:
     assert found.ledger.peak > 0 == found.ledger.live
     found.remove()
     assert optimizer.release is None
+
+
+@pytest.mark.parametrize("copied", [copy.copy, copy.deepcopy, pickle.dumps])
+def test_a_release_is_not_copied_and_the_error_says_what_is(copied: Callable[[object], object]) -> None:
+    model = layers()
+    model.optimizer = AdamW(model.parameters(), lr=1e-2)
+    model.release = release_gradients(model, model.optimizer)
+    with pytest.raises(RefusedError, match=r"copy\.deepcopy\(\(model, optimizer\)\)"):
+        copied(model.release if copied is copy.copy else model)
+    del model.release
+    assert copy.deepcopy(model).optimizer.release is None
 
 
 @pytest.mark.parametrize("guarded_before", [False, True])
