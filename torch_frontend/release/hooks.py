@@ -17,9 +17,6 @@ from ..communication.shards import is_released, is_sharded
 _OWNERS: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
 """The pipeline of each released parameter, by the parameter's id; the pipeline keeps the parameter alive."""
 
-_HOOKS: weakref.WeakKeyDictionary[Callable[[Tensor], None], weakref.ref[Any]] = weakref.WeakKeyDictionary()
-"""The pipeline of each hook, so that it can be found on its parameters, and removed, after the optimizer is gone."""
-
 
 class Hooks:
     """One hook on each released parameter, which autograd calls once the gradient is in `.grad`.
@@ -71,7 +68,7 @@ class Hooks:
             _OWNERS.pop(id(parameter), None)
         remove_orphaned_hooks(fresh)
         hook: Any = torch.compiler.disable(functools.partial(_on_gradient, self._owner))
-        _HOOKS[hook] = self._owner
+        hook.released_by = self._owner  # so that the hook is found on its parameters once the optimizer is gone
         for parameter in fresh:
             self._handles[parameter] = parameter.register_post_accumulate_grad_hook(hook)
             self._names[id(parameter)] = names[id(parameter)]
@@ -167,7 +164,8 @@ def remove_orphaned_hooks(parameters: Iterable[Tensor]) -> bool:
     found = False
     for parameter in parameters:
         hooks = getattr(parameter, "_post_accumulate_grad_hooks", None) or {}
-        orphaned = [key for key, hook in hooks.items() if (owner := _HOOKS.get(hook)) is not None and owner() is None]
+        owners = {key: getattr(hook, "released_by", None) for key, hook in hooks.items()}
+        orphaned = [key for key, owner in owners.items() if isinstance(owner, weakref.ref) and owner() is None]
         for key in orphaned:
             del hooks[key]
         if orphaned and is_released(parameter.grad):
