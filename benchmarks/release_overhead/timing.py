@@ -1,8 +1,12 @@
-"""Timing of rows in turns: every row once per round, so that other load on the machine affects all rows equally."""
+"""Timing of rows in turns: every row once per round, so that other load on the machine affects all rows equally.
+
+The order of a round is random, the same in every run and process: a row finds its code in the caches if one like it ran before.
+"""
 
 from __future__ import annotations
 
 import gc
+import random
 import statistics
 import time
 from collections.abc import Callable, Sequence
@@ -76,10 +80,11 @@ def interleave(
                     console.print(f"{workload.name}, {row.name}: first step {taken.wall:.1f} s")
     gc.collect()
     gc.freeze()  # otherwise the time of a garbage collection would grow with the number of rows
+    order = random.Random(0)
     for _ in range(rounds):
-        for name, timed in started.items():
+        for name in order.sample(list(started), len(started)):
             meet()
-            found[name].rounds.append(timed.seconds())
+            found[name].rounds.append(started[name].seconds())
     gc.unfreeze()
     return found
 
