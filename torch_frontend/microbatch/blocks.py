@@ -159,7 +159,8 @@ class DividedForward:
 
     def _its_block(self) -> nn.Module:
         block = self._block()
-        assert block is not None, "a block's forward is called on the block"
+        if block is None:
+            raise RefusedError("this forward's block no longer exists; keep the module, and call that.")
         return block
 
     def __getstate__(self) -> dict[str, Any]:

@@ -14,13 +14,19 @@ from ..backends.packed import extent
 from ..communication.shards import local
 
 
-def check_memory(model: nn.Module | None, parameters: Iterable[Tensor]) -> None:
-    """Raise `RefusedError` if two parameters have an element in common, as after `b.data = a.data`.
+def check_memory(model: nn.Module | None, optimized: Iterable[Tensor]) -> None:
+    """Raise `RefusedError` if a parameter has an element in common with another one, as after `b.data = a.data`.
 
     autograd does not count such a write, so that backward would read the updated values without an error.
+
+    Args:
+        model: whose parameters backward reads, those that no optimizer has among them.
+        optimized: the parameters that are updated, of any shape and dtype.
     """
     of_storage: dict[int, list[Tensor]] = defaultdict(list)
-    for parameter in parameters:
+    names: dict[Tensor, str] = {} if model is None else {p: name for name, p in model.named_parameters()}
+    updated = set(optimized)
+    for parameter in updated.union(names):
         if not is_lazy(parameter) and (part := local(parameter)).numel() and part.layout is torch.strided:
             of_storage[part.untyped_storage()._cdata].append(parameter)  # not public: which storage
     for sharing in of_storage.values():
@@ -28,10 +34,10 @@ def check_memory(model: nn.Module | None, parameters: Iterable[Tensor]) -> None:
         for parameter in sorted(sharing, key=_start):
             earlier = [other for other in earlier if _end(other) > _start(parameter)]
             for other in earlier:
-                if _have_common_elements(local(other), local(parameter)):
-                    names: dict[Tensor, str] = {p: name for name, p in (model or nn.Module()).named_parameters()}
+                if not updated.isdisjoint((other, parameter)) and _have_common_elements(local(other), local(parameter)):
+                    first, second = sorted(names.get(p, "(outside of the model)") for p in (other, parameter))
                     raise RefusedError(
-                        f"parameters {names.get(other)!r} and {names.get(parameter)!r} share memory, so that a backward pass "
+                        f"parameters {first!r} and {second!r} share memory, so that a backward pass "
                         "would read one after an update of the other; make them one parameter (b.weight = a.weight) before the "
                         "optimizer is made, or give one of them its own memory (b.weight.data = a.weight.data.clone())."
                     )

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from penstock.core.errors import RefusedError
 from penstock.planner.live_gradients import LiveGradientMeter
 from penstock.planner.live_storages import LiveStorageMeter
 from penstock.torch_frontend import AdamW, microbatch_blocks, release_gradients
@@ -142,7 +143,7 @@ def test_a_divided_model_is_freed_with_its_last_name_and_its_graph() -> None:
     microbatch_blocks(model, chunks=CHUNKS)
     copied = copy.deepcopy(model)
     x = torch.randn(BATCH, WIDTH, requires_grad=True)
-    alive = [weakref.ref(module) for module in (*model, *copied)]
+    alive, forward = [weakref.ref(module) for module in (*model, *copied)], model[0].forward
     gc.collect()
     gc.disable()
     try:
@@ -153,3 +154,5 @@ def test_a_divided_model_is_freed_with_its_last_name_and_its_graph() -> None:
         assert [reference() for reference in alive] == [None] * len(alive)
     finally:
         gc.enable()
+    with pytest.raises(RefusedError, match="keep the module"):
+        forward(x)
