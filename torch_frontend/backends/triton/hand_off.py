@@ -18,24 +18,27 @@ SUMMED_AT_ONCE = tl.constexpr(1024)
 def arrive(partials, item, items, partial, square, arrived, SQUARES: tl.constexpr, COMPUTE: tl.constexpr):
     """Store partial sums in their slots; return whether they were the tensor's last, and if so the total of each.
 
-    SQUARES: there is a second partial sum, `square`, whose slots follow those of the first. Otherwise its total is 0.
+    SQUARES: there is a second partial sum, `square`, whose slots follow those of the first.
     """
     if SQUARES:
         tl.store(partials + items + item, square)
     tl.store(partials + item, partial)
     tl.debug_barrier()
     last = tl.atomic_add(arrived, 1, sem="acq_rel") == items - 1
-    total = tl.zeros((SUMMED_AT_ONCE,), COMPUTE)
-    squares = tl.zeros((SUMMED_AT_ONCE,), COMPUTE)
     if last:
         tl.debug_barrier()
+        totals = tl.zeros((SUMMED_AT_ONCE,), COMPUTE)
+        squares = tl.zeros((SUMMED_AT_ONCE,), COMPUTE)
         for start in range(0, items, SUMMED_AT_ONCE):
             slot = start + tl.arange(0, SUMMED_AT_ONCE)
-            total += tl.load(partials + slot, mask=slot < items, other=0.0, cache_modifier=".cg")
+            totals += tl.load(partials + slot, mask=slot < items, other=0.0, cache_modifier=".cg")
             if SQUARES:
                 squares += tl.load(partials + items + slot, mask=slot < items, other=0.0, cache_modifier=".cg")
+        partial = tl.sum(totals, 0)
+        if SQUARES:
+            square = tl.sum(squares, 0)
         tl.store(arrived, 0)
-    return last, tl.sum(total, 0), tl.sum(squares, 0)
+    return last, partial, square
 
 
 @triton.jit

@@ -28,7 +28,7 @@ from penstock.torch_frontend.backends.triton.configuration import (
 )
 
 ROOT = Path(__file__).resolve().parents[4]
-INTERPRETED = ["backends/triton/interpreter", "release/test_combinations.py", "communication/test_combinations_over_ranks.py"]
+INTERPRETED = ["backends/triton/kernels", "release/test_combinations.py", "communication/test_combinations_over_ranks.py"]
 """Whose kernels are interpreted, in a process that does so from its start."""
 
 

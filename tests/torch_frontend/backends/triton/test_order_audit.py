@@ -38,7 +38,7 @@ ARRIVE = """    tl.store(partials + item, partial)
     last = tl.atomic_add(arrived, 1, sem="acq_rel") == items - 1
 """
 LATE = "".join(ARRIVE.splitlines(True)[line] for line in (2, 0, 1))
-SUM = 'total += tl.load(partials + slot, mask=slot < items, other=0.0, cache_modifier=".cg"'
+SUM = 'totals += tl.load(partials + slot, mask=slot < items, other=0.0, cache_modifier=".cg"'
 ANNOUNCE = "                        tl.store(squares + tensor, total / elements(n, columns, ROWS).to(COMPUTE))\n"
 WORSE = {
     "arrives first": (

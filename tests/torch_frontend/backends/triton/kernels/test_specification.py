@@ -21,6 +21,7 @@ from penstock.torch_frontend import AdamW, StableAdamW
 from penstock.torch_frontend.backends.backend import EXP_AVG, EXP_AVG_SQ
 from penstock.torch_frontend.backends.numbers import GroupSettings
 from penstock.torch_frontend.backends.triton.backend import TritonBackend
+from penstock.torch_frontend.backends.triton.configuration import TABLE
 from penstock.torch_frontend.groups import hyperparameters
 
 STORAGES = [
@@ -34,7 +35,7 @@ STORAGES = [
     (torch.float16, "kahan", None),
 ]
 SHAPES = [(), (0,), (1,), (3,), (17,), (5, 0), (127,), (128,), (129,), (3, 1, 7), (1023,), (1025,)]
-"""Around a masked tile (64), a tile (128) and an item (1024)."""
+"""Around a masked tile (64; compiled 128), a tile (128; 1024), and in the interpreter an item (1024)."""
 
 
 def shrinking_gradients(shape: tuple[int, ...], dtype: torch.dtype, steps: int = 3) -> list[torch.Tensor]:
@@ -47,7 +48,8 @@ def shrinking_gradients(shape: tuple[int, ...], dtype: torch.dtype, steps: int =
 @pytest.mark.parametrize(("optimizer_class", "dtype", "compensation", "state_dtype"), covering(ADAM_FAMILY, STORAGES))
 def test_a_step_is_the_specification_bit_for_bit(optimizer_class, dtype, compensation, state_dtype) -> None:
     generator = torch.Generator().manual_seed(1)
-    parameters = [torch.randn(shape, generator=generator).to(dtype).requires_grad_() for shape in SHAPES]
+    shapes = [*SHAPES, (TABLE["cpu", None].item + 1,)]
+    parameters = [torch.randn(shape, generator=generator).to(dtype).requires_grad_() for shape in shapes]
     optimizer = optimizer_class(
         parameters, lr=1e-2, weight_decay=0.1, compensation=compensation, state_dtype=state_dtype, backend="triton"
     )
@@ -109,6 +111,7 @@ def test_seventy_steps_with_clipping_are_within_every_bound() -> None:
     assert [row for row in found if not row.within] == []
 
 
+@pytest.mark.compiled
 @pytest.mark.parametrize(
     ("optimizer_class", "dtype", "compensation"),
     covering(ADAM_FAMILY, [(torch.bfloat16, "split"), (torch.float32, "none"), (torch.float16, "kahan")]),
@@ -160,6 +163,7 @@ def close_to(p: torch.Tensor, state: dict, expected: np.ndarray, after: TensorSt
     np.testing.assert_allclose(to_numpy(p).astype(np.float64), expected.astype(np.float64), rtol=2 * eps, atol=1e-2 * eps)
 
 
+@pytest.mark.compiled
 @pytest.mark.parametrize("changes", [{"maximize": True}, {"weight_decay": 0.0}, {"decouple_lr": True, "max_lr": 0.5}])
 @pytest.mark.parametrize("optimizer_class", ADAM_FAMILY)
 def test_options_are_the_specification(optimizer_class, changes: dict) -> None:

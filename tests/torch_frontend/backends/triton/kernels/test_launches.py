@@ -17,7 +17,7 @@ from penstock.core.errors import InvalidArgumentError, RefusedError
 from penstock.parity.backends.triton_interpreter import to_bfloat16
 from penstock.torch_frontend import AdamW, StableAdamW, release_gradients
 from penstock.torch_frontend.backends.triton import tables
-from penstock.torch_frontend.backends.triton.configuration import INTERPRETER, TABLE
+from penstock.torch_frontend.backends.triton.configuration import TABLE
 from penstock.torch_frontend.backends.triton.kernels import update_group
 from penstock.torch_frontend.backends.triton.launch import Program
 
@@ -38,14 +38,15 @@ def test_neither_grid_nor_waves_change_a_bit_and_a_repeat_does_not_either(monkey
     expected = stepped()
     assert unchanged(expected, stepped())
     for programs, wave_bytes in ((1, 1), (4, 2**13), (1, 2**30)):
-        changed = dataclasses.replace(INTERPRETER, programs=programs, wave_bytes=wave_bytes)
+        changed = dataclasses.replace(TABLE["cpu", None], programs=programs, wave_bytes=wave_bytes)
         monkeypatch.setitem(TABLE, ("cpu", None), changed)
         assert unchanged(expected, stepped())
 
 
+@pytest.mark.compiled
 def test_a_pair_of_launches_gives_the_bits_of_one_with_tickets(monkeypatch: pytest.MonkeyPatch) -> None:
     expected, launched = stepped(), []
-    monkeypatch.setitem(TABLE, ("cpu", None), dataclasses.replace(INTERPRETER, tickets=False))
+    monkeypatch.setitem(TABLE, ("cpu", None), dataclasses.replace(TABLE["cpu", None], tickets=False))
     with watched(launched.append):
         assert unchanged(expected, stepped())
     assert launched == ["update_group"] * 4
@@ -68,7 +69,7 @@ def test_a_tensor_alone_gets_the_bits_that_it_gets_in_a_group(optimizer_class) -
 @pytest.mark.parametrize(("optimizer_class", "tickets"), covering(ADAM_FAMILY, [True, False]))
 def test_a_gradient_is_measured_in_a_group_as_alone(optimizer_class, tickets: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """The bits of its sum of squares, in the order of the call, and of everything that is written; 0 if it is empty."""
-    monkeypatch.setitem(TABLE, ("cpu", None), dataclasses.replace(INTERPRETER, tickets=tickets))
+    monkeypatch.setitem(TABLE, ("cpu", None), dataclasses.replace(TABLE["cpu", None], tickets=tickets))
     results = []
     for alone in (True, False):
         parameters = [*group(), *group((1100,), torch.bfloat16), *group((0, 5))]
@@ -101,7 +102,7 @@ def test_every_item_has_slots_of_its_own(optimizer_class) -> None:
         partials = backend._scratch(torch.device("cpu"), False).partials(1, torch.float32).fill_(torch.nan)
         with torch.no_grad():
             backend.update_all([(slot_of(optimizer, p), p.grad) for p in parameters], measure=measure)
-        items = sum(-(-p.numel() // INTERPRETER.item) for p in parameters)
+        items = sum(-(-p.numel() // TABLE["cpu", None].item) for p in parameters)
         sums = measure + (optimizer_class is StableAdamW)
         assert torch.isfinite(partials).sum() == sums * items == torch.isfinite(partials[: sums * items]).sum()
 
@@ -292,6 +293,7 @@ def test_loaded_state_goes_on_alike() -> None:
     assert all(torch.equal(p, q) for p, q in zip(parameters, others, strict=True))
 
 
+@pytest.mark.compiled
 def test_offsets_are_wider_than_32_bits() -> None:
     """The last item of a tensor of more than 2^31 elements; memory that is not touched is never there."""
     n = 2**31 + 1000
@@ -299,8 +301,9 @@ def test_offsets_are_wider_than_32_bits() -> None:
         p, g, m, v = (torch.empty(n, dtype=torch.bfloat16) for _ in range(4))
     except RuntimeError as error:
         pytest.skip(f"no room for 4 x {2 * n} bytes of addresses: {error}")
-    last = -(-n // INTERPRETER.item) - 1
-    start = last * INTERPRETER.item
+    chosen = TABLE["cpu", None]
+    last = -(-n // chosen.item) - 1
+    start = last * chosen.item
     assert start > 2**31 - 1
     for x, value in ((p, 1.0), (g, 0.5), (m, 0.0), (v, 0.0)):
         x[start:] = value
@@ -314,7 +317,7 @@ def test_offsets_are_wider_than_32_bits() -> None:
         ROWS=0,
         EACH=False,
         ALIGNMENT=16, HINTS=True, G=tl.bfloat16, M=tl.bfloat16, V=tl.bfloat16, P=tl.bfloat16, K=tl.bfloat16, COMPUTE=tl.float32,
-        TILES=INTERPRETER.tiles, BLOCK=INTERPRETER.block, TAIL=INTERPRETER.tail, UNROLL=1, STAGES=1,
+        TILES=chosen.tiles, BLOCK=chosen.block, TAIL=chosen.tail, UNROLL=1, STAGES=1,
     )  # fmt: skip
     assert torch.all(p[start:] == 0.75)
     assert torch.all(m[start:] == 0.5)

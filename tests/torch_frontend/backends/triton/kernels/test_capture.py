@@ -15,7 +15,7 @@ from tests.support.triton_tensors import give_gradients, group
 from penstock.core.errors import RefusedError
 from penstock.torch_frontend import AdamW, StableAdamW
 from penstock.torch_frontend.backends.triton import devices
-from penstock.torch_frontend.backends.triton.configuration import INTERPRETER, TABLE
+from penstock.torch_frontend.backends.triton.configuration import TABLE
 from penstock.torch_frontend.backends.triton.launch import Program
 
 
@@ -76,7 +76,7 @@ def test_numbers_of_updates_on_the_device_are_read_again_at_each_replay(optimize
 
 def test_a_pair_of_launches_has_one_launch_of_bias_corrections(monkeypatch: pytest.MonkeyPatch) -> None:
     launched: list[str] = []
-    monkeypatch.setitem(TABLE, ("cpu", None), dataclasses.replace(INTERPRETER, tickets=False))
+    monkeypatch.setitem(TABLE, ("cpu", None), dataclasses.replace(TABLE["cpu", None], tickets=False))
     for on_nonfinite in ("propagate", "skip"):
         parameters = group((300, 3))
         optimizer = StableAdamW(parameters, backend="triton", capturable=True, on_nonfinite=on_nonfinite)
