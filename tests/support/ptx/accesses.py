@@ -15,7 +15,7 @@ from .translation import KINDS, Translation
 if TYPE_CHECKING:
     from .machine import Warp
 
-NAMES = ("ld", "ldmatrix", "st", "atom", "cp")
+NAMES = ("ld", "ldmatrix", "st", "atom", "red", "cp")
 Operation = Callable[["Warp"], None]
 Arguments = dict[str, tuple[str, int | float]]
 """Type and value of each parameter of a kernel, by its name."""
@@ -30,7 +30,7 @@ def operation(instruction: Instruction, translation: Translation, arguments: Arg
         return _matrices(instruction, translation)
     if "param" in parts:
         return _parameter(instruction, translation, arguments)
-    if parts[0] == "atom" or "acquire" in parts or "relaxed" in parts:
+    if parts[0] in ("atom", "red") or "acquire" in parts or "relaxed" in parts:
         return _atomic(instruction, translation)
     return _store(instruction, translation) if parts[0] == "st" else _load(instruction, translation)
 
@@ -96,13 +96,13 @@ def _store(instruction: Instruction, translation: Translation) -> Operation:
 
 
 def _atomic(instruction: Instruction, translation: Translation) -> Operation:
-    """Return an atomic addition, or an atomic load, of a word of global memory."""
-    parts, ((register,), (place,), *more) = instruction.parts, instruction.operands
-    adds = parts[0] == "atom"
+    """Return an atomic addition, with the word before it or without, or an atomic load, of a word of global memory."""
+    parts, operands, adds = instruction.parts, [operand[0] for operand in instruction.operands], instruction.parts[0] != "ld"
+    target = None if parts[0] == "red" else translation.number(operands.pop(0))
+    place, value = operands[0], translation.number(operands[1]) if adds else 0
     assert {"gpu", "global"} <= {*parts}, instruction.text
     assert (KINDS[parts[-1]][1], "add" in parts) == ("4", adds), instruction.text
     releases, acquires = any(p in parts for p in ("release", "acq_rel")), any(p in parts for p in ("acquire", "acq_rel"))
-    number, value = translation.number(register), translation.number(more[0][0]) if adds else 0
     addresses, lanes_of = _addresses(place, translation), _lanes(instruction, translation)
 
     def access(warp: Warp) -> None:
@@ -111,7 +111,8 @@ def _atomic(instruction: Instruction, translation: Translation) -> Operation:
             ((block, _, (at,)),) = warp.memory("global").blocks(addresses(warp)[[lane]], 4)
             block.shadow.atomic(int(at), 4, thread, writes=adds)
             word = block.content[at : at + 4].view("u4")
-            warp.set(number, np.array([lane]), word.copy())
+            if target is not None:
+                warp.set(target, np.array([lane]), word.copy())
             if adds:
                 word += warp.registers[value][lane]
             known = block.shadow.released.get(int(at))

@@ -68,7 +68,7 @@ def on_machine(*, programs: int = 2, seed: int = 0, altered: Callable[[str], str
 def _arguments(source: Any, given: tuple[Any, ...]) -> list[int | float]:
     """Return the values of the compiled kernel's parameters: what is given, without constants and with addresses."""
     pairs = zip(source.signature.values(), given, strict=True)
-    values = [value for kind, value in pairs if kind != "constexpr"]
+    values = [value for kind, value in pairs if kind != "constexpr" and value is not None]
     return [value.data_ptr() if isinstance(value, torch.Tensor) else value for value in values]
 
 

@@ -47,7 +47,7 @@ class Program:
 
 def parsed(source: str) -> Program:
     """Return the only kernel of a module."""
-    source = re.sub(r"//.*", "", source)
+    source = re.sub(r"//.*|::cta", "", source)
     signature, _, rest = source.partition(".entry")[2].partition(")")
     parameters = re.findall(r"\.param\s+\.(\w+)[^,]*?(\w+)\s*(?:,|$)", signature.partition("(")[2])
     before, _, body = rest.partition("{")
