@@ -17,11 +17,9 @@ if TYPE_CHECKING:
 
 NAMES = ("ld", "ldmatrix", "st", "atom", "red", "cp")
 Operation = Callable[["Warp"], None]
-Arguments = dict[str, tuple[str, int | float]]
-"""Type and value of each parameter of a kernel, by its name."""
 
 
-def operation(instruction: Instruction, translation: Translation, arguments: Arguments) -> Operation:
+def operation(instruction: Instruction, translation: Translation) -> Operation:
     """Return the function of a warp that an instruction is."""
     parts = instruction.parts
     if parts[0] == "cp":
@@ -29,19 +27,23 @@ def operation(instruction: Instruction, translation: Translation, arguments: Arg
     if parts[0] == "ldmatrix":
         return _matrices(instruction, translation)
     if "param" in parts:
-        return _parameter(instruction, translation, arguments)
+        return _parameter(instruction, translation)
     if parts[0] in ("atom", "red") or "acquire" in parts or "relaxed" in parts:
         return _atomic(instruction, translation)
     return _store(instruction, translation) if parts[0] == "st" else _load(instruction, translation)
 
 
-def _parameter(instruction: Instruction, translation: Translation, arguments: Arguments) -> Operation:
+def _parameter(instruction: Instruction, translation: Translation) -> Operation:
     (register,), (place,) = instruction.operands
-    named, value = arguments[place.strip("[]")]
-    kind = KINDS[named]
-    bits = np.array(value, kind).view(f"u{kind[1]}") if kind[0] == "f" else np.array(int(value) % 256 ** int(kind[1]), "u8")
-    number, content = translation.number(register), np.full(32, bits, translation.kind(register))
-    return lambda warp: warp.registers.__setitem__(number, content)
+    name, number, own = place.strip("[]"), translation.number(register), translation.kind(register)
+
+    def load(warp: Warp) -> None:
+        named, value = warp.machine.arguments[name]
+        kind = KINDS[named]
+        bits = np.array(value, kind).view(f"u{kind[1]}") if kind[0] == "f" else np.array(int(value) % 256 ** int(kind[1]), "u8")
+        warp.registers[number] = np.full(32, bits, own)
+
+    return load
 
 
 def _load(instruction: Instruction, translation: Translation) -> Operation:

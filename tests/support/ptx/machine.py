@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import random
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -62,7 +63,7 @@ class Warp:
         self.cta = np.full(32, group.number, "u4")
         self.ctas, self.ntid = np.full(32, self.machine.grid, "u4"), np.full(32, self.machine.program.threads, "u4")
         noise = np.random.default_rng(first)
-        self.registers = [_noise(noise, kind) for kind in self.machine.translation.kinds()]
+        self.registers = [_noise(noise, kind) for kind in self.machine.code.kinds]
         self.next = 0
         self.apart: Any = None
         self.active: Any = np.ones(32, bool)
@@ -96,13 +97,13 @@ class Warp:
         """Run one operation, or a stretch of operations without memory; of lanes that are apart, those furthest behind."""
         if self.apart is None:
             self.next += 1
-            self.machine.code[self.next - 1](self)
+            self.machine.code.operations[self.next - 1](self)
             return
         self.next = int(self.apart.min()) + 1
         self.active = self.apart == self.next - 1
         self.apart = np.where(self.active, self.next, self.apart)
         before = list(self.registers)
-        self.machine.code[self.next - 1](self)
+        self.machine.code.operations[self.next - 1](self)
         assert self.runs, "a barrier or an end, where lanes are apart"
         for number, (old, new) in enumerate(zip(before, self.registers, strict=True)):
             if old is not new:
@@ -149,12 +150,11 @@ class Machine:
         seed: int = 0,
     ) -> None:
         self.program, self.grid, self.shared, self.resident = program, grid, max(shared, 16), resident or grid
-        self.translation, self.clocks = Translation(), Clocks(grid * program.threads)
+        self.code, self.clocks = compiled(program), Clocks(grid * program.threads)
         self.memory = Memory(contents, self.clocks)
         self.random = random.Random(seed)
         self.steps = 0
-        self._arguments = {name: (kind, value) for (kind, name), value in zip(program.parameters, arguments, strict=True)}
-        self.code, self._places = self._compiled()
+        self.arguments = {name: (kind, value) for (kind, name), value in zip(program.parameters, arguments, strict=True)}
 
     def run(self, most: int = 10_000_000) -> None:
         """Run all programs to their end.
@@ -180,45 +180,62 @@ class Machine:
             try:
                 warp.step()
             except Exception as error:
-                number = max(number for number, place in self._places.items() if place < warp.next)
+                number = max(number for number, place in self.code.places.items() if place < warp.next)
                 error.add_note(f"thread {warp.threads[0]}, instruction {number}: {self.program.instructions[number].text}")
                 raise
             if not warp.runs:
                 return
 
-    def _compiled(self) -> tuple[list[Operation], dict[int, int]]:
-        """Return the operations, and the place among them of each instruction that begins one."""
-        code: list[Operation] = []
-        places: dict[int, int] = {}
-        stretch: list[Instruction] = []
-        starts = set(self.program.labels.values())
-        for number, instruction in enumerate([*self.program.instructions, None]):
-            special = instruction is None or instruction.parts[0] in (*accesses.NAMES, "bra", "bar", "ret")
-            if stretch and (special or number in starts):
-                code.append(self.translation.function(stretch))
-                stretch = []
-            if not stretch:
-                places[number] = len(code)
-            if special and instruction is not None:
-                code.append(self._operation(instruction, places))
-            elif instruction is not None:
-                stretch.append(instruction)
-        return code, places
 
-    def _operation(self, instruction: Instruction, places: dict[int, int]) -> Operation:
-        base = instruction.parts[0]
-        if base == "ret":
-            return Warp.end
-        if base == "bar":
-            assert (instruction.name, *instruction.operands) in (("bar.sync", ("0",)), ("bar.warp.sync", ("-1",)))
-            return Warp.align if "warp" in instruction.parts else lambda warp: warp.group.arrive(warp)
-        if base != "bra":
-            return accesses.operation(instruction, self.translation, self._arguments)
-        label = self.program.labels[instruction.operands[0][0]]
-        if not instruction.guard:
-            return lambda warp: warp.jump(True, places[label])
-        number, unless = self.translation.number(instruction.guard), instruction.unless
-        return lambda warp: warp.jump(warp.registers[number] != unless, places[label])
+class Code(NamedTuple):
+    """A program as functions of a warp.
+
+    kinds: of the bits of each register.
+    places: of the instructions that begin an operation, by their numbers.
+    """
+
+    operations: list[Operation]
+    kinds: list[str]
+    places: dict[int, int]
+
+
+@functools.cache
+def compiled(program: Program) -> Code:
+    """Return the code of a program. A stretch of instructions without memory or jumps is one operation."""
+    translation = Translation()
+    operations: list[Operation] = []
+    places: dict[int, int] = {}
+    stretch: list[Instruction] = []
+    starts = set(program.labels.values())
+    for number, instruction in enumerate(program.instructions):
+        special = instruction.parts[0] in (*accesses.NAMES, "bra", "bar", "ret")
+        if stretch and (special or number in starts):
+            operations.append(translation.function(stretch))
+            stretch = []
+        if not stretch:
+            places[number] = len(operations)
+        if special:
+            operations.append(_operation(instruction, program, translation, places))
+        else:
+            stretch.append(instruction)
+    assert not stretch, "a kernel ends with ret"
+    return Code(operations, translation.kinds(), places)
+
+
+def _operation(instruction: Instruction, program: Program, translation: Translation, places: dict[int, int]) -> Operation:
+    base = instruction.parts[0]
+    if base == "ret":
+        return Warp.end
+    if base == "bar":
+        assert (instruction.name, *instruction.operands) in (("bar.sync", ("0",)), ("bar.warp.sync", ("-1",)))
+        return Warp.align if "warp" in instruction.parts else lambda warp: warp.group.arrive(warp)
+    if base != "bra":
+        return accesses.operation(instruction, translation)
+    label = program.labels[instruction.operands[0][0]]
+    if not instruction.guard:
+        return lambda warp: warp.jump(True, places[label])
+    number, unless = translation.number(instruction.guard), instruction.unless
+    return lambda warp: warp.jump(warp.registers[number] != unless, places[label])
 
 
 def _noise(random: Any, kind: str) -> Any:

@@ -30,7 +30,7 @@ class Instruction:
         return self.name.split(".")
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, eq=False)
 class Program:
     """A kernel.
 

@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 import torch
+from tests.support.rows import covering
 from tests.support.torch_models import all_parameters, slot_of, use_backend
 
 from penstock.torch_frontend.backends.triton.availability import interpreted
@@ -100,9 +101,7 @@ WAYS: dict[str, Callable[[Kept], Any]] = {
 }
 
 
-@pytest.mark.parametrize("capturable", [False, True])
-@pytest.mark.parametrize("rule", [StableAdamW, AdamW])
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize(("way", "rule", "capturable"), covering([*WAYS], [StableAdamW, AdamW], [False, True]))
 def test_a_second_launch_does_not_enter_tritons_front_end(
     way: str, rule: type, capturable: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:

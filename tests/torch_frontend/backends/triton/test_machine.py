@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import re
 from typing import Any
 
@@ -16,6 +17,7 @@ from tests.support.torch_models import backend_of, slot_of
 
 from penstock.torch_frontend import StableAdamW
 from penstock.torch_frontend.backends.triton.availability import interpreted
+from penstock.torch_frontend.backends.triton.configuration import TABLE
 
 KERNEL = """
 .visible .entry kernel(
@@ -135,11 +137,12 @@ def test_an_asynchronous_copy_arrives_when_it_is_waited_for() -> None:
 
 
 def updated(altered: Any = str, seed: int = 0) -> list[torch.Tensor]:
-    """A tensor of two items, updated by three programs."""
+    """A tensor of two items, which are short here, updated by three programs."""
     from tests.support.ptx.launching import on_machine
 
-    with on_machine(programs=3, seed=seed, altered=altered), torch.no_grad():
-        p = torch.randn(20_000, generator=torch.Generator().manual_seed(0)).requires_grad_()
+    with on_machine(programs=3, seed=seed, altered=altered), torch.no_grad(), pytest.MonkeyPatch.context() as patch:
+        patch.setitem(TABLE, ("cpu", None), dataclasses.replace(TABLE["cpu", None], tiles=2))
+        p = torch.randn(3000, generator=torch.Generator().manual_seed(0)).requires_grad_()
         optimizer = StableAdamW([p], lr=1e-2, backend="triton")
         backend_of(optimizer).update(slot_of(optimizer, p), torch.cos(p), first=True)
         return [p.detach(), optimizer.state[p]["debiased_exp_avg_sq"]]
