@@ -19,6 +19,7 @@ import optax
 from ..core.errors import InvalidArgumentError, MissingDependencyError, RefusedError
 from .direct import apply_directly, as_transformation
 from .donation import DonatingFunction
+from .functions import check_takes
 from .losses import scaled_loss, with_aux
 from .norms import global_norm, norm_dtype
 from .released_layers import ReleasedLayers, check_counts, count_visits, one_hot
@@ -67,9 +68,9 @@ def release_layers(
 
     Raises:
         MissingDependencyError: this jax has no references (jax.new_ref).
-        InvalidArgumentError: something is not callable, or tx is not a transform; when traced, a state without a layer axis or
-            of another transform, or a loss that is not a scalar; at a step, an array that was deleted, or is to be donated
-            twice.
+        InvalidArgumentError: something is not callable, loss_fn takes other arguments, or tx is not a transform; when traced,
+            a state without a layer axis or of another transform, or a loss that is not a scalar; at a step, an array that was
+            deleted, or is to be donated twice.
         RefusedError: when traced, a transform that is not separable; layers that are sharded over explicit mesh axes; a layer
             that the backward pass reaches more than once or never (not used, or before jax.lax.stop_gradient), that does not
             exist, is chosen by the data, called under jax.vmap, differentiated by loss_fn itself, or read again after its
@@ -80,9 +81,9 @@ def release_layers(
             f"release_layers needs references, which jax {jax.__version__} does not have as jax.new_ref; install a newer jax, "
             "or use make_release_step."
         )
-    for name, function in (("loss_fn", loss_fn), ("layer", layer)):
-        if not callable(function):
-            raise InvalidArgumentError(f"{name}={function!r} is not callable.")
+    check_takes("loss_fn", loss_fn, "outer, layers, batch")
+    if not callable(layer):
+        raise InvalidArgumentError(f"layer={layer!r} is not callable.")
     as_transformation(tx)  # raises
     resolve_fence(fence)
 

@@ -14,6 +14,7 @@ from ..core.errors import InvalidArgumentError, PenstockError
 from .array_ops import upcast, zeros_of
 from .direct import apply_directly, as_transformation
 from .donation import DonatingFunction
+from .functions import check_takes
 from .losses import divided, scaled_loss, with_aux
 from .microbatches import check_microbatches, chunks
 from .norms import check_max_norm, clipped, global_norm
@@ -67,10 +68,10 @@ def make_train_step(
         tx drops (optax.apply_if_finite) is counted in that wrapper's state, not here.
 
     Raises:
-        InvalidArgumentError: loss_fn is not callable, tx is not a transform; microbatches, max_norm or clip_passes out of
-            range; when traced, a loss that is not a scalar, a batch that cannot be split evenly, a state that is not a
-            TrainState, or is of stacked layers or of another transform; at a step, an array that was deleted, or is to be
-            donated twice.
+        InvalidArgumentError: loss_fn is not callable or takes other arguments, tx is not a transform; microbatches, max_norm
+            or clip_passes out of range; when traced, a loss that is not a scalar, a batch that cannot be split evenly, a state
+            that is not a TrainState, or is of stacked layers or of another transform; at a step, an array that was deleted, or
+            is to be donated twice.
         UnsupportedTensorError: when traced, parameters that are not floating-point.
         RefusedError: when traced, if a transform after a compensated one changes its updates.
 
@@ -78,8 +79,7 @@ def make_train_step(
         step = make_train_step(loss_fn, tx, microbatches=4, max_norm=1.0)
         state, metrics = step(init_train_state(tx, params), batch)
     """
-    if not callable(loss_fn):
-        raise InvalidArgumentError(f"loss_fn={loss_fn!r} is not callable.")
+    check_takes("loss_fn", loss_fn, "params, batch")
     as_transformation(tx)  # raises
     check_microbatches(microbatches, whole)
     check_max_norm(max_norm)

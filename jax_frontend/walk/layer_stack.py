@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from ...core.errors import InvalidArgumentError, RefusedError, UnsupportedTensorError
+from ..functions import check_takes
 from ..state import PyTree
 from .stacked import is_floating
 
@@ -125,7 +126,7 @@ class LayerStack:
             Where layers have auxiliary outputs: (outer, x, batch, auxiliary); with several stacks {name: auxiliary}.
 
     Raises:
-        InvalidArgumentError: something is not callable, or a mapping without stacks.
+        InvalidArgumentError: something is not callable or takes other arguments, or a mapping without stacks.
     """
 
     embed: Callable[..., Any]
@@ -133,14 +134,16 @@ class LayerStack:
     loss: Callable[..., Any]
 
     def __post_init__(self) -> None:
-        for name in ("embed", "loss"):
-            if not callable(getattr(self, name)):
-                raise InvalidArgumentError(f"{name}={getattr(self, name)!r} is not callable.")
+        check_takes("embed", self.embed, "outer, batch")
         if isinstance(self.layer, Mapping) and not self.layer:
             raise InvalidArgumentError("layer={} names no stack; give at least one.")
-        for name, layers in stacks_of(self).items():
-            if not callable(layers.layer):
-                raise InvalidArgumentError(f"the layer of {name!r} is {layers.layer!r}, which is not callable.")
+        stacks = stacks_of(self)
+        for name, layers in stacks.items():
+            more = [argument for argument in ("context", "inputs") if getattr(layers, argument) is not None]
+            named = f"layer[{name!r}]" if isinstance(self.layer, Mapping) else "layer"
+            check_takes(named, layers.layer, ", ".join(["layer_params", "x", *more]))
+        auxiliary = any(layers.auxiliary for layers in stacks.values())
+        check_takes("loss", self.loss, "outer, x, batch, auxiliary" if auxiliary else "outer, x, batch")
 
     def __call__(self, params: PyTree, batch: PyTree) -> Any:
         """Return the loss over the whole batch at once."""

@@ -96,6 +96,10 @@ def donated() -> dict[str, jax.Array]:
     return params
 
 
+def loss_with_auxiliary(outer: Any, x: Any, data: Any, auxiliary: Any) -> Any:
+    return mean_loss(outer, x, data) + jnp.mean(auxiliary)
+
+
 TWO_STACKS = LayerStack(embed, {"first": layer, "second": layer}, mean_loss)
 
 MAKERS: dict[str, Row] = {
@@ -135,6 +139,19 @@ MAKERS: dict[str, Row] = {
     "no embed": (lambda: LayerStack(None, layer, mean_loss), "embed"),  # type: ignore[arg-type]
     "no layer": (lambda: LayerStack(embed, 3, mean_loss), "layer"),  # type: ignore[arg-type]
     "no stacks": (lambda: LayerStack(embed, {}, mean_loss), "layer"),
+    "a loss of a batch": (lambda: make_train_step(lambda batch: batch, TX), r"called with \(params, batch\).*takes \(batch\)"),
+    "an embed of a batch": (
+        lambda: LayerStack(lambda batch: batch, layer, mean_loss),
+        r"embed is called with \(outer, batch\)",
+    ),
+    "a layer without context": (
+        lambda: LayerStack(embed, {"first": Layers(layer, context=mean_loss)}, mean_loss),
+        r"layer\['first'\] is called with \(layer_params, x, context\)",
+    ),
+    "a loss without auxiliary outputs": (
+        lambda: LayerStack(embed, Layers(layer, auxiliary=True), mean_loss),
+        r"loss is called with \(outer, x, batch, auxiliary\)",
+    ),
     "max_norm in state": (lambda: in_state(max_norm=1.0), r"norm of the whole gradient.*leave accumulation out", RefusedError),
     **{
         f"{name} in state": (
@@ -295,11 +312,11 @@ MODELS: dict[str, Row] = {
         r"x\['n'\].*dtype int.*context or inputs",
     ),
     "no auxiliary": (
-        lambda: release(LayerStack(embed, Layers(layer, auxiliary=True), mean_loss)),
+        lambda: release(LayerStack(embed, Layers(layer, auxiliary=True), loss_with_auxiliary)),
         r"must return a tuple \(x, auxiliary\)",
     ),
     "an integer as auxiliary": (
-        lambda: release(LayerStack(embed, Layers(lambda p, x: (layer(p, x), 1), auxiliary=True), mean_loss)),
+        lambda: release(LayerStack(embed, Layers(lambda p, x: (layer(p, x), 1), auxiliary=True), loss_with_auxiliary)),
         "auxiliary output must be floating-point",
     ),
     "inputs without layers": (
@@ -337,6 +354,10 @@ LOOPS: dict[str, Row] = {
         r"shape \(\(\), \(\)\).*has_aux=True.*WeightedMean\(sum, weight\)",
     ),
     "no loss": (lambda: release_layers(None, layer, TX), "loss_fn=None is not callable"),  # type: ignore[arg-type]
+    "the layer first": (
+        lambda: release_layers(layer, own_loop, TX),  # type: ignore[arg-type]
+        r"loss_fn is called with \(outer, layers, batch\)",
+    ),
     "fence": (lambda: release_layers(own_loop, layer, TX, fence="wall"), "fence"),
     "no transform": (lambda: release_layers(own_loop, layer, adamw), "not an Optax transform"),  # type: ignore[arg-type]
     "a float index": (
