@@ -24,11 +24,12 @@ parsed_once = functools.cache(parsed)
 
 
 @contextlib.contextmanager
-def on_machine(*, programs: int = 2, seed: int = 0, altered: Callable[[str], str] = str) -> Iterator[None]:
+def on_machine(*, programs: int = 2, resident: int = 0, seed: int = 0, altered: Callable[[str], str] = str) -> Iterator[None]:
     """Run every launch on a `Machine`, with the configurations for NVIDIA.
 
     Args:
         programs: of a launch with tickets, at most.
+        resident: programs that run at once; 0 means all.
         seed: of the order in which warps run.
         altered: changes the assembly of a kernel.
     """
@@ -40,7 +41,8 @@ def on_machine(*, programs: int = 2, seed: int = 0, altered: Callable[[str], str
             program = parsed_once(altered(kernel.asm["ptx"]))
             arguments = _arguments(source, given[no_launch.LAUNCH_SETTINGS :])
             arguments += [0] * (len(program.parameters) - len(arguments))  # Triton's own scratch memory, of which there is none
-            Machine(program, given[0], arguments, _tensors(), shared=kernel.metadata.shared, seed=seed).run()
+            settings = {"shared": kernel.metadata.shared, "resident": resident, "seed": seed}
+            Machine(program, given[0], arguments, _tensors(), **settings).run()
 
         return launch
 
